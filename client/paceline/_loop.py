@@ -1,0 +1,68 @@
+"""The one event loop thread of the process: everything of grpc.aio lives on it, behind synchronous faces.
+
+One loop for all sessions (and for a coordinator that the process embeds), because aio objects belong to the loop that
+made them and grpc polls for one loop best. The thread is a daemon and starts with its first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["LoopThread", "loop_thread"]
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A daemon thread that runs an asyncio loop for as long as the process lives."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="paceline-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    @property
+    def is_current(self) -> bool:
+        """True in code that runs on the loop: it must not block on it."""
+        return threading.current_thread() is self._thread
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the loop; callable from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Runs a coroutine on the loop and waits for its result; the coroutine is cancelled if the wait ends early.
+
+        Args:
+            work: the coroutine; it should bound its own time.
+            timeout: seconds, or None for as long as the coroutine takes.
+        """
+        assert not self.is_current, "the loop cannot wait for itself"
+        future = self.start(work)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+
+_lock = threading.Lock()
+_current: tuple[int, LoopThread] | None = None
+
+
+def loop_thread() -> LoopThread:
+    """The loop thread of this process; a forked child gets a new one."""
+    global _current
+    with _lock:
+        if _current is None or _current[0] != os.getpid():
+            _current = (os.getpid(), LoopThread())
+        return _current[1]

@@ -1,0 +1,1 @@
+"""Collectives: schedules as arithmetic, the choice among them, and the engine that runs one over links."""

@@ -1,0 +1,85 @@
+"""Timeouts and limits, and the table of PACELINE_* environment variables.
+
+An argument beats the environment, the environment beats the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+__all__ = ["Config", "ENVIRONMENT"]
+
+ENVIRONMENT: Mapping[str, str] = {
+    "PACELINE_COORDINATOR": "address of the coordinator, host:port; without it the world is this process alone",
+    "PACELINE_JOB": "name of the job (default: 'default')",
+    "PACELINE_MIN_WORKERS": "the first view forms with at least this many workers",
+    "PACELINE_MAX_WORKERS": "no view has more workers than this",
+    "PACELINE_RANK": "explicit rank; PACELINE_WORLD_SIZE must be set too",
+    "PACELINE_WORLD_SIZE": "explicit number of workers",
+    "PACELINE_ADVERTISE": "host or host:port at which peers reach this worker",
+    "PACELINE_JOIN_TIMEOUT": "seconds to wait for the first view",
+    "PACELINE_FAILURE_TIMEOUT": "seconds of silence after which a member counts as lost",
+    "PACELINE_STEP_TIMEOUT": "seconds to wait for a member that has not entered a collective",
+    "PACELINE_CALL_TIMEOUT": "seconds for a call to the coordinator: store, barrier",
+}
+"""Every variable that Paceline reads, with what it means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Timeouts in seconds. All of them must be above 0.
+
+    `failure_timeout` is the one knob for silence: heartbeats go out six times as often, and what waits for the
+    coordinator's verdict waits for a sixth of it. It must exceed the longest time for which the process can hold the
+    GIL in one call.
+    """
+
+    failure_timeout: float = 3.0
+    """Silence after which a member counts as lost. All members of a job must agree on it."""
+
+    step_timeout: float = 600.0
+    """Default timeout of a collective: how long to wait for a member that computes and has not entered it."""
+
+    call_timeout: float = 30.0
+    """Default timeout of a call to the coordinator: barriers by name and the store."""
+
+    join_timeout: float = 60.0
+    """Default time to wait for the first view."""
+
+    rejoin_timeout: float = 600.0
+    """How long a member that is cut off from the coordinator tries to come back."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name} must be above 0 s, not {value!r}")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
+        """The defaults, overridden by PACELINE_<FIELD> where set.
+
+        Raises:
+            ValueError: a variable does not hold a number above 0; the text names it.
+        """
+        found: dict[str, float] = {}
+        for field in fields(cls):
+            name = f"PACELINE_{field.name.upper()}"
+            if text := environ.get(name):
+                try:
+                    found[field.name] = float(text)
+                except ValueError:
+                    raise ValueError(f"{name} must be a number of seconds, not {text!r}") from None
+        return replace(cls(), **found)
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds between heartbeats."""
+        return self.failure_timeout / 6
+
+    @property
+    def verdict_timeout(self) -> float:
+        """Seconds to wait for the coordinator's verdict before a failure is raised as this member sees it."""
+        return self.failure_timeout / 6

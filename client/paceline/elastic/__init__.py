@@ -1,0 +1,1 @@
+"""Elastic training: how samples are shared out."""

@@ -1,0 +1,158 @@
+"""Every exception that Paceline raises, in one tree.
+
+PacelineError
+    InvalidRank (ValueError)            a rank, root or peer outside the world
+    InvalidWorldSize (ValueError)       a world size that cannot be
+    SizeMismatch (ValueError)           an array of the wrong size or shape
+    UnsupportedOp (TypeError)           an operation that the dtype does not have, or a type that cannot travel
+    SettingsMismatch (ValueError)       members disagree on a setting of the job, or two claim one rank
+    StoreConflict                       a store value that cannot be used as asked
+    LimitExceeded                       a limit on size or number
+    CollectiveMismatch                  members called different collectives, or one with different arguments
+    PeerLost (ConnectionError)          a member died, froze, was cut off or left
+        PeerBrokeProtocol               a member sent what the protocol does not allow
+        PeerRaised                      a member's own code raised, or was interrupted, inside a collective
+    OperationTimeout (TimeoutError)     what was waited for did not come in time
+    CoordinatorUnreachable (ConnectionError)   nobody, or no Paceline coordinator, answers at the address
+    StaleGeneration                     an act on a generation that is over
+    ViewChanged                         a barrier or wait that the end of its generation has ended
+    StepVoid                            a step whose generation was voided
+    StepOrderError                      a collective or a gradient at a moment when it cannot be right
+    DivergenceError                     members hold different bits where they must hold the same
+    OrphanedError                       cut off from the coordinator for longer than `rejoin_timeout`
+    SessionClosed                       use of a session that has ended
+    ForkedSession (RuntimeError)        use of a session in a child of the process that joined
+    LinkUnavailable                     no way to move bytes to a member
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectiveMismatch",
+    "CoordinatorUnreachable",
+    "DivergenceError",
+    "ForkedSession",
+    "InvalidRank",
+    "InvalidWorldSize",
+    "LimitExceeded",
+    "LinkUnavailable",
+    "OperationTimeout",
+    "OrphanedError",
+    "PacelineError",
+    "PeerBrokeProtocol",
+    "PeerLost",
+    "PeerRaised",
+    "SessionClosed",
+    "SettingsMismatch",
+    "SizeMismatch",
+    "StaleGeneration",
+    "StepOrderError",
+    "StepVoid",
+    "StoreConflict",
+    "UnsupportedOp",
+    "ViewChanged",
+]
+
+
+class PacelineError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        ranks: the culprits, ascending; empty where nobody in particular is to blame.
+        operation: number of the collective in which it was seen, 0 for none.
+        generation: the generation that it is about, 0 for none.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), operation: int = 0, generation: int = 0) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.operation = operation
+        self.generation = generation
+
+
+class InvalidRank(PacelineError, ValueError):
+    """A rank, root or peer lies outside the world."""
+
+
+class InvalidWorldSize(PacelineError, ValueError):
+    """A world size is impossible, or a group would be empty."""
+
+
+class SizeMismatch(PacelineError, ValueError):
+    """An array has the wrong size or shape for what was asked."""
+
+
+class UnsupportedOp(PacelineError, TypeError):
+    """The dtype does not have the operation, or the type cannot travel."""
+
+
+class SettingsMismatch(PacelineError, ValueError):
+    """Members disagree on a setting of the job, or two of them claim one rank."""
+
+
+class StoreConflict(PacelineError):
+    """A value in the store cannot be used as asked."""
+
+
+class LimitExceeded(PacelineError):
+    """A limit on size or number was met; the text names it."""
+
+
+class CollectiveMismatch(PacelineError):
+    """Members called different collectives, or the same one with different arguments; the text names both sides."""
+
+
+class PeerLost(PacelineError, ConnectionError):
+    """A member died, froze, was cut off or left while others needed it."""
+
+
+class PeerBrokeProtocol(PeerLost):
+    """A member sent what the protocol does not allow."""
+
+
+class PeerRaised(PeerLost):
+    """A member's own code raised, or was interrupted, inside a collective."""
+
+
+class OperationTimeout(PacelineError, TimeoutError):
+    """What was waited for did not come in time; the text says what and from whom."""
+
+
+class CoordinatorUnreachable(PacelineError, ConnectionError):
+    """Nobody, or no Paceline coordinator, answers at the address."""
+
+
+class StaleGeneration(PacelineError):
+    """An act on a generation that is over."""
+
+
+class ViewChanged(PacelineError):
+    """The end of its generation has ended a barrier or a wait."""
+
+
+class StepVoid(PacelineError):
+    """The generation of a step was voided: the step counts for nothing."""
+
+
+class StepOrderError(PacelineError):
+    """A collective or a gradient came at a moment when it cannot be right."""
+
+
+class DivergenceError(PacelineError):
+    """Members hold different bits where they must hold the same; the text names them."""
+
+
+class OrphanedError(PacelineError):
+    """The member was cut off from the coordinator for longer than `rejoin_timeout`."""
+
+
+class SessionClosed(PacelineError):
+    """The session has ended."""
+
+
+class ForkedSession(PacelineError, RuntimeError):
+    """The session belongs to the parent of this process; a forked child must join for itself."""
+
+
+class LinkUnavailable(PacelineError):
+    """There is no way to move bytes to a member; the text says what was tried."""

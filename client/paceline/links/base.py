@@ -1,0 +1,133 @@
+"""The contract of a link, and of the mesh of links between the members of one generation.
+
+Rules that every link keeps, and that `paceline.testing.check_link` checks:
+
+1. Frames arrive whole, in order, once, and unchanged: (generation, operation, part, signature, payload).
+2. `send` returns when the caller may reuse the payload. It may block for backpressure, never past its deadline.
+3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed.
+4. A failure wakes a blocked `send` or `recv` within 100 ms (I7), and every later call raises at once.
+5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
+6. One thread sends and one thread receives at a time; they may be different threads.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame
+
+__all__ = ["Link", "LinkEnded", "LinkTimeout", "Mesh", "Peer", "Purpose"]
+
+
+class Purpose(IntEnum):
+    """What a link is for; the numbers are those of the proto. One never holds up another."""
+
+    COLLECTIVE = 1
+    POINT_TO_POINT = 2
+
+
+class LinkEnded(ConnectionError):
+    """The other side closed or broke the link. `orderly`: it closed it after its last frame."""
+
+    def __init__(self, message: str, *, orderly: bool = False) -> None:
+        super().__init__(message)
+        self.orderly = orderly
+
+
+class LinkTimeout(TimeoutError):
+    """The deadline passed before the link could send or receive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A member of a generation, as links and errors need it.
+
+    Attributes:
+        rank: its rank.
+        member_id: unique for ever.
+        host: its host, for people.
+        address: where its PeerService answers, "host:port"; empty on a local mesh.
+        pid: its process id, 0 where unknown.
+    """
+
+    rank: int
+    member_id: str
+    host: str
+    address: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"
+
+
+class Link(abc.ABC):
+    """Frames to and from one peer for one purpose. See the module's rules.
+
+    Attributes:
+        peer: the member at the other end.
+        kind: "local", "grpc", ...
+    """
+
+    peer: Peer
+    kind: str
+
+    @abc.abstractmethod
+    def send(self, frame: Frame, deadline: float) -> None:
+        """Sends a frame. `deadline` is a `time.monotonic()` value.
+
+        Raises:
+            LinkTimeout: backpressure outlasted the deadline; the frame was not sent.
+            LinkEnded: the link is closed or broken.
+            PacelineError: the generation has failed.
+        """
+
+    @abc.abstractmethod
+    def recv(self, deadline: float) -> Frame:
+        """The next frame.
+
+        Raises:
+            LinkTimeout: none came before the deadline; nothing is consumed.
+            LinkEnded: the other side has closed or broken the link and all its frames are read.
+            PacelineError: the generation has failed.
+        """
+
+    @abc.abstractmethod
+    def close(self, deadline: float) -> None:
+        """Delivers what was sent, then ends the link; waits for that until the deadline at most. Idempotent."""
+
+
+class Mesh(abc.ABC):
+    """One member's links to the other members of one generation, opened when first used.
+
+    Attributes:
+        generation: the generation.
+        rank: this member's rank.
+        peers: all members in rank order, this one too.
+        fault: how the generation ends.
+    """
+
+    generation: int
+    rank: int
+    peers: Sequence[Peer]
+    fault: Fault
+
+    @abc.abstractmethod
+    def link(self, peer: int, purpose: Purpose) -> Link:
+        """The link to a rank for a purpose; the same object each time. Does not block on the peer.
+
+        Raises:
+            PacelineError: the generation has failed.
+        """
+
+    @abc.abstractmethod
+    def close(self, deadline: float) -> None:
+        """Closes every link (`Link.close`)."""
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.peers)

@@ -1,0 +1,141 @@
+"""How a generation ends at one member: evidence, then a verdict, then the same typed error everywhere.
+
+Whoever sees something wrong calls `Fault.suspect`. The first suspicion wakes everything that is blocked, is passed
+along the links, and goes to the coordinator, whose verdict (`Fault.settle`) decides what is raised. Without a verdict
+in time the member raises what it saw itself: nobody needs the coordinator to stop (I7, I8).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline import errors
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["Fault", "Suspicion", "Verdict"]
+
+_ERRORS: dict[int, type[errors.PacelineError]] = {
+    ErrorReason.ERROR_REASON_PEER_LOST: errors.PeerLost,
+    ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL: errors.PeerBrokeProtocol,
+    ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
+    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: errors.CollectiveMismatch,
+    ErrorReason.ERROR_REASON_TIMEOUT: errors.OperationTimeout,
+    ErrorReason.ERROR_REASON_STALE_GENERATION: errors.StaleGeneration,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What one member saw.
+
+    Attributes:
+        reason: kind of failure; decides the type of the error.
+        accused: rank at the other end; None when the member reports itself.
+        operation: number of the collective in which it was seen, 0 for none.
+        text: one sentence with the facts.
+    """
+
+    reason: ErrorReason.ValueType
+    accused: int | None
+    operation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What ended the generation, as all its members are told it."""
+
+    generation: int
+    reason: ErrorReason.ValueType
+    culprits: tuple[int, ...]
+    operation: int
+    text: str
+
+    def to_error(self) -> errors.PacelineError:
+        """A new error of the type that the reason stands for."""
+        kind = _ERRORS.get(self.reason, errors.PeerLost)
+        return kind(self.text, ranks=self.culprits, operation=self.operation, generation=self.generation)
+
+
+class Fault:
+    """The end of one generation at one member. Thread-safe; every transition happens once.
+
+    Args:
+        generation: the generation.
+        rank: this member's rank.
+        verdict_timeout: seconds that `error` waits for the verdict, counted from the first suspicion.
+    """
+
+    def __init__(self, generation: int, rank: int, verdict_timeout: float) -> None:
+        self._generation = generation
+        self._rank = rank
+        self._verdict_timeout = verdict_timeout
+        self._lock = threading.Lock()
+        self._settled = threading.Event()
+        self._suspicion: Suspicion | None = None
+        self._verdict: Verdict | None = None
+        self._wakers: list[Callable[[], None]] = []
+        self._reporters: list[Callable[[Suspicion], None]] = []
+
+    @property
+    def failed(self) -> bool:
+        """True from the first suspicion or the verdict on."""
+        return self._suspicion is not None or self._verdict is not None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict, once it is there."""
+        return self._verdict
+
+    def on_failure(self, wake: Callable[[], None]) -> None:
+        """Registers what wakes a blocked call; runs at once if the generation has failed already."""
+        with self._lock:
+            self._wakers.append(wake)
+            failed = self.failed
+        if failed:
+            wake()
+
+    def on_suspicion(self, report: Callable[[Suspicion], None]) -> None:
+        """Registers where the first suspicion goes: the coordinator, the links."""
+        self._reporters.append(report)
+
+    def suspect(self, suspicion: Suspicion) -> None:
+        """Something is wrong: wakes all, tells all. Only the first suspicion counts."""
+        with self._lock:
+            if self.failed:
+                return
+            self._suspicion = suspicion
+        self._wake()
+        for report in self._reporters:
+            report(suspicion)
+
+    def settle(self, verdict: Verdict) -> None:
+        """The generation is void, for this reason. Only the first verdict counts."""
+        with self._lock:
+            if self._verdict is not None:
+                return
+            self._verdict = verdict
+        self._settled.set()
+        self._wake()
+
+    def check(self) -> None:
+        """Raises the generation's error if it has failed."""
+        if self.failed:
+            raise self.error()
+
+    def error(self) -> errors.PacelineError:
+        """The error to raise; waits up to `verdict_timeout` for the verdict, then tells what this member saw."""
+        if self._verdict is None:
+            self._settled.wait(self._verdict_timeout)
+        verdict, suspicion = self._verdict, self._suspicion
+        if verdict is not None:
+            return verdict.to_error()
+        assert suspicion is not None, "error() before anything failed"
+        culprits = (self._rank if suspicion.accused is None else suspicion.accused,)
+        return Verdict(self._generation, suspicion.reason, culprits, suspicion.operation, suspicion.text).to_error()
+
+    def _wake(self) -> None:
+        for wake in list(self._wakers):
+            wake()

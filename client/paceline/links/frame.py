@@ -1,0 +1,107 @@
+"""The frame: what travels on every link, and its encoding.
+
+On the wire a frame is the protobuf message `FramesRequest` (peer.proto) in one canonical form: every field is written,
+in order, lengths as padded varints. Header fields then lie at fixed offsets, so a frame is made with one `struct` call
+and one join, and read without copying the payload. `FramesRequest.FromString` reads it too; a test compares them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["MAX_FRAME_BYTES", "MAX_SIGNATURE_BYTES", "Frame", "FrameError", "FrameKind", "decode", "encode"]
+
+MAX_FRAME_BYTES = (4 << 20) + 4096
+"""No frame is longer than this; the receiver refuses before it allocates."""
+
+MAX_SIGNATURE_BYTES = 1024
+"""Longest description of an operation."""
+
+# Tags of FramesRequest's fields 1 to 6: (field << 3) | wire type.
+_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32
+_HEAD = struct.Struct("<BB BQ BQ BI BBB")
+_TAIL = struct.Struct("<B5B")
+_OVERHEAD = _HEAD.size + _TAIL.size
+
+
+class FrameKind(IntEnum):
+    """What a frame is; the numbers are those of the proto."""
+
+    DATA = 1
+    ABORT = 2
+
+
+class FrameError(ValueError):
+    """The bytes are not a frame."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """One frame.
+
+    Attributes:
+        kind: data, or the news that the sender's generation has failed.
+        generation: the generation that it acts on.
+        operation: number of the operation within (generation, purpose), from 1.
+        part: number of the frame within (operation, sender, receiver), from 0.
+        signature: the operation in words, in part 0 only.
+        payload: elements as bytes. A sent payload is copied before `Link.send` returns.
+    """
+
+    kind: FrameKind
+    generation: int
+    operation: int
+    part: int
+    signature: bytes
+    payload: bytes | memoryview
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame as one bytes object; copies the payload once.
+
+    Raises:
+        FrameError: the signature or the payload is too long.
+    """
+    words, size = len(frame.signature), len(frame.payload)
+    if words > MAX_SIGNATURE_BYTES or size + words + _OVERHEAD > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
+    head = _HEAD.pack(
+        _KIND, frame.kind, _GENERATION, frame.generation, _OPERATION, frame.operation, _PART, frame.part,
+        _SIGNATURE, words & 0x7F | 0x80, words >> 7,
+    )  # fmt: skip
+    tail = _TAIL.pack(
+        _PAYLOAD,
+        size & 0x7F | 0x80,
+        size >> 7 & 0x7F | 0x80,
+        size >> 14 & 0x7F | 0x80,
+        size >> 21 & 0x7F | 0x80,
+        size >> 28,
+    )
+    return b"".join((head, frame.signature, tail, frame.payload))
+
+
+def decode(data: bytes) -> Frame:
+    """The frame that the bytes hold; its payload is a view of them.
+
+    Raises:
+        FrameError: the bytes are not a frame in canonical form.
+    """
+    if not _OVERHEAD <= len(data) <= MAX_FRAME_BYTES:
+        raise FrameError(f"{len(data)} bytes cannot be a frame")
+    t1, kind, t2, generation, t3, operation, t4, part, t5, low, high = _HEAD.unpack_from(data)
+    if (t1, t2, t3, t4, t5) != (_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE) or low < 0x80 or high > 0x7F:
+        raise FrameError("the header is not that of a frame")
+    if kind not in (FrameKind.DATA, FrameKind.ABORT):
+        raise FrameError(f"unknown kind of frame {kind}")
+    words = low & 0x7F | high << 7
+    start = _HEAD.size + words + _TAIL.size
+    if words > MAX_SIGNATURE_BYTES or start > len(data):
+        raise FrameError(f"a signature of {words} bytes does not fit a frame of {len(data)}")
+    t6, b0, b1, b2, b3, b4 = _TAIL.unpack_from(data, _HEAD.size + words)
+    size = b0 & 0x7F | (b1 & 0x7F) << 7 | (b2 & 0x7F) << 14 | (b3 & 0x7F) << 21 | b4 << 28
+    if t6 != _PAYLOAD or min(b0, b1, b2, b3) < 0x80 or b4 > 0x7F or start + size != len(data):
+        raise FrameError("the length of the payload does not add up")
+    signature = data[_HEAD.size : _HEAD.size + words]
+    return Frame(FrameKind(kind), generation, operation, part, signature, memoryview(data)[start:])

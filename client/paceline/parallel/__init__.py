@@ -1,0 +1,1 @@
+"""Training in parallel: buckets and DistributedDataParallel for NumPy modules."""

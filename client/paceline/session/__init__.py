@@ -1,0 +1,1 @@
+"""A worker's session: join, heartbeats, views, barriers and the store."""
