@@ -1,1 +1,125 @@
-"""Paceline."""
+"""Paceline: train on whatever machines you have.
+
+    import paceline
+
+    with paceline.join() as session:
+        total = session.group.all_reduce(array)
+
+Importing this package imports neither grpc nor the command line: names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from paceline._version import __version__
+from paceline.errors import (
+    CollectiveMismatch,
+    CoordinatorUnreachable,
+    DivergenceError,
+    ForkedSession,
+    InvalidRank,
+    InvalidWorldSize,
+    LimitExceeded,
+    LinkUnavailable,
+    OperationTimeout,
+    OrphanedError,
+    PacelineError,
+    PeerBrokeProtocol,
+    PeerLost,
+    PeerRaised,
+    SessionClosed,
+    SettingsMismatch,
+    SizeMismatch,
+    StaleGeneration,
+    StepOrderError,
+    StepVoid,
+    StoreConflict,
+    UnsupportedOp,
+    ViewChanged,
+)
+
+if TYPE_CHECKING:
+    from paceline import nn, optim, testing
+    from paceline.config import Config
+    from paceline.elastic.sampler import ElasticSampler
+    from paceline.group import Group
+    from paceline.parallel.ddp import DDP
+    from paceline.parallel.parameter import Module, Parameter
+    from paceline.session.join import join
+    from paceline.session.session import Session
+    from paceline.session.store import Store
+    from paceline.work import Work
+
+__all__ = [
+    "__version__",
+    # sessions and groups
+    "join",
+    "Session",
+    "Store",
+    "Group",
+    "Work",
+    "Config",
+    # training
+    "DDP",
+    "Module",
+    "Parameter",
+    "ElasticSampler",
+    "nn",
+    "optim",
+    # in-process ranks for tests
+    "testing",
+    # errors
+    "CollectiveMismatch",
+    "CoordinatorUnreachable",
+    "DivergenceError",
+    "ForkedSession",
+    "InvalidRank",
+    "InvalidWorldSize",
+    "LimitExceeded",
+    "LinkUnavailable",
+    "OperationTimeout",
+    "OrphanedError",
+    "PacelineError",
+    "PeerBrokeProtocol",
+    "PeerLost",
+    "PeerRaised",
+    "SessionClosed",
+    "SettingsMismatch",
+    "SizeMismatch",
+    "StaleGeneration",
+    "StepOrderError",
+    "StepVoid",
+    "StoreConflict",
+    "UnsupportedOp",
+    "ViewChanged",
+]
+
+_HOME = {
+    "join": "paceline.session.join",
+    "Session": "paceline.session.session",
+    "Store": "paceline.session.store",
+    "Group": "paceline.group",
+    "Work": "paceline.work",
+    "Config": "paceline.config",
+    "DDP": "paceline.parallel.ddp",
+    "Module": "paceline.parallel.parameter",
+    "Parameter": "paceline.parallel.parameter",
+    "ElasticSampler": "paceline.elastic.sampler",
+}
+_SUBMODULES = ("nn", "optim", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"paceline.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

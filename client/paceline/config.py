@@ -23,6 +23,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_FAILURE_TIMEOUT": "seconds of silence after which a member counts as lost",
     "PACELINE_STEP_TIMEOUT": "seconds to wait for a member that has not entered a collective",
     "PACELINE_CALL_TIMEOUT": "seconds for a call to the coordinator: store, barrier",
+    "PACELINE_REJOIN_TIMEOUT": "seconds to try to come back to a coordinator that is away",
 }
 """Every variable that Paceline reads, with what it means."""
 

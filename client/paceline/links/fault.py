@@ -35,12 +35,14 @@ class Suspicion:
         accused: rank at the other end; None when the member reports itself.
         operation: number of the collective in which it was seen, 0 for none.
         text: one sentence with the facts.
+        relayed: a peer saw it and passed it on; the coordinator hears of it from whoever saw it.
     """
 
     reason: ErrorReason.ValueType
     accused: int | None
     operation: int
     text: str
+    relayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,219 @@
+"""The front door of a worker: its PeerService, where members authenticate, negotiate and deliver frames.
+
+Nothing of a stranger gets further than the door: a link needs a ticket, a ticket needs the ids of two members of the
+generation, and every frame is checked before it is queued (I4, I9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any, NoReturn, Protocol
+
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from paceline._grpc import aio, grpc
+from paceline.errors import LinkUnavailable
+from paceline.links.base import LinkEnded, Peer, Purpose
+from paceline.links.fault import Fault, Suspicion
+from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameError, FrameKind, decode
+from paceline.links.grpc_link import Inbox
+from pacelinepb import ERROR_DOMAIN, PROTOCOL_VERSION
+from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.session_pb2 import Verdict
+
+__all__ = ["Door", "Household"]
+
+TICKET_LIFETIME = 10.0
+"""Seconds for which a ticket is good (peer.proto)."""
+
+MAX_TICKETS = 4096
+"""Unused tickets that a door remembers; one more and the oldest are forgotten."""
+
+_SERVICE = "pacelinepb.v1.PeerService"
+
+
+class Household(Protocol):
+    """What the door asks of those inside: one member's view of one generation."""
+
+    generation: int
+    member_id: str
+    fault: Fault
+
+    def peer_by_id(self, member_id: str) -> Peer | None:
+        """The member with this id, None if it is not of this generation."""
+
+    def inbox(self, rank: int, purpose: Purpose) -> Inbox:
+        """Where frames from that rank go."""
+
+    def peer_ended(self, rank: int, error: LinkEnded) -> None:
+        """A stream from that rank ended out of order."""
+
+
+class Door:
+    """The PeerService of one worker. Everything runs on the loop that started it.
+
+    Args:
+        job: the job whose members may knock.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._server: aio.Server | None = None
+        self._inside: Household | None = None
+        self._entered = asyncio.Event()
+        self._tickets: dict[bytes, tuple[Household, Peer, Purpose, float]] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens.
+
+        Returns:
+            The port, which is a free one if 0 was asked for.
+
+        Raises:
+            LinkUnavailable: the address cannot be bound.
+        """
+        options = [("grpc.max_receive_message_length", MAX_FRAME_BYTES), ("grpc.so_reuseport", 0)]
+        self._server = aio.server(options=options)
+        handlers = {
+            "Hello": grpc.unary_unary_rpc_method_handler(
+                self._hello,
+                request_deserializer=peer_pb2.HelloRequest.FromString,
+                response_serializer=peer_pb2.HelloResponse.SerializeToString,
+            ),
+            # No deserializer: frames are decoded without a copy (frame.py).
+            "Frames": grpc.stream_stream_rpc_method_handler(
+                self._frames, response_serializer=peer_pb2.FramesResponse.SerializeToString
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(where)
+        except RuntimeError as error:
+            raise LinkUnavailable(f"cannot listen for peers on {where}: {error}") from error
+        await self._server.start()
+        return bound
+
+    def enter(self, inside: Household) -> None:
+        """Opens the door for the members of a generation; earlier ones are turned away from now on."""
+        self._inside = inside
+        self._entered.set()
+
+    async def close(self, grace: float = 0.2) -> None:
+        """Ends every stream with the word that all of it was taken in, then stops listening."""
+        self._closing = True
+        self._entered.set()
+        for stream in list(self._streams):
+            stream.cancel()
+        if self._server is not None:
+            await self._server.stop(grace)
+
+    async def _hello(self, request: peer_pb2.HelloRequest, context: Any) -> peer_pb2.HelloResponse:
+        if request.protocol_version != PROTOCOL_VERSION:
+            text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
+            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
+        while not self._closing and (self._inside is None or self._inside.generation < request.generation):
+            self._entered.clear()  # the caller heard of its view first; ours is on its way
+            await self._entered.wait()
+        inside = self._inside
+        if self._closing or inside is None:
+            text = "this worker is leaving"
+            await _refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
+        if request.job != self._job or request.to_member != inside.member_id:
+            text = f"this is member {inside.member_id} of job {self._job!r}, not {request.to_member} of {request.job!r}"
+            await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        if request.generation != inside.generation:
+            text = f"generation {request.generation} is over; this worker is in {inside.generation}"
+            reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+        peer = inside.peer_by_id(request.from_member)
+        if peer is None:
+            text = f"member {request.from_member} is not in generation {inside.generation}"
+            await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        if peer_pb2.LINK_KIND_GRPC not in request.offered or request.purpose not in list(Purpose):
+            text = "no kind of link that both sides have"
+            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        return peer_pb2.HelloResponse(
+            chosen=peer_pb2.LINK_KIND_GRPC, ticket=self._issue(inside, peer, Purpose(request.purpose))
+        )
+
+    def _issue(self, inside: Household, peer: Peer, purpose: Purpose) -> bytes:
+        now = time.monotonic()
+        if len(self._tickets) >= MAX_TICKETS:
+            self._tickets = {key: entry for key, entry in self._tickets.items() if entry[3] > now}
+            while len(self._tickets) >= MAX_TICKETS:
+                self._tickets.pop(next(iter(self._tickets)))
+        ticket = secrets.token_bytes(16)
+        self._tickets[ticket] = (inside, peer, purpose, now + TICKET_LIFETIME)
+        return ticket
+
+    async def _frames(self, _: Any, context: Any) -> None:
+        ticket = dict(context.invocation_metadata()).get("paceline-ticket-bin", b"")
+        inside, peer, purpose, expires = self._tickets.pop(ticket, (None, None, None, 0.0))
+        if inside is None or peer is None or purpose is None or expires < time.monotonic() or self._closing:
+            text = "frames need a fresh ticket from Hello"
+            await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        inbox = inside.inbox(peer.rank, purpose)
+        frames = 0
+        try:
+            await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
+            while (data := await context.read()) is not aio.EOF:
+                frame = decode(data)
+                if frame.generation != inside.generation:
+                    text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
+                    reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+                    await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+                frames += 1
+                if frame.kind is FrameKind.ABORT:
+                    _relay(inside.fault, peer, frame)
+                else:
+                    await inbox.put(frame)
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+            inbox.end(LinkEnded(f"{peer} left", orderly=True))
+        except asyncio.CancelledError:
+            if not self._closing:  # the connection broke under the stream
+                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                raise
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+        except FrameError as error:
+            _accuse(inside.fault, peer, f"{peer} sent what is no frame: {error}")
+            text = f"no frame: {error}"
+            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        finally:
+            self._streams.discard(task)
+
+
+def _relay(fault: Fault, peer: Peer, frame: Frame) -> None:
+    """Takes over what a peer suspects."""
+    try:
+        word = Verdict.FromString(bytes(frame.payload))
+    except ValueError:
+        _accuse(fault, peer, f"{peer} sent an abort that cannot be read")
+        return
+    accused = word.culprits[0] if word.culprits else peer.rank
+    fault.suspect(Suspicion(word.reason, accused, word.operation, word.text, relayed=True))
+
+
+def _accuse(fault: Fault, peer: Peer, text: str) -> None:
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
+
+
+async def _refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueType, text: str) -> NoReturn:
+    info = error_details_pb2.ErrorInfo(
+        domain=ERROR_DOMAIN, reason=ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
+    )
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
+    await context.abort_with_status(rpc_status.to_status(status))
+    raise AssertionError("abort returned")

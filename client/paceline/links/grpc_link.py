@@ -1,0 +1,189 @@
+"""One gRPC link: two thread-safe queues between the calling threads and the loop thread.
+
+Outgoing: `send` encodes in the caller's thread (the one copy of the payload), so nothing touches the caller's array
+once it returns; a coroutine on the loop (`grpc_dial.py`) takes frames from `outgoing`. Incoming: the front door
+(`grpc_door.py`) puts frames; `recv` takes them in the caller's thread, so only that thread ever writes to an array (I7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+
+from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, encode
+
+__all__ = ["Inbox", "Outbox", "GrpcLink", "INBOX_BYTES", "OUTBOX_FRAMES"]
+
+INBOX_BYTES = 32 << 20
+"""Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
+
+OUTBOX_FRAMES = 8
+"""Frames that wait to be written before `send` blocks: twice what a schedule runs ahead."""
+
+
+class Outbox:
+    """Encoded frames on their way out: filled by one thread, emptied on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._room = threading.Condition()
+        self._frames: deque[bytes] = deque()
+        self._ended: LinkEnded | None = None
+        self._closing = False
+        self._ready = asyncio.Event()  # touched on the loop only
+        self.sent_bytes = 0
+
+    def put(self, data: bytes, deadline: float, fault: Fault) -> None:
+        """Adds a frame, waiting for room until the deadline."""
+        with self._room:
+            while len(self._frames) >= OUTBOX_FRAMES and self._ended is None and not fault.failed:
+                if not self._room.wait(deadline - time.monotonic()):
+                    raise LinkTimeout("the peer took nothing")
+            fault.check()
+            if self._ended is not None or self._closing:
+                raise self._ended or LinkEnded("the link is closed", orderly=True)
+            self._frames.append(data)
+            self.sent_bytes += len(data)
+            wake = len(self._frames) == 1
+        if wake:
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+    def put_last(self, data: bytes) -> None:
+        """Drops what waits and sends this frame instead: the news that the generation has failed."""
+        with self._room:
+            self._frames.clear()
+            self._frames.append(data)
+            self._closing = True
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    def wake(self) -> None:
+        """Makes a blocked `put` look at the fault again."""
+        with self._room:
+            self._room.notify_all()
+
+    def end(self, error: LinkEnded) -> None:
+        """The peer is gone: every `put` raises from now on."""
+        with self._room:
+            self._ended = self._ended or error
+            self._frames.clear()
+            self._room.notify_all()
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    def close(self) -> None:
+        """No more frames; the writer half-closes the stream when it has written what is here."""
+        with self._room:
+            self._closing = True
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def take(self) -> bytes | None:
+        """The next frame to write; None when the outbox is closed and empty. On the loop only."""
+        while True:
+            with self._room:
+                if self._frames:
+                    data = self._frames.popleft()
+                    self._room.notify()
+                    return data
+                if self._closing or self._ended is not None:
+                    return None
+                self._ready.clear()
+            await self._ready.wait()
+
+
+class Inbox:
+    """Frames that have arrived: filled on the loop, emptied by one thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: queue.SimpleQueue[Frame | LinkEnded | None] = queue.SimpleQueue()
+        self._ended: LinkEnded | None = None
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()
+        self._room = asyncio.Event()  # touched on the loop only
+        self.on_item = _nothing
+
+    async def put(self, frame: Frame) -> None:
+        """Adds a frame; waits while more than INBOX_BYTES wait unread. On the loop only."""
+        with self._lock:
+            self._waiting_bytes += len(frame.payload)
+            full = self._waiting_bytes > INBOX_BYTES
+            if full:
+                self._room.clear()
+        self._items.put(frame)
+        self.on_item()
+        if full:
+            await self._room.wait()
+
+    def end(self, error: LinkEnded) -> None:
+        """Nothing follows."""
+        self._items.put(error)
+        self.on_item()
+
+    def wake(self) -> None:
+        """Makes a blocked `get` look at the fault."""
+        self._items.put(None)
+        self.on_item()
+
+    def get(self, deadline: float, fault: Fault) -> Frame:
+        """The next frame, see `Link.recv`."""
+        while True:
+            if fault.failed:
+                raise fault.error()
+            if self._ended is not None:
+                raise LinkEnded(str(self._ended), orderly=self._ended.orderly)
+            try:
+                item = self._items.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise LinkTimeout("nothing came") from None
+            if isinstance(item, Frame):
+                self._took(len(item.payload))
+                return item
+            if item is not None:
+                self._ended = item
+
+    def _took(self, size: int) -> None:
+        with self._lock:
+            was_full = self._waiting_bytes > INBOX_BYTES
+            self._waiting_bytes -= size
+            resume = was_full and self._waiting_bytes <= INBOX_BYTES
+        if resume:
+            self._loop.call_soon_threadsafe(self._room.set)
+
+
+class GrpcLink(Link):
+    """A link made of the stream that this member dials and the stream that the peer dials."""
+
+    kind = "grpc"
+
+    def __init__(self, peer: Peer, inbox: Inbox, outbox: Outbox, fault: Fault) -> None:
+        self.peer = peer
+        self.inbox = inbox
+        self.outbox = outbox
+        self._fault = fault
+        self.drained = threading.Event()
+        fault.on_failure(self._wake)
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Link.send`; copies the payload once, into the encoded frame."""
+        self.outbox.put(encode(frame), deadline, self._fault)
+
+    def recv(self, deadline: float) -> Frame:
+        """See `Link.recv`; the payload is a view of the bytes that grpc delivered."""
+        return self.inbox.get(deadline, self._fault)
+
+    def close(self, deadline: float) -> None:
+        """See `Link.close`: half-closes the stream and waits for the peer's word that it has taken in everything."""
+        self.outbox.close()
+        self.drained.wait(max(0.0, deadline - time.monotonic()))
+
+    def _wake(self) -> None:
+        self.inbox.wake()
+        self.outbox.wake()
+
+
+def _nothing() -> None:
+    """Stands where no reader asked to be told of arrivals."""

@@ -1,0 +1,176 @@
+"""The mesh of gRPC links of one member in one generation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from paceline._fork import check_process
+from paceline._grpc import aio
+from paceline._loop import LoopThread
+from paceline.errors import SessionClosed
+from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
+from paceline.links.fault import Fault, Suspicion
+from paceline.links.frame import Frame, FrameKind, encode
+from paceline.links.grpc_dial import dial
+from paceline.links.grpc_link import GrpcLink, Inbox, Outbox
+from paceline.session.wire import CHANNEL_OPTIONS
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.session_pb2 import Verdict
+
+__all__ = ["GrpcMesh"]
+
+
+class GrpcMesh(Mesh):
+    """Links over PeerService streams: each side dials the stream that it writes.
+
+    Two streams a pair, one for each direction, because then nobody has to agree on who dials, and the two directions
+    have connections of their own.
+
+    Args:
+        job: name of the job.
+        generation: the generation.
+        rank: this member's rank.
+        peers: all members in rank order.
+        fault: how the generation ends.
+        thread: the loop that links run on.
+        patience: seconds to knock at a door that does not answer before its owner counts as lost.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        generation: int,
+        rank: int,
+        peers: Sequence[Peer],
+        fault: Fault,
+        thread: LoopThread,
+        patience: float,
+    ) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.fault = fault
+        self.member_id = self.peers[rank].member_id
+        self._job = job
+        self._thread = thread
+        self._patience = patience
+        self._by_id = {peer.member_id: peer for peer in self.peers}
+        self._lock = threading.Lock()
+        self._links: dict[tuple[int, Purpose], GrpcLink] = {}
+        self._dialled: set[GrpcLink] = set()
+        self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
+        self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
+        self._closed = False
+        fault.on_suspicion(self._pass_on)
+        if self.size > 1:  # the ring's next member: its link is up before the first collective, and watched from now on
+            self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
+
+    def link(self, peer: int, purpose: Purpose) -> Link:
+        """See `Mesh.link`."""
+        check_process()
+        if self._closed:
+            raise SessionClosed("the links are closed: the session has ended")
+        link = self._get(peer, purpose)
+        with self._lock:
+            new = link not in self._dialled
+            self._dialled.add(link)
+        if new:
+            self._thread.loop.call_soon_threadsafe(self._start, link, purpose)
+        return link
+
+    def close(self, deadline: float) -> None:
+        """See `Mesh.close`."""
+        with self._lock:
+            self._closed = True
+            links = list(self._dialled)
+        for link in links:
+            link.outbox.close()
+        if not self.fault.failed:
+            for link in links:
+                link.close(deadline)
+        self._thread.run(self._end_tasks())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of frames handed to the links so far."""
+        with self._lock:
+            return sum(link.outbox.sent_bytes for link in self._links.values())
+
+    def peer_by_id(self, member_id: str) -> Peer | None:
+        """The member with this id, None if it is not of this generation."""
+        return self._by_id.get(member_id)
+
+    def inbox(self, rank: int, purpose: Purpose) -> Inbox:
+        """Where frames from that rank go."""
+        return self._get(rank, purpose).inbox
+
+    def peer_ended(self, rank: int, error: LinkEnded) -> None:
+        """A link to or from that rank ended. Out of order, that is evidence of its death; in order, it has left."""
+        if self._closed or self.fault.failed:
+            return
+        if error.orderly:
+            with self._lock:
+                links = [link for (peer, _), link in self._links.items() if peer == rank]
+            for link in links:
+                link.outbox.end(error)
+                link.inbox.end(error)
+        else:
+            self.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, rank, 0, str(error)))
+
+    def _get(self, rank: int, purpose: Purpose) -> GrpcLink:
+        with self._lock:
+            link = self._links.get((rank, purpose))
+            if link is None:
+                loop = self._thread.loop
+                link = GrpcLink(self.peers[rank], Inbox(loop), Outbox(loop), self.fault)
+                self._links[rank, purpose] = link
+            return link
+
+    def _start(self, link: GrpcLink, purpose: Purpose) -> None:
+        task = asyncio.ensure_future(self._serve(link, purpose))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, link: GrpcLink, purpose: Purpose) -> None:
+        rank = link.peer.rank
+        if rank not in self._channels:
+            self._channels[rank] = aio.insecure_channel(link.peer.address, options=CHANNEL_OPTIONS)
+        hello = peer_pb2.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            job=self._job,
+            from_member=self.member_id,
+            to_member=link.peer.member_id,
+            generation=self.generation,
+            purpose=purpose.value,
+            offered=[peer_pb2.LINK_KIND_GRPC],
+        )
+        ended = await dial(link, self._channels[rank], hello, self._patience)
+        link.drained.set()
+        self.peer_ended(rank, ended)
+
+    def _pass_on(self, suspicion: Suspicion) -> None:
+        """Tells the peers, once: nobody needs the coordinator to stop."""
+        accused = self.rank if suspicion.accused is None else suspicion.accused
+        word = Verdict(
+            generation=self.generation,
+            reason=suspicion.reason,
+            culprits=[accused],
+            operation=suspicion.operation,
+            text=suspicion.text,
+        )
+        data = encode(Frame(FrameKind.ABORT, self.generation, suspicion.operation, 0, b"", word.SerializeToString()))
+        with self._lock:
+            links = list(self._dialled)
+        for link in links:
+            link.outbox.put_last(data)
+
+    async def _end_tasks(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()

@@ -1,0 +1,85 @@
+"""Barriers by name: the calls in flight of one session, between the threads that wait and the control stream."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from paceline import errors
+from paceline.session.wire import duration, error_type
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["Barriers"]
+
+_SLACK = 5.0
+"""Seconds beyond the timeout before a barrier gives up on the coordinator, whose own answer names who is missing."""
+
+
+class Barriers:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = itertools.count(1)
+        self._rounds: Counter[tuple[int, str]] = Counter()
+        self._waiting: dict[int, tuple[pb.EnterBarrier, Future[None]]] = {}
+
+    def enter(self, generation: int, name: str, timeout: float) -> pb.EnterBarrier:
+        """Prepares the arrival at the next round of a barrier."""
+        with self._lock:
+            entry = pb.EnterBarrier(
+                call=next(self._calls),
+                generation=generation,
+                name=name,
+                round=self._rounds[generation, name],
+                timeout=duration(timeout),
+            )
+            self._rounds[generation, name] += 1
+            self._waiting[entry.call] = (entry, Future())
+        return entry
+
+    def wait(self, entry: pb.EnterBarrier, timeout: float) -> None:
+        """Waits for the coordinator's word.
+
+        Raises:
+            OperationTimeout: not all members arrived in time; the text lists who is missing.
+            PacelineError: the generation failed, or the session ended.
+        """
+        _, future = self._waiting[entry.call]
+        try:
+            future.result(timeout + _SLACK)
+        except FutureTimeout:
+            text = f"barrier {entry.name!r}: the coordinator did not answer within {timeout + _SLACK:.1f} s"
+            raise errors.OperationTimeout(text, generation=entry.generation) from None
+        finally:
+            with self._lock:
+                self._waiting.pop(entry.call, None)
+
+    def answer(self, call: int, failed: pb.BarrierFailed | None) -> None:
+        """The coordinator's word on one call."""
+        with self._lock:
+            found = self._waiting.get(call)
+        if found is None:
+            return
+        entry, future = found
+        if failed is None:
+            future.set_result(None)
+            return
+        error = error_type(failed.reason)
+        future.set_exception(error(failed.text, ranks=tuple(failed.missing), generation=entry.generation))
+
+    def in_flight(self) -> list[pb.EnterBarrier]:
+        """Arrivals without an answer: to be sent again after a reconnect."""
+        with self._lock:
+            return [entry for entry, _ in self._waiting.values()]
+
+    def fail(self, error: errors.PacelineError) -> None:
+        """The session is over: every wait ends."""
+        with self._lock:
+            futures = [future for _, future in self._waiting.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)

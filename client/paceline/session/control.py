@@ -1,0 +1,281 @@
+"""The control stream: keeps one session alive with the coordinator. Runs on the loop; decides nothing about training.
+
+Registers, sends heartbeats, hands what the coordinator pushes to a listener, and after a broken stream resumes under
+the same member id, with backoff and jitter, for `rejoin_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from paceline import errors
+from paceline._grpc import aio
+from paceline.config import Config
+from paceline.session.wire import CHANNEL_OPTIONS, duration, error_from_status, is_transient
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1 import session_pb2_grpc
+
+__all__ = ["ControlStream", "Listener"]
+
+_log = logging.getLogger("paceline.session")
+
+BACKOFF_FIRST, BACKOFF_MOST = 0.05, 1.0
+"""Seconds between attempts to connect: doubled each time, with full jitter."""
+
+class Listener(Protocol):
+    """What the session wants to hear, on the loop thread; it must not block."""
+
+    def on_waiting(self, reason: str) -> None:
+        """No view yet, and why."""
+
+    def on_view(self, view: pb.ViewFormed) -> None:
+        """A view has formed."""
+
+    def on_verdict(self, verdict: pb.Verdict) -> None:
+        """The generation is void."""
+
+    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
+        """A barrier was passed, or failed."""
+
+    def on_ended(self, error: errors.PacelineError) -> None:
+        """The session is over and will not come back."""
+
+    def on_reconnected(self) -> None:
+        """A broken stream was taken up again: what was in flight must be sent again."""
+
+
+class ControlStream:
+    """One session with the coordinator.
+
+    Args:
+        target: the coordinator, "host:port".
+        register: how to introduce oneself.
+        config: timeouts.
+        listener: hears what the coordinator pushes.
+        progress: returns the heartbeat to send.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        register: pb.Register,
+        config: Config,
+        listener: Listener,
+        progress: Callable[[], pb.Heartbeat],
+    ) -> None:
+        self.target = target
+        self.channel = aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self.registered: pb.Registered | None = None
+        self.generation = 0
+        self._register = register
+        self._config = config
+        self._listener = listener
+        self._progress = progress
+        self._stub = session_pb2_grpc.SessionServiceStub(self.channel)
+        self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._left = asyncio.Event()
+        self._leaving = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, timeout: float) -> None:
+        """Registers, trying again while nobody answers.
+
+        Raises:
+            CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator.
+            PacelineError: the coordinator refused.
+        """
+        start = time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                call = await self._connect(pb.SessionRequest(register=self._register), start + timeout)
+                break
+            except aio.AioRpcError as error:
+                typed = error_from_status(error, f"the coordinator at {self.target}")
+                if not is_transient(error):
+                    raise typed from error
+                last: Exception = typed
+            except TimeoutError:
+                last = TimeoutError("no answer")
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                raise errors.CoordinatorUnreachable(
+                    f"no coordinator answers at {self.target}: tried {attempt + 1} times in {waited:.1f} s; "
+                    f"the last time: {last}. Is `paceline coordinator --listen {self.target}` running there?"
+                ) from last
+            await asyncio.sleep(min(_backoff(attempt), start + timeout - time.monotonic()))
+            attempt += 1
+        self._task = asyncio.create_task(self._run(call))
+
+    def send(self, request: pb.SessionRequest) -> None:
+        """Queues a message; it goes out in order, after a reconnect too."""
+        self._outgoing.put_nowait(request)
+
+    async def leave(self, cause: str, timeout: float) -> None:
+        """Says goodbye and waits for the answer, for `timeout` seconds at most; then closes the channel."""
+        self._leaving = True
+        if self._task is not None and not self._task.done():
+            self.send(pb.SessionRequest(leave=pb.Leave(cause=cause[:2000])))
+            try:
+                await asyncio.wait_for(self._left.wait(), timeout)
+            except TimeoutError:
+                _log.warning("the coordinator at %s did not answer the goodbye within %.1f s", self.target, timeout)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.channel.close()
+
+    async def _connect(self, first: pb.SessionRequest, deadline: float) -> _Call:
+        """Opens a stream and introduces this member. Returns it with `registered` set."""
+        call: _Call = self._stub.Session()
+        try:
+            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                await call.write(first)
+                answer = await call.read()
+        except TimeoutError:
+            call.cancel()
+            raise
+        except asyncio.InvalidStateError:  # refused before the write: the status says why
+            answer = aio.EOF
+        if not isinstance(answer, pb.SessionResponse):
+            raise aio.AioRpcError(
+                await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+            )
+        if not answer.HasField("registered"):
+            call.cancel()
+            raise errors.CoordinatorUnreachable(f"{self.target} is no Paceline coordinator: it did not say `registered`")
+        self.registered = answer.registered
+        return call
+
+    async def _run(self, call: _Call) -> None:
+        while not self._left.is_set():
+            error = await self._serve(call)
+            if self._left.is_set():
+                return
+            if error is not None and not is_transient(error):
+                self._end(error_from_status(error, f"the coordinator at {self.target}"))
+                return
+            resumed = await self._resume()
+            if resumed is None:
+                return
+            call = resumed
+            self._listener.on_reconnected()
+
+    async def _serve(self, call: _Call) -> aio.AioRpcError | None:
+        """Serves one stream until it ends; returns the status it ended with, None for a plain end."""
+        writer = asyncio.create_task(self._write(call))
+        beat = asyncio.create_task(self._beat())
+        try:
+            while isinstance(message := await call.read(), pb.SessionResponse):
+                self._dispatch(message)
+                if self._left.is_set():
+                    return None
+        except aio.AioRpcError as error:
+            return error
+        finally:
+            writer.cancel()
+            beat.cancel()
+            call.cancel()
+        return None
+
+    async def _write(self, call: _Call) -> None:
+        while True:
+            request = await self._outgoing.get()
+            try:
+                await call.write(request)
+            except (aio.AioRpcError, asyncio.InvalidStateError):
+                if not request.HasField("heartbeat"):
+                    self._requeue_first(request)
+                return  # the reader learns how the stream ended
+
+    def _requeue_first(self, request: pb.SessionRequest) -> None:
+        waiting = [request]
+        while not self._outgoing.empty():
+            waiting.append(self._outgoing.get_nowait())
+        for item in waiting:
+            self._outgoing.put_nowait(item)
+
+    async def _beat(self) -> None:
+        assert self.registered is not None
+        interval = self.registered.heartbeat_interval.ToTimedelta().total_seconds()
+        while True:
+            await asyncio.sleep(interval)
+            self.send(pb.SessionRequest(heartbeat=self._progress()))
+
+    def _dispatch(self, message: pb.SessionResponse) -> None:
+        kind = message.WhichOneof("event")
+        if kind == "view_formed":
+            self.generation = message.view_formed.generation
+            self._listener.on_view(message.view_formed)
+        elif kind == "verdict":
+            self._listener.on_verdict(message.verdict)
+        elif kind == "waiting":
+            self._listener.on_waiting(message.waiting.reason)
+        elif kind == "barrier_passed":
+            self._listener.on_barrier(message.barrier_passed.call, None)
+        elif kind == "barrier_failed":
+            self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
+        elif kind == "left":
+            self._left.set()
+
+    async def _resume(self) -> _Call | None:
+        """Takes the session up again; None when that is over."""
+        assert self.registered is not None
+        request = pb.SessionRequest(
+            resume=pb.Resume(
+                job=self._register.job,
+                member_id=self.registered.member_id,
+                session_token=self.registered.session_token,
+                generation=self.generation,
+                protocol_version=PROTOCOL_VERSION,
+            )
+        )
+        _log.warning("lost the stream to the coordinator at %s; reconnecting", self.target)
+        start = time.monotonic()
+        deadline = start + self._config.rejoin_timeout
+        for attempt in range(1 << 30):
+            await asyncio.sleep(_backoff(attempt))
+            try:
+                call = await self._connect(request, min(deadline, time.monotonic() + 5.0))
+            except aio.AioRpcError as error:
+                if not is_transient(error):
+                    self._end(error_from_status(error, f"the coordinator at {self.target}"))
+                    return None
+            except TimeoutError:
+                pass  # this attempt; the deadline below ends them
+            except errors.PacelineError as error:
+                self._end(error)
+                return None
+            else:
+                _log.warning("reconnected to the coordinator after %.1f s", time.monotonic() - start)
+                return call
+            if time.monotonic() >= deadline:
+                self._end(
+                    errors.OrphanedError(
+                        f"the coordinator at {self.target} did not come back in {self._config.rejoin_timeout:.0f} s"
+                    )
+                )
+                return None
+        return None
+
+    def _end(self, error: errors.PacelineError) -> None:
+        self._left.set()
+        if not self._leaving:
+            self._listener.on_ended(error)
+
+
+_Call = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
+
+
+def _backoff(attempt: int) -> float:
+    return random.uniform(0.5, 1.0) * min(BACKOFF_MOST, BACKOFF_FIRST * 2 ** min(attempt, 10))
+
+
+def heartbeat(operation: int, since: float, inside: bool) -> pb.Heartbeat:
+    """A heartbeat from a group's progress (`since` is a `time.monotonic()` value)."""
+    return pb.Heartbeat(operation=operation, since=duration(max(0.0, time.monotonic() - since)), inside=inside)

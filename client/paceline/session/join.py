@@ -1,0 +1,122 @@
+"""`paceline.join`: from arguments and environment to a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from paceline._fork import check_process
+from paceline._loop import loop_thread
+from paceline.config import Config
+from paceline.errors import InvalidRank, InvalidWorldSize
+from paceline.session.address import parse_endpoint
+from paceline.session.member import MemberConnection, Membership
+from paceline.session.session import CoordinatedSession, Session, SoloSession
+
+__all__ = ["join"]
+
+DEFAULT_PORT = 7400
+DEFAULT_JOB = "default"
+
+
+def join(
+    coordinator: str | None = None,
+    *,
+    job: str | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | None = None,
+    advertise: str | None = None,
+    config: Config | None = None,
+) -> Session:
+    """Joins a job and waits for its first view.
+
+    What is not given comes from the environment (`paceline.config.ENVIRONMENT`), then from the defaults. Without an
+    address in either, the world is this process alone and needs no coordinator.
+
+    Args:
+        coordinator: its address, "host:port" (port 7400 if left out).
+        job: name of the job; all workers that name it meet in it.
+        min_workers: the first view forms with at least this many.
+        max_workers: no view has more; `min_workers` if left out.
+        rank: explicit rank, with `world_size`: for jobs whose places are given out elsewhere.
+        world_size: explicit number of workers.
+        timeout: seconds to wait for the view.
+        advertise: host or host:port at which peers reach this worker; found by itself if left out.
+        config: timeouts and limits.
+
+    Returns:
+        The session; a context manager that leaves at its end.
+
+    Raises:
+        CoordinatorUnreachable: nobody, or no Paceline coordinator, answers there.
+        OperationTimeout: no view formed in time; the text says what was waited for.
+        SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
+        InvalidRank, InvalidWorldSize: of the arguments.
+        ForkedSession: this process was forked from one that has joined.
+    """
+    check_process()
+    environ = os.environ
+    config = config or Config.from_environment(environ)
+    if timeout is not None:
+        config = replace(config, join_timeout=timeout)
+    job = job or environ.get("PACELINE_JOB") or DEFAULT_JOB
+    coordinator = coordinator or environ.get("PACELINE_COORDINATOR")
+    # An argument beats the environment as a whole: an explicit rank leaves the variables for bounds unread.
+    ranked, bounded = (rank, world_size) != (None, None), (min_workers, max_workers) != (None, None)
+    if not ranked:
+        min_workers = _first(min_workers, environ, "PACELINE_MIN_WORKERS")
+        max_workers = _first(max_workers, environ, "PACELINE_MAX_WORKERS")
+    if not ranked and not bounded:
+        rank = _first(None, environ, "PACELINE_RANK")
+        world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
+    wanted = _membership(job, min_workers, max_workers, rank, world_size)
+    if coordinator is None:
+        if wanted.min_workers > 1:
+            raise InvalidWorldSize(
+                f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
+            )
+        return SoloSession(job, config)
+    connection = MemberConnection(
+        parse_endpoint(coordinator, default_port=DEFAULT_PORT),
+        wanted,
+        advertise or environ.get("PACELINE_ADVERTISE"),
+        config,
+        loop_thread(),
+    )
+    connection.open(config.join_timeout)
+    return CoordinatedSession(connection, config)
+
+
+def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int | None:
+    """The argument, or else the variable as an integer."""
+    text = environ.get(name)
+    if argument is not None or not text:
+        return argument
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, not {text!r}") from None
+
+
+def _membership(
+    job: str, min_workers: int | None, max_workers: int | None, rank: int | None, world_size: int | None
+) -> Membership:
+    if (rank is None) != (world_size is None):
+        raise InvalidRank("rank and world_size go together: give both, or neither")
+    if rank is not None and world_size is not None:
+        if min_workers is not None or max_workers is not None:
+            raise InvalidWorldSize("explicit ranks fix the world: leave min_workers and max_workers out")
+        if world_size < 1:
+            raise InvalidWorldSize(f"world_size must be at least 1, not {world_size}")
+        if not 0 <= rank < world_size:
+            raise InvalidRank(f"rank {rank} is outside a world of {world_size}")
+        return Membership(job, world_size, world_size, rank)
+    least = 1 if min_workers is None else min_workers
+    most = least if max_workers is None else max_workers
+    if least < 1 or most < least:
+        raise InvalidWorldSize(f"min_workers ({least}) must be at least 1 and max_workers ({most}) no less")
+    return Membership(job, least, most, None)

@@ -1,0 +1,279 @@
+"""A member's connection to its job: control stream, front door, mesh and group, wired together.
+
+Everything that the coordinator pushes arrives here on the loop thread; everything that the user waits for waits here on
+his own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from paceline import errors
+from paceline._fork import protect
+from paceline._grpc import aio
+from paceline._loop import LoopThread
+from paceline.config import Config
+from paceline.group import Group
+from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.grpc_door import Door
+from paceline.links.grpc_mesh import GrpcMesh
+from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoint, resolve
+from paceline.session.barrier import Barriers
+from paceline.session.control import ControlStream, heartbeat
+from paceline.session.identity import process_identity
+from paceline.session.store import CoordinatorStore, Store
+from paceline.session.view import fetch_peers
+from paceline.session.wire import duration, error_from_status
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1 import store_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["MemberConnection", "Membership"]
+
+_log = logging.getLogger("paceline.session")
+
+CLOSE_TIMEOUT = 2.0
+"""Seconds for peers to take in what was sent, and again for the coordinator to answer the goodbye."""
+
+
+class Membership:
+    """What a worker asks of its job: the bounds of the world, or a rank of its own."""
+
+    def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None) -> None:
+        self.job = job
+        self.min_workers = min_workers
+        self.max_workers = max_workers
+        self.rank = rank
+
+
+class MemberConnection:
+    """One member of one job.
+
+    Args:
+        coordinator: its address.
+        wanted: the job and the place in it.
+        advertise: host or host:port at which peers reach this worker; None to find it.
+        config: timeouts.
+        thread: the loop.
+    """
+
+    group: Group
+    mesh: GrpcMesh
+    store: Store
+
+    def __init__(
+        self, coordinator: Endpoint, wanted: Membership, advertise: str | None, config: Config, thread: LoopThread
+    ) -> None:
+        self.job = wanted.job
+        self._coordinator = coordinator
+        self._wanted = wanted
+        self._advertise = advertise
+        self._config = config
+        self._thread = thread
+        self._door = Door(wanted.job)
+        self._barriers = Barriers()
+        self._joined: Future[None] = Future()
+        self._reason = "the coordinator has not answered yet"
+        self._control: ControlStream | None = None
+        self._ended: errors.PacelineError | None = None
+        self._ready = threading.Event()
+
+    def open(self, timeout: float) -> None:
+        """Connects, registers, and waits for the first view.
+
+        Raises:
+            CoordinatorUnreachable: nobody answers.
+            OperationTimeout: no view formed in time; the text says what was waited for.
+            PacelineError: the coordinator refused.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            self._thread.run(self._register(timeout))
+            try:
+                self._joined.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeout:
+                raise errors.OperationTimeout(
+                    f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
+                ) from None
+        except BaseException as error:
+            self.close(f"gave up joining: {type(error).__name__}", orderly=True)
+            raise
+
+    def barrier(self, name: str, timeout: float) -> None:
+        """Enters a named barrier and waits."""
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0 s, not {timeout}")
+        if self._ended is not None:
+            raise self._ended
+        self.mesh.fault.check()
+        entry = self._barriers.enter(self.mesh.generation, name, timeout)
+        self._thread.loop.call_soon_threadsafe(self._send, pb.SessionRequest(enter_barrier=entry))
+        self._barriers.wait(entry, timeout)
+
+    def close(self, cause: str, *, orderly: bool) -> None:
+        """Leaves: links first, so that peers get what was sent, then the coordinator, then the door."""
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        if self._ready.is_set():
+            self.mesh.close(deadline if orderly else time.monotonic())
+        self._thread.run(self._leave("" if orderly else cause))
+        protect(id(self), listening_port=0, dialled=set())
+
+    # On the loop.
+
+    async def _register(self, timeout: float) -> None:
+        where = await reachable_endpoint(self._coordinator, self._advertise)
+        port = await self._door.start("0.0.0.0" if self._advertise else where.host, where.port)  # noqa: S104  # asked for
+        me = Endpoint(where.host, where.port or port)
+        self._listening_port = port
+        await self._protect([])
+        register = pb.Register(
+            job=self.job,
+            protocol_version=PROTOCOL_VERSION,
+            process=process_identity(),
+            address=str(me),
+            settings=pb.JobSettings(
+                min_workers=self._wanted.min_workers,
+                max_workers=self._wanted.max_workers,
+                failure_timeout=duration(self._config.failure_timeout),
+            ),
+            rank=self._wanted.rank,
+        )
+        self._control = ControlStream(str(self._coordinator), register, self._config, self, self._progress)
+        await self._control.open(timeout)
+
+    async def _leave(self, cause: str) -> None:
+        if self._control is not None:
+            await self._control.leave(cause, CLOSE_TIMEOUT)
+        await self._door.close()
+
+    def on_waiting(self, reason: str) -> None:
+        """See `Listener`."""
+        if reason != self._reason:
+            _log.info("job %r: %s", self.job, reason)
+        self._reason = reason
+
+    def on_view(self, view: pb.ViewFormed) -> None:
+        """See `Listener`."""
+        if not self._joined.done():
+            self._adoption = asyncio.ensure_future(self._adopt(view))
+
+    def on_verdict(self, verdict: pb.Verdict) -> None:
+        """See `Listener`."""
+        if self._ready.is_set() and verdict.generation == self.mesh.generation:
+            self.mesh.fault.settle(
+                Verdict(
+                    verdict.generation, verdict.reason, tuple(verdict.culprits), verdict.operation, verdict.text
+                )
+            )
+        elif not self._joined.done():
+            self._fail_join(errors.PeerLost(verdict.text, ranks=tuple(verdict.culprits)))
+
+    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
+        """See `Listener`."""
+        self._barriers.answer(call, failed)
+
+    def on_ended(self, error: errors.PacelineError) -> None:
+        """See `Listener`: the coordinator has ended the session, or it cannot be reached any more."""
+        self._ended = error
+        self._barriers.fail(error)
+        if not self._joined.done():
+            self._fail_join(error)
+        elif self._ready.is_set():
+            # Evicted while cut off, most likely. Nobody will accept what this member sends.
+            self.mesh.fault.settle(Verdict(self.mesh.generation, ErrorReason.ERROR_REASON_STALE_GENERATION, (self.mesh.rank,), 0, str(error)))
+
+    def on_reconnected(self) -> None:
+        """See `Listener`: what may have been lost with the old stream goes out again."""
+        for entry in self._barriers.in_flight():
+            self._send(pb.SessionRequest(enter_barrier=entry))
+
+    async def _adopt(self, view: pb.ViewFormed) -> None:
+        assert self._control is not None
+        assert self._control.registered is not None
+        try:
+            peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
+        except aio.AioRpcError as error:
+            self._fail_join(error_from_status(error, f"the members of generation {view.generation}"))
+            return
+        except errors.PacelineError as error:
+            self._fail_join(error)
+            return
+        await self._protect([parse_endpoint(peer.address) for peer in peers])
+        fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
+        fault.on_suspicion(self._report)
+        self.mesh = GrpcMesh(
+            self.job, view.generation, view.rank, peers, fault, self._thread, self._config.failure_timeout
+        )
+        self.group = Group(self.mesh, self._config)
+        registered = self._control.registered
+        caller = store_pb2.Caller(
+            job=self.job, member_id=registered.member_id, session_token=registered.session_token
+        )
+        self.store = CoordinatorStore(self._thread, self._control.channel, caller, self._config.call_timeout)
+        self._ready.set()
+        self._door.enter(self.mesh)
+        _tell_launcher(view, self.job)
+        _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, view.world_size, view.generation)
+        self._joined.set_result(None)
+
+    def _fail_join(self, error: errors.PacelineError) -> None:
+        if not self._joined.done():
+            self._joined.set_exception(error)
+
+    def _report(self, suspicion: Suspicion) -> None:
+        if suspicion.relayed:
+            return
+        report = pb.Report(
+            generation=self.mesh.generation,
+            operation=suspicion.operation,
+            reason=suspicion.reason,
+            accused=suspicion.accused,
+            text=suspicion.text[:2000],
+        )
+        self._thread.loop.call_soon_threadsafe(self._send, pb.SessionRequest(report=report))
+
+    def _send(self, request: pb.SessionRequest) -> None:
+        assert self._control is not None
+        self._control.send(request)
+
+    def _progress(self) -> pb.Heartbeat:
+        if not self._ready.is_set():
+            return pb.Heartbeat()
+        return heartbeat(*self.group.progress())
+
+    async def _protect(self, peers: Sequence[Endpoint]) -> None:
+        """Names the sockets that a forked child must let go of, by the IP addresses that the kernel knows them by."""
+        endpoints = [self._coordinator, *peers]
+        addresses = await resolve({endpoint.host for endpoint in endpoints})
+        dialled = {(address, endpoint.port) for endpoint in endpoints for address in addresses[endpoint.host]}
+        protect(id(self), listening_port=self._listening_port, dialled=dialled)
+
+
+def _tell_launcher(view: pb.ViewFormed, job: str) -> None:
+    """Writes a line about the view to the pipe that `paceline run` gave to its workers, if it did."""
+    fd = os.environ.get("PACELINE_LAUNCHER_FD")
+    if fd is None:
+        return
+    line = json.dumps(
+        {
+            "kind": "view",
+            "job": job,
+            "pid": os.getpid(),
+            "rank": view.rank,
+            "world_size": view.world_size,
+            "generation": view.generation,
+        }
+    )
+    try:
+        os.write(int(fd), line.encode() + b"\n")
+    except (OSError, ValueError) as error:
+        _log.warning("cannot tell the launcher of the view (PACELINE_LAUNCHER_FD=%s): %s", fd, error)

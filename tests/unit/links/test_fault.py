@@ -1,0 +1,71 @@
+"""Evidence, verdict, error: every transition once, and the verdict beats the suspicion."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from paceline import errors
+from paceline.links.fault import Fault, Suspicion, Verdict
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+LOST = ErrorReason.ERROR_REASON_PEER_LOST
+
+
+def suspicion(text: str = "the link to rank 1 ended", accused: int | None = 1) -> Suspicion:
+    return Suspicion(LOST, accused, 7, text)
+
+
+def test_the_first_suspicion_wakes_and_is_reported_once() -> None:
+    fault = Fault(3, 0, verdict_timeout=0.01)
+    woken: list[None] = []
+    reported: list[Suspicion] = []
+    fault.on_failure(lambda: woken.append(None))
+    fault.on_suspicion(reported.append)
+    fault.suspect(suspicion())
+    fault.suspect(suspicion("another"))
+    assert len(woken) == 1
+    assert reported == [suspicion()]
+
+
+def test_without_a_verdict_the_member_tells_what_it_saw() -> None:
+    fault = Fault(3, 0, verdict_timeout=0.01)
+    fault.suspect(suspicion())
+    error = fault.error()
+    assert isinstance(error, errors.PeerLost)
+    assert (error.ranks, error.operation, error.generation) == ((1,), 7, 3)
+
+
+def test_a_member_that_accuses_itself_is_its_own_culprit() -> None:
+    fault = Fault(3, 2, verdict_timeout=0.01)
+    fault.suspect(suspicion(accused=None))
+    assert fault.error().ranks == (2,)
+
+
+def test_the_verdict_beats_the_suspicion_and_wakes_those_who_wait_for_it() -> None:
+    fault = Fault(3, 0, verdict_timeout=30.0)
+    fault.suspect(suspicion())
+    settled = threading.Timer(0.0, fault.settle, [Verdict(3, LOST, (2,), 7, "rank 2 died")])
+    settled.start()
+    error = fault.error()
+    settled.join()
+    assert (error.ranks, str(error)) == ((2,), "rank 2 died")
+    fault.settle(Verdict(3, LOST, (0,), 7, "a later one"))
+    assert fault.error().ranks == (2,)
+
+
+def test_whoever_comes_late_is_woken_at_once() -> None:
+    fault = Fault(3, 0, verdict_timeout=0.01)
+    fault.suspect(suspicion())
+    woken: list[None] = []
+    fault.on_failure(lambda: woken.append(None))
+    assert woken == [None]
+
+
+def test_check_passes_until_something_fails() -> None:
+    fault = Fault(3, 0, verdict_timeout=0.01)
+    fault.check()
+    fault.settle(Verdict(3, ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, (0, 1), 7, "both sides"))
+    with pytest.raises(errors.CollectiveMismatch, match="both sides"):
+        fault.check()
