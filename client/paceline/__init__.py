@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from paceline.elastic.sampler import ElasticSampler
     from paceline.group import Group
     from paceline.parallel.ddp import DDP
-    from paceline.parallel.parameter import Module, Parameter
+    from paceline.parallel.module import Module
+    from paceline.parallel.parameter import Parameter
     from paceline.session.join import join
     from paceline.session.session import Session
     from paceline.session.store import Store
@@ -104,7 +105,7 @@ _HOME = {
     "Work": "paceline.work",
     "Config": "paceline.config",
     "DDP": "paceline.parallel.ddp",
-    "Module": "paceline.parallel.parameter",
+    "Module": "paceline.parallel.module",
     "Parameter": "paceline.parallel.parameter",
     "ElasticSampler": "paceline.elastic.sampler",
 }

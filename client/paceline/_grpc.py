@@ -7,6 +7,7 @@ stream crashed in 4 of 6 runs (grpcio 1.85.1). `_fork.py` does for the child wha
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own C log; what matters reaches us as a status
@@ -14,4 +15,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own C log; what matter
 import grpc
 from grpc import aio
 
-__all__ = ["aio", "grpc"]
+__all__ = ["EOF", "aio", "grpc", "untyped"]
+
+EOF: object = aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
+"""What `read` returns at the end of a stream."""
+
+
+def untyped(value: Any) -> Any:
+    """A grpc.aio object without its type: grpc-stubs lacks the defaults of arguments that we leave out."""
+    return value

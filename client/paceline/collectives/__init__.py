@@ -1,1 +1,1 @@
-"""Collectives: schedules as arithmetic, the choice among them, and the engine that runs one over links."""
+"""Collectives: schedules as pure arithmetic, the choice among them, and the engine that runs them over links."""

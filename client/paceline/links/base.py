@@ -3,8 +3,10 @@
 Rules that every link keeps, and that `paceline.testing.check_link` checks:
 
 1. Frames arrive whole, in order, once, and unchanged: (generation, operation, part, signature, payload).
-2. `send` returns when the caller may reuse the payload. It may block for backpressure, never past its deadline.
-3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed.
+2. `send` returns when the caller may reuse the payload. It may block for backpressure, never past its deadline, and
+   not before 4 frames of 1 MiB are on their way (`collectives.program.AHEAD`).
+3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed. A frame
+   that is there is returned even if the deadline is past: `recv(0.0)` polls.
 4. A failure wakes a blocked `send` or `recv` within 100 ms (I7), and every later call raises at once.
 5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
@@ -13,7 +15,7 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -94,6 +96,13 @@ class Link(abc.ABC):
             LinkEnded: the other side has closed or broken the link and all its frames are read.
             PacelineError: the generation has failed.
         """
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """Has `notify` called, once now and then whenever `recv` may have got something to return or to raise.
+
+        Called in any thread, sometimes for nothing; it must not block. One reader only: the last one registered.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def close(self, deadline: float) -> None:

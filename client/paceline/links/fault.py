@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline import errors
+from paceline._fork import check_process
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Fault", "Suspicion", "Verdict"]
@@ -123,7 +124,8 @@ class Fault:
         self._wake()
 
     def check(self) -> None:
-        """Raises the generation's error if it has failed."""
+        """Raises the generation's error if it has failed, and `ForkedSession` in a forked child."""
+        check_process()
         if self.failed:
             raise self.error()
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 
-from paceline._grpc import aio
+from paceline._grpc import EOF, aio, untyped
 from paceline.links.base import LinkEnded
 from paceline.links.grpc_link import GrpcLink
 from paceline.session.address import parse_endpoint
@@ -39,7 +39,7 @@ async def dial(link: GrpcLink, channel: aio.Channel, hello: peer_pb2.HelloReques
         ticket = await _knock(link, channel, hello, patience)
     except LinkEnded as error:
         return error
-    frames = channel.stream_stream(
+    frames = untyped(channel.stream_stream)(
         "/pacelinepb.v1.PeerService/Frames", response_deserializer=peer_pb2.FramesResponse.FromString
     )
     call = frames(metadata=aio.Metadata(("paceline-ticket-bin", ticket)))
@@ -98,7 +98,7 @@ async def _watch(link: GrpcLink, call: aio.StreamStreamCall[bytes, peer_pb2.Fram
 
 async def _end_of(link: GrpcLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:
     try:
-        while (answer := await call.read()) is not aio.EOF:
+        while (answer := await call.read()) is not EOF:
             assert isinstance(answer, peer_pb2.FramesResponse)
             if answer.HasField("drained"):
                 link.drained.set()

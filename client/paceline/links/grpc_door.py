@@ -15,7 +15,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from paceline._grpc import aio, grpc
+from paceline._grpc import EOF, aio, grpc
 from paceline.errors import LinkUnavailable
 from paceline.links.base import LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion
@@ -68,7 +68,7 @@ class Door:
         self._entered = asyncio.Event()
         self._tickets: dict[bytes, tuple[Household, Peer, Purpose, float]] = {}
         self._streams: set[asyncio.Task[Any]] = set()
-        self._closing = False
+        self._closing = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
         """Listens.
@@ -79,7 +79,8 @@ class Door:
         Raises:
             LinkUnavailable: the address cannot be bound.
         """
-        options = [("grpc.max_receive_message_length", MAX_FRAME_BYTES), ("grpc.so_reuseport", 0)]
+        # A frame somewhat too long is ours to refuse, by name of its sender; of a longer one grpc breaks the stream.
+        options = [("grpc.max_receive_message_length", 2 * MAX_FRAME_BYTES), ("grpc.so_reuseport", 0)]
         self._server = aio.server(options=options)
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(
@@ -108,7 +109,7 @@ class Door:
 
     async def close(self, grace: float = 0.2) -> None:
         """Ends every stream with the word that all of it was taken in, then stops listening."""
-        self._closing = True
+        self._closing.set()
         self._entered.set()
         for stream in list(self._streams):
             stream.cancel()
@@ -119,11 +120,11 @@ class Door:
         if request.protocol_version != PROTOCOL_VERSION:
             text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
-        while not self._closing and (self._inside is None or self._inside.generation < request.generation):
+        while not self._closing.is_set() and (self._inside is None or self._inside.generation < request.generation):
             self._entered.clear()  # the caller heard of its view first; ours is on its way
             await self._entered.wait()
         inside = self._inside
-        if self._closing or inside is None:
+        if self._closing.is_set() or inside is None:
             text = "this worker is leaving"
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
         if request.job != self._job or request.to_member != inside.member_id:
@@ -137,7 +138,7 @@ class Door:
         if peer is None:
             text = f"member {request.from_member} is not in generation {inside.generation}"
             await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
-        if peer_pb2.LINK_KIND_GRPC not in request.offered or request.purpose not in list(Purpose):
+        if peer_pb2.LINK_KIND_GRPC not in request.offered or int(request.purpose) not in Purpose.__members__.values():
             text = "no kind of link that both sides have"
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         return peer_pb2.HelloResponse(
@@ -157,7 +158,7 @@ class Door:
     async def _frames(self, _: Any, context: Any) -> None:
         ticket = dict(context.invocation_metadata()).get("paceline-ticket-bin", b"")
         inside, peer, purpose, expires = self._tickets.pop(ticket, (None, None, None, 0.0))
-        if inside is None or peer is None or purpose is None or expires < time.monotonic() or self._closing:
+        if inside is None or peer is None or purpose is None or expires < time.monotonic() or self._closing.is_set():
             text = "frames need a fresh ticket from Hello"
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         task = asyncio.current_task()
@@ -167,7 +168,7 @@ class Door:
         frames = 0
         try:
             await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
-            while (data := await context.read()) is not aio.EOF:
+            while (data := await context.read()) is not EOF:
                 frame = decode(data)
                 if frame.generation != inside.generation:
                     text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
@@ -181,7 +182,7 @@ class Door:
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
             inbox.end(LinkEnded(f"{peer} left", orderly=True))
         except asyncio.CancelledError:
-            if not self._closing:  # the connection broke under the stream
+            if not self._closing.is_set():  # the connection broke under the stream
                 inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 raise
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
@@ -216,4 +217,4 @@ async def _refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.Value
     detail.Pack(info)
     status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
     await context.abort_with_status(rpc_status.to_status(status))
-    raise AssertionError("abort returned")
+    raise AssertionError("abort_with_status always raises")

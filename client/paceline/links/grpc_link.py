@@ -1,8 +1,8 @@
 """One gRPC link: two thread-safe queues between the calling threads and the loop thread.
 
 Outgoing: `send` encodes in the caller's thread (the one copy of the payload), so nothing touches the caller's array
-once it returns; a coroutine on the loop (`grpc_dial.py`) takes frames from `outgoing`. Incoming: the front door
-(`grpc_door.py`) puts frames; `recv` takes them in the caller's thread, so only that thread ever writes to an array (I7).
+once it returns; a coroutine on the loop (`grpc_dial.py`) takes frames from the outbox. Incoming: the front door
+(`grpc_door.py`) fills the inbox; `recv` empties it in the caller's thread, so no other ever writes to an array (I7).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
@@ -104,7 +105,7 @@ class Inbox:
         self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._room = asyncio.Event()  # touched on the loop only
-        self.on_item = _nothing
+        self.on_item: Callable[[], None] = _nothing
 
     async def put(self, frame: Frame) -> None:
         """Adds a frame; waits while more than INBOX_BYTES wait unread. On the loop only."""
@@ -174,6 +175,11 @@ class GrpcLink(Link):
     def recv(self, deadline: float) -> Frame:
         """See `Link.recv`; the payload is a view of the bytes that grpc delivered."""
         return self.inbox.get(deadline, self._fault)
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Link.on_readable`."""
+        self.inbox.on_item = notify
+        notify()
 
     def close(self, deadline: float) -> None:
         """See `Link.close`: half-closes the stream and waits for the peer's word that it has taken in everything."""

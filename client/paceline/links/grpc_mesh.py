@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from paceline._fork import check_process
 from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.errors import SessionClosed
@@ -71,7 +70,6 @@ class GrpcMesh(Mesh):
 
     def link(self, peer: int, purpose: Purpose) -> Link:
         """See `Mesh.link`."""
-        check_process()
         if self._closed:
             raise SessionClosed("the links are closed: the session has ended")
         link = self._get(peer, purpose)
@@ -145,7 +143,7 @@ class GrpcMesh(Mesh):
             from_member=self.member_id,
             to_member=link.peer.member_id,
             generation=self.generation,
-            purpose=purpose.value,
+            purpose=peer_pb2.Purpose.ValueType(purpose),
             offered=[peer_pb2.LINK_KIND_GRPC],
         )
         ended = await dial(link, self._channels[rank], hello, self._patience)
@@ -173,4 +171,4 @@ class GrpcMesh(Mesh):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 
+from paceline.config import Config
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
@@ -46,6 +47,11 @@ class LocalLink(Link):
         """The next frame (`Link.recv`)."""
         self._check_open()
         return self._incoming.get(deadline, self._fault)
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """Has a reader told of arrivals (`Link.on_readable`)."""
+        self._incoming.on_change = notify
+        notify()
 
     def close(self, deadline: float) -> None:
         """Ends the link in order (`Link.close`)."""
@@ -90,21 +96,28 @@ class LocalMesh(Mesh):
 
     def close(self, deadline: float) -> None:
         """Closes the links to all peers, those that were never used too (`Mesh.close`)."""
-        for peer in range(self.size):
-            for purpose in Purpose:
-                self._board.pipe(self.rank, peer, purpose).end(orderly=True)
-                self._board.pipe(peer, self.rank, purpose).end(orderly=True)
+        self._end(orderly=True)
         for link in list(self._links.values()):
             link.close(deadline)
 
+    def cut(self) -> None:
+        """Breaks all links, as the death of this rank's process would."""
+        self._end(orderly=False)
 
-def local_meshes(world: int, *, generation: int = 1, verdict_timeout: float = 0.5) -> list[LocalMesh]:
+    def _end(self, *, orderly: bool) -> None:
+        for peer in range(self.size):
+            for purpose in Purpose:
+                self._board.pipe(self.rank, peer, purpose).end(orderly=orderly)
+                self._board.pipe(peer, self.rank, purpose).end(orderly=orderly)
+
+
+def local_meshes(world: int, config: Config | None = None, *, generation: int = 1) -> list[LocalMesh]:
     """The meshes of a generation whose ranks are threads of this process, by rank.
 
     Args:
         world: number of ranks, at least 1.
+        config: timeouts; the defaults if None.
         generation: its number.
-        verdict_timeout: see `Fault`.
 
     Raises:
         InvalidWorldSize: `world` is below 1.
@@ -112,7 +125,7 @@ def local_meshes(world: int, *, generation: int = 1, verdict_timeout: float = 0.
     if world < 1:
         raise InvalidWorldSize(f"a world needs at least 1 rank, not {world}")
     peers = [Peer(rank, f"local-{rank}", "local") for rank in range(world)]
-    board = _Board()
+    board, verdict_timeout = _Board(), (config or Config()).verdict_timeout
     meshes = [LocalMesh(rank, peers, generation, verdict_timeout, board) for rank in range(world)]
     for mesh in meshes:
         mesh.fault.on_suspicion(_judge(mesh.rank, meshes))
@@ -146,6 +159,7 @@ class _Pipe:
         self._changed = threading.Condition()
         self._frames: deque[Frame] = deque()
         self._end: LinkEnded | None = None
+        self.on_change: Callable[[], None] = _nothing
 
     def put(self, frame: Frame, deadline: float, fault: Fault) -> None:
         with self._changed:
@@ -153,7 +167,7 @@ class _Pipe:
                 self._wait(deadline, "the other side takes nothing in")
             if self._end is None and not fault.failed:
                 self._frames.append(frame)
-                self._changed.notify_all()
+                self._tell()
                 return
         fault.check()
         assert self._end is not None
@@ -176,11 +190,15 @@ class _Pipe:
             if self._end is None:
                 how = "closed" if orderly else "broken"
                 self._end = LinkEnded(f"the link was {how} by the other side", orderly=orderly)
-                self._changed.notify_all()
+                self._tell()
 
     def wake(self) -> None:
         with self._changed:
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        self.on_change()
 
     def _wait(self, deadline: float, why: str) -> None:
         left = deadline - monotonic()
@@ -198,3 +216,7 @@ class _Board:
     def pipe(self, source: int, target: int, purpose: Purpose) -> _Pipe:
         with self.lock:
             return self._pipes.setdefault((source, target, purpose), _Pipe())
+
+
+def _nothing() -> None:
+    """Stands where no reader asked to be told of arrivals."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from paceline import errors
-from paceline._grpc import aio
+from paceline._grpc import EOF, aio, untyped
 from paceline.config import Config
 from paceline.session.wire import CHANNEL_OPTIONS, duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
@@ -27,6 +27,7 @@ _log = logging.getLogger("paceline.session")
 
 BACKOFF_FIRST, BACKOFF_MOST = 0.05, 1.0
 """Seconds between attempts to connect: doubled each time, with full jitter."""
+
 
 class Listener(Protocol):
     """What the session wants to hear, on the loop thread; it must not block."""
@@ -95,7 +96,8 @@ class ControlStream:
         while True:
             try:
                 call = await self._connect(pb.SessionRequest(register=self._register), start + timeout)
-                break
+                self._task = asyncio.create_task(self._run(call))
+                return
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
                 if not is_transient(error):
@@ -111,7 +113,6 @@ class ControlStream:
                 ) from last
             await asyncio.sleep(min(_backoff(attempt), start + timeout - time.monotonic()))
             attempt += 1
-        self._task = asyncio.create_task(self._run(call))
 
     def send(self, request: pb.SessionRequest) -> None:
         """Queues a message; it goes out in order, after a reconnect too."""
@@ -128,27 +129,27 @@ class ControlStream:
                 _log.warning("the coordinator at %s did not answer the goodbye within %.1f s", self.target, timeout)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.channel.close()
+        await self.channel.close(None)
 
     async def _connect(self, first: pb.SessionRequest, deadline: float) -> _Call:
         """Opens a stream and introduces this member. Returns it with `registered` set."""
-        call: _Call = self._stub.Session()
+        call: _Call = untyped(self._stub.Session)()
         try:
             async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
                 await call.write(first)
-                answer = await call.read()
+                answer: object = await call.read()
         except TimeoutError:
             call.cancel()
             raise
         except asyncio.InvalidStateError:  # refused before the write: the status says why
-            answer = aio.EOF
+            answer = EOF
         if not isinstance(answer, pb.SessionResponse):
-            raise aio.AioRpcError(
-                await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-            )
+            raise await _status(call)
         if not answer.HasField("registered"):
             call.cancel()
-            raise errors.CoordinatorUnreachable(f"{self.target} is no Paceline coordinator: it did not say `registered`")
+            raise errors.CoordinatorUnreachable(
+                f"{self.target} is no Paceline coordinator: it did not say `registered`"
+            )
         self.registered = answer.registered
         return call
 
@@ -272,8 +273,14 @@ class ControlStream:
 _Call = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
+async def _status(call: _Call) -> aio.AioRpcError:
+    """The status of a call that ended without an answer, as the exception that grpc would raise."""
+    leading, trailing = await call.initial_metadata(), await call.trailing_metadata()
+    return aio.AioRpcError(await call.code(), leading, trailing, await call.details(), None)
+
+
 def _backoff(attempt: int) -> float:
-    return random.uniform(0.5, 1.0) * min(BACKOFF_MOST, BACKOFF_FIRST * 2 ** min(attempt, 10))
+    return random.uniform(0.5, 1.0) * min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(attempt, 10))
 
 
 def heartbeat(operation: int, since: float, inside: bool) -> pb.Heartbeat:

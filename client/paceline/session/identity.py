@@ -23,9 +23,7 @@ def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
         Boot id and start time are empty and 0 where the system has no /proc, or once the process is gone.
     """
     pid = os.getpid() if pid is None else pid
-    return pb.ProcessIdentity(
-        host=socket.gethostname(), pid=pid, boot_id=_boot_id(), start_ticks=_start_ticks(pid)
-    )
+    return pb.ProcessIdentity(host=socket.gethostname(), pid=pid, boot_id=_boot_id(), start_ticks=_start_ticks(pid))
 
 
 def _boot_id() -> str:

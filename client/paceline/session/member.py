@@ -29,7 +29,7 @@ from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoin
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.identity import process_identity
-from paceline.session.store import CoordinatorStore, Store
+from paceline.session.store import CoordinatorStore
 from paceline.session.view import fetch_peers
 from paceline.session.wire import duration, error_from_status
 from pacelinepb import PROTOCOL_VERSION
@@ -68,7 +68,7 @@ class MemberConnection:
 
     group: Group
     mesh: GrpcMesh
-    store: Store
+    store: CoordinatorStore
 
     def __init__(
         self, coordinator: Endpoint, wanted: Membership, advertise: str | None, config: Config, thread: LoopThread
@@ -104,8 +104,8 @@ class MemberConnection:
                 raise errors.OperationTimeout(
                     f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
                 ) from None
-        except BaseException as error:
-            self.close(f"gave up joining: {type(error).__name__}", orderly=True)
+        except BaseException:
+            self.close()
             raise
 
     def barrier(self, name: str, timeout: float) -> None:
@@ -119,12 +119,21 @@ class MemberConnection:
         self._thread.loop.call_soon_threadsafe(self._send, pb.SessionRequest(enter_barrier=entry))
         self._barriers.wait(entry, timeout)
 
-    def close(self, cause: str, *, orderly: bool) -> None:
-        """Leaves: links first, so that peers get what was sent, then the coordinator, then the door."""
-        deadline = time.monotonic() + CLOSE_TIMEOUT
+    def close(self, cause: str = "") -> None:
+        """Leaves: links first, so that peers get what was sent, then the coordinator, then the door.
+
+        Args:
+            cause: this member's own error in words, for the others; empty for an orderly end.
+        """
         if self._ready.is_set():
-            self.mesh.close(deadline if orderly else time.monotonic())
-        self._thread.run(self._leave("" if orderly else cause))
+            if cause:
+                me = self.mesh.peers[self.mesh.rank]
+                text = f"{me} raised {cause}"
+                operation = self.group.progress().operation
+                self.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
+            self.group.close(CLOSE_TIMEOUT)
+            self.store.close()
+        self._thread.run(self._leave(cause))
         protect(id(self), listening_port=0, dialled=set())
 
     # On the loop.
@@ -170,9 +179,7 @@ class MemberConnection:
         """See `Listener`."""
         if self._ready.is_set() and verdict.generation == self.mesh.generation:
             self.mesh.fault.settle(
-                Verdict(
-                    verdict.generation, verdict.reason, tuple(verdict.culprits), verdict.operation, verdict.text
-                )
+                Verdict(verdict.generation, verdict.reason, tuple(verdict.culprits), verdict.operation, verdict.text)
             )
         elif not self._joined.done():
             self._fail_join(errors.PeerLost(verdict.text, ranks=tuple(verdict.culprits)))
@@ -189,7 +196,11 @@ class MemberConnection:
             self._fail_join(error)
         elif self._ready.is_set():
             # Evicted while cut off, most likely. Nobody will accept what this member sends.
-            self.mesh.fault.settle(Verdict(self.mesh.generation, ErrorReason.ERROR_REASON_STALE_GENERATION, (self.mesh.rank,), 0, str(error)))
+            self.mesh.fault.settle(
+                Verdict(
+                    self.mesh.generation, ErrorReason.ERROR_REASON_STALE_GENERATION, (self.mesh.rank,), 0, str(error)
+                )
+            )
 
     def on_reconnected(self) -> None:
         """See `Listener`: what may have been lost with the old stream goes out again."""
@@ -215,9 +226,7 @@ class MemberConnection:
         )
         self.group = Group(self.mesh, self._config)
         registered = self._control.registered
-        caller = store_pb2.Caller(
-            job=self.job, member_id=registered.member_id, session_token=registered.session_token
-        )
+        caller = store_pb2.Caller(job=self.job, member_id=registered.member_id, session_token=registered.session_token)
         self.store = CoordinatorStore(self._thread, self._control.channel, caller, self._config.call_timeout)
         self._ready.set()
         self._door.enter(self.mesh)

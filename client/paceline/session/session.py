@@ -152,10 +152,10 @@ class CoordinatedSession(Session):
                 return
             self._left = True
         atexit.unregister(self._leave_at_exit)
-        self.group.close()
-        words = "" if cause is None or isinstance(cause, SystemExit) else f"{type(cause).__name__}: {cause}"
         start = time.monotonic()
-        self._connection.close(words.rstrip(": "), orderly=not words)
+        # An error that the failed generation raised here is no news; one of this member's own is.
+        own = cause is not None and not isinstance(cause, SystemExit) and not self._connection.mesh.fault.failed
+        self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
 
     def _leave_at_exit(self) -> None:

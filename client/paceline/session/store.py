@@ -91,6 +91,11 @@ class CoordinatorStore(Store):
         self._caller = caller
         self._call_timeout = call_timeout
         self._calls = itertools.count(1)
+        self._closed = False
+
+    def close(self) -> None:
+        """The session has ended: every later call is refused."""
+        self._closed = True
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
@@ -120,7 +125,9 @@ class CoordinatorStore(Store):
     def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
         """See `Store.wait`."""
         wait = self._call_timeout if timeout is None else timeout
-        self._call("wait", self._stub.Wait, pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait)
+        self._call(
+            "wait", self._stub.Wait, pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait
+        )
 
     def delete(self, key: str) -> bool:
         """See `Store.delete`."""
@@ -131,6 +138,8 @@ class CoordinatorStore(Store):
 
     def _call(self, name: str, method: Callable[..., Any], request: Any, wait: float | None = None) -> Any:
         check_process()
+        if self._closed:
+            raise errors.SessionClosed(f"store.{name}: the session has ended")
         return self._thread.run(self._repeat(f"store.{name}", method, request, wait))
 
     async def _repeat(self, name: str, method: Callable[..., Any], request: Any, wait: float | None) -> Any:

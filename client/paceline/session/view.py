@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from paceline import errors
-from paceline._grpc import aio
+from paceline._grpc import aio, untyped
 from paceline.links.base import Peer
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -19,7 +19,7 @@ async def fetch_peers(channel: aio.Channel, job: str, view: pb.ViewFormed, timeo
         PacelineError: the pages do not hash to what the view says, or do not hold its members.
         grpc.aio.AioRpcError: a call failed.
     """
-    get_page = channel.unary_unary(
+    get_page = untyped(channel.unary_unary)(
         "/pacelinepb.v1.SessionService/GetView", request_serializer=pb.GetViewRequest.SerializeToString
     )  # no deserializer: the hash is over the bytes as they came
     digest = hashlib.sha256()

@@ -1,0 +1,98 @@
+"""Any NumPy array, as collectives handle it: flat, contiguous, in native byte order; and its bytes.
+
+It owns layout and nothing else: what may travel is the table of `signature.py`.
+
+Shapes: N elements in all; B = N * itemsize bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.signature import dtype_name
+
+__all__ = ["Array", "as_array", "as_bytes", "as_flat", "check_out", "deliver", "from_bytes", "landing", "native"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def as_array(x: npt.ArrayLike) -> Array:
+    """`x` as an array that can travel; no copy of an array.
+
+    Raises:
+        UnsupportedOp: its dtype cannot travel.
+    """
+    array = np.asarray(x)
+    dtype_name(array.dtype)
+    return array
+
+
+def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in this machine's byte order: that of results."""
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def as_flat(x: Array) -> Array:
+    """The elements in C order and native byte order, shape [N]; a view of `x` where its layout allows, else a copy."""
+    if x.dtype.isnative and x.flags.c_contiguous:
+        return x.reshape(-1)
+    return np.ascontiguousarray(x, native(x.dtype)).reshape(-1)
+
+
+def as_bytes(flat: Array) -> memoryview:
+    """The bytes of a contiguous array of shape [N], shape [B]; through uint8, for bfloat16 has no buffer protocol."""
+    return flat.view(np.uint8).data
+
+
+def from_bytes(data: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
+    """The elements that the bytes hold, shape [N]; a read-only view of them."""
+    return np.frombuffer(data, dtype)
+
+
+def check_out(out: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Checks that a result fits the caller's `out`.
+
+    Raises:
+        SizeMismatch: another shape.
+        UnsupportedOp: another dtype, not an array, or read-only.
+    """
+    if not isinstance(out, np.ndarray) or not out.flags.writeable:
+        raise UnsupportedOp(f"out must be a writable array, not {_describe(out)}")
+    if native(out.dtype) != dtype:
+        raise UnsupportedOp(f"out has dtype {out.dtype}, the result has {dtype}")
+    if out.shape != shape:
+        raise SizeMismatch(f"out has shape {out.shape}, the result has {shape}")
+
+
+def landing(out: Array | None, x: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Where to put a result together: a contiguous, native array of this shape; `out` itself if it will do.
+
+    It will not do if it lies in memory in another way, or if writing it in pieces could change elements of `x` that
+    are still to be read. `out` being `x` is fine: an element is read before it is written.
+    """
+    if out is None or not (out.flags.c_contiguous and out.dtype.isnative):
+        return np.empty(shape, dtype)
+    if x is not None and x is not out and _overlaps(x, out):
+        return np.empty(shape, dtype)
+    return out
+
+
+def deliver(result: Array, out: Array | None) -> Array:
+    """The result, in `out` if the caller gave one."""
+    if out is None or result is out:
+        return result
+    out[...] = result
+    return out
+
+
+def _overlaps(x: Array, out: Array) -> bool:
+    same = x.ctypes.data == out.ctypes.data and x.strides == out.strides and x.dtype == out.dtype
+    return not same and np.may_share_memory(x, out)
+
+
+def _describe(out: object) -> str:
+    return "a read-only one" if isinstance(out, np.ndarray) else type(out).__name__

@@ -1,0 +1,23 @@
+"""Addresses on the command line."""
+
+from __future__ import annotations
+
+from paceline.cli.output import UsageError
+from paceline.session.address import Endpoint, parse_endpoint
+
+__all__ = ["DEFAULT_PORT", "endpoint"]
+
+DEFAULT_PORT = 7400
+"""Where a coordinator listens unless told otherwise."""
+
+
+def endpoint(text: str) -> Endpoint:
+    """Reads HOST or HOST:PORT.
+
+    Raises:
+        UsageError: it is neither; the text says what is wrong.
+    """
+    try:
+        return parse_endpoint(text, default_port=DEFAULT_PORT)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

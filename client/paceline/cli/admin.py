@@ -1,0 +1,72 @@
+"""Questions to a coordinator from outside any job: what jobs there are and who is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from paceline._grpc import aio, grpc
+from paceline._loop import loop_thread
+from paceline.errors import CoordinatorUnreachable
+from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
+from pacelinepb.v1.admin_pb2 import GetJobRequest, GetJobResponse, JobSummary, ListJobsRequest
+from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+
+__all__ = ["get_job", "list_jobs"]
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.2
+"""Between two tries; gRPC's own connection attempts have their own backoff."""
+
+
+def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
+    """All jobs, by name.
+
+    Args:
+        coordinator: its address, "host:port".
+        timeout: seconds to try for.
+
+    Raises:
+        CoordinatorUnreachable: nobody, or no coordinator, answers.
+    """
+
+    async def call(channel: aio.Channel, left: float) -> list[JobSummary]:
+        return list((await AdminServiceStub(channel).ListJobs(ListJobsRequest(), timeout=left)).jobs)
+
+    return loop_thread().run(_ask(coordinator, timeout, call))
+
+
+def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
+    """One job with its members; arguments as for `list_jobs`.
+
+    Raises:
+        PacelineError: there is no such job.
+        CoordinatorUnreachable: nobody, or no coordinator, answers.
+    """
+
+    async def call(channel: aio.Channel, left: float) -> GetJobResponse:
+        return await AdminServiceStub(channel).GetJob(GetJobRequest(job=job), timeout=left)
+
+    return loop_thread().run(_ask(coordinator, timeout, call))
+
+
+async def _ask(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
+    """Asks until there is an answer or the time is up: a coordinator that restarts is away for a moment only."""
+    start = time.monotonic()
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        while True:
+            left = timeout - (time.monotonic() - start)
+            try:
+                return await call(channel, left)
+            except aio.AioRpcError as error:
+                spent = time.monotonic() - start
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise error_from_status(error, f"the coordinator at {address}") from None
+                if spent + _PAUSE_S >= timeout:
+                    raise CoordinatorUnreachable(
+                        f"no coordinator answers at {address} (tried for {spent:.1f} s): {error.details()}"
+                    ) from None
+            await asyncio.sleep(_PAUSE_S)

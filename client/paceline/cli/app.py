@@ -1,0 +1,139 @@
+"""The commands and their options. Each command's work is in a module of its own, loaded when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline._version import __version__
+from paceline.cli.output import one_line_errors
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="paceline",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Distributed training that keeps rolling.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
+Coordinator = Annotated[
+    str, typer.Option(envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="The version.")] = False,
+) -> None:
+    """Distributed training that keeps rolling."""
+
+
+@app.command()
+def coordinator(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = "127.0.0.1:7400",
+    state: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.db", help="Keep generations here, so that they grow across restarts."),
+    ] = None,
+) -> None:
+    """Run the coordinator in the foreground."""
+    with one_line_errors():
+        from paceline.cli.coordinator import run_coordinator
+
+        run_coordinator(listen, state)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each worker runs.")],
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Workers to start here.")] = 1,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: embed one."
+        ),
+    ] = None,
+    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
+    minimum: Annotated[
+        int | None,
+        typer.Option(
+            "--min", envvar="PACELINE_MIN_WORKERS", help="Start with this many workers, from all shells; default: -n."
+        ),
+    ] = None,
+    maximum: Annotated[
+        int | None,
+        typer.Option(
+            "--max", envvar="PACELINE_MAX_WORKERS", help="Never have more than this; default: the larger of -n, --min."
+        ),
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep each worker's lines in a file here.")] = None,
+) -> None:
+    """Start workers that run a script, and answer for how they end."""
+    with one_line_errors():
+        from paceline.cli.run import run_workers
+
+        raise typer.Exit(
+            run_workers(
+                ["-m", *command] if module else command,
+                workers=workers,
+                coordinator=coordinator,
+                job=job,
+                minimum=minimum,
+                maximum=maximum,
+                log_dir=log_dir,
+            )
+        )
+
+
+@app.command()
+def demo(
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 4,
+    json: Json = False,
+) -> None:
+    """Train on handwritten digits: real data, real processes, live view."""
+    with one_line_errors():
+        from paceline.demo.command import run_demo
+
+        raise typer.Exit(run_demo(workers, as_json=json))
+
+
+@app.command()
+def status(
+    coordinator: Coordinator,
+    job: Annotated[str | None, typer.Argument(help="Show this job's members; default: all jobs.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to try for.")] = 5.0,
+    json: Json = False,
+) -> None:
+    """Show a coordinator's jobs and their members."""
+    with one_line_errors():
+        from paceline.cli.status import show_status
+
+        show_status(coordinator, job, timeout, as_json=json)
+
+
+@app.command()
+def bench(
+    collective: Annotated[str, typer.Argument(help="all-reduce, broadcast or barrier.")] = "all-reduce",
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=64, help="Worker processes.")] = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes of the array, with commas.")] = "1KiB,64KiB,1MiB,16MiB",
+    links: Annotated[str, typer.Option(help="Links to measure: grpc, local.")] = "grpc",
+    json: Json = False,
+) -> None:
+    """Measure a collective between processes on this machine."""
+    with one_line_errors():
+        from paceline.cli.bench.command import run_bench
+
+        raise typer.Exit(run_bench(collective, workers, sizes, links, as_json=json))

@@ -1,0 +1,33 @@
+"""`paceline coordinator`: the server in the foreground, until a signal ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.cli.address import DEFAULT_PORT, endpoint
+from paceline.cli.output import say
+
+__all__ = ["run_coordinator"]
+
+
+def run_coordinator(listen: str, state: Path | None) -> None:
+    """Serves until SIGINT or SIGTERM, which is how a coordinator ends: with exit code 0.
+
+    Raises:
+        UsageError: the address is malformed.
+        OSError: the port is in use, or the state file cannot be used.
+    """
+    from paceline_server.serve import serve
+    from paceline_server.settings import ServerSettings
+
+    where = endpoint(listen)
+
+    def announce(address: str) -> None:
+        say(f"the coordinator listens on {address}")
+        if where.is_loopback:
+            say(
+                f"only this machine can reach it; --listen 0.0.0.0:{DEFAULT_PORT} lets others in, authenticating nobody"
+            )
+
+    serve(ServerSettings(listen=str(where), state_path=state), announce)
+    say("the coordinator has stopped")

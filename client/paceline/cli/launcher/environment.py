@@ -1,0 +1,82 @@
+"""What a worker finds in its environment. Pure: takes one mapping, returns another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["LAUNCHER_FD", "WorkerSettings", "worker_bounds", "worker_environment"]
+
+LAUNCHER_FD = "PACELINE_LAUNCHER_FD"
+"""Number of the inherited pipe on which a worker tells its launcher of views, one JSON object a line."""
+
+_THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+_RANKS = ("PACELINE_RANK", "PACELINE_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all workers of one launcher are told of their job.
+
+    Attributes:
+        coordinator: its address, "host:port".
+        job: name of the job.
+        min_workers: the first view forms with at least this many.
+        max_workers: no view has more.
+    """
+
+    coordinator: str
+    job: str
+    min_workers: int
+    max_workers: int
+
+
+def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tuple[int, int]:
+    """The job's (min_workers, max_workers) for a launcher that starts `workers` of them.
+
+    By default the job is exactly what this launcher starts. With a minimum above that, other launchers bring the
+    rest, and the job is full when it is there.
+
+    Raises:
+        ValueError: the numbers cannot be; the text is for the person at the command line.
+    """
+    if workers < 1:
+        raise ValueError(f"-n must be 1 or more, not {workers}")
+    low = workers if minimum is None else minimum
+    if low < 1:
+        raise ValueError(f"--min must be 1 or more, not {low}")
+    high = max(low, workers) if maximum is None else maximum
+    if high < low:
+        raise ValueError(f"--max {high} is below the minimum of {low} workers")
+    if high < workers:
+        raise ValueError(f"-n {workers} workers do not fit a job of at most {high} (--max)")
+    return low, high
+
+
+def worker_environment(base: Mapping[str, str], settings: WorkerSettings, launcher_fd: int) -> dict[str, str]:
+    """The environment of a worker: the launcher's own, and what Paceline adds.
+
+    Args:
+        base: the launcher's environment; what the user has set there stays, but for the job itself.
+        settings: the job.
+        launcher_fd: the worker's end of the pipe to its launcher.
+    """
+    # An explicit rank would be the same one in every worker. Workers that a launcher starts get theirs from the view.
+    environment = {name: value for name, value in base.items() if name not in _RANKS}
+    environment |= {
+        "PACELINE_COORDINATOR": settings.coordinator,
+        "PACELINE_JOB": settings.job,
+        "PACELINE_MIN_WORKERS": str(settings.min_workers),
+        "PACELINE_MAX_WORKERS": str(settings.max_workers),
+        LAUNCHER_FD: str(launcher_fd),
+    }
+    # NumPy's BLAS takes a thread per core in each process. With a worker per core that is cores squared threads which
+    # spin against each other and against the links: 4 workers on 2 cores train several times slower.
+    for name in _THREAD_POOLS:
+        environment.setdefault(name, "1")
+    # A line is worth reading when it is printed; and a worker that is killed keeps nothing back in a buffer.
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    # A crash in native code shows where it was, rather than a bare SIGSEGV.
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    return environment

@@ -1,0 +1,217 @@
+"""The launcher: one loop over its workers' pipes, their ends, and the signals that it gets itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from paceline.cli.launcher.environment import WorkerSettings, worker_environment
+from paceline.cli.launcher.outcome import Exit, in_order_of_blame
+from paceline.cli.launcher.supervision import Supervision
+from paceline.cli.launcher.worker import NEWS, Worker
+from pacelinepb.v1.session_pb2 import ProcessIdentity
+
+__all__ = ["Launcher", "Listener"]
+
+_DRAIN_S = 1.0
+"""After the last worker's end: how long to read on from pipes that some grandchild still holds open."""
+
+_POLL_S = 0.05
+"""How often to look for ended workers where the system has no pidfd."""
+
+
+class Listener(Protocol):
+    """Whoever shows what the launcher sees. All calls come from the launcher's thread and must not block it."""
+
+    def line(self, worker: Worker, stream: str, line: bytes) -> None:
+        """A worker printed a line (without its end) on "stdout" or "stderr"."""
+
+    def record(self, worker: Worker, record: dict[str, Any]) -> None:
+        """A worker told of a view, or something of its script's own."""
+
+    def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
+        """A worker ended; expected: with exit code 0, or because it was told to."""
+
+    def say(self, text: str) -> None:
+        """The launcher itself has something to say, one sentence."""
+
+
+class Launcher:
+    """Runs workers until all have ended.
+
+    Must run on the main thread: signals arrive there, and workers die with the thread that started them.
+
+    Args:
+        command: SCRIPT ARGS... or -m MODULE ARGS...
+        workers: how many.
+        settings: what they are told of the job.
+        listener: shows what happens.
+        grace: seconds that a failed worker's peers get to end by themselves.
+        report_exit: tells the coordinator how a process ended; must not block.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        settings: WorkerSettings,
+        listener: Listener,
+        *,
+        grace: float,
+        report_exit: Callable[[ProcessIdentity, int], None],
+    ) -> None:
+        self._command = list(command)
+        self._count = workers
+        self._settings = settings
+        self._listener = listener
+        self._report_exit = report_exit
+        self._supervision = Supervision(grace)
+        self._signals: list[signal.Signals] = []
+        self._selector = selectors.DefaultSelector()
+        self._pidfds: dict[int, int] = {}
+        self._has_pidfds = hasattr(os, "pidfd_open")
+        self._drained_by: float | None = None
+        self.workers: list[Worker] = []
+
+    def run(self) -> int:
+        """Starts the workers and waits for their ends.
+
+        Returns:
+            The exit code: 0, that of the first worker that failed, or 128 + the signal that ended the launcher.
+
+        Raises:
+            OSError: a worker cannot be started; those that were are gone.
+        """
+        with self._selector, self._catch_signals():
+            try:
+                for index in range(self._count):
+                    self._start(index)
+                while self._unfinished():
+                    self._turn()
+            finally:
+                self._abandon()
+        return self._supervision.exit_code
+
+    def _start(self, index: int) -> None:
+        worker = Worker(index, self._command, lambda fd: worker_environment(os.environ, self._settings, fd))
+        self.workers.append(worker)
+        for stream, fd in worker.streams.items():
+            self._selector.register(fd, selectors.EVENT_READ, (worker, stream))
+        if self._has_pidfds:
+            self._pidfds[index] = os.pidfd_open(worker.pid)
+            self._selector.register(self._pidfds[index], selectors.EVENT_READ, None)
+
+    def _unfinished(self) -> bool:
+        """True while a worker runs or a pipe may hold lines."""
+        if any(worker.running for worker in self.workers):
+            return True
+        if self._drained_by is None:
+            self._drained_by = time.monotonic() + _DRAIN_S
+        return any(worker.streams for worker in self.workers) and time.monotonic() < self._drained_by
+
+    def _turn(self) -> None:
+        """Waits for something to happen and deals with all that has."""
+        deadlines = [at for at in (self._supervision.deadline, self._drained_by) if at is not None]
+        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        if not self._has_pidfds:
+            timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
+        pipes: list[tuple[Worker, str]] = []
+        for key, _ in self._selector.select(timeout):
+            if isinstance(key.data, tuple):
+                pipes.append(key.data)
+            elif key.data is not None:
+                os.read(key.data, 4096)  # the wake-up has done its work
+        # News first: a line that was printed after the view formed then has its rank.
+        for worker, stream in sorted(pipes, key=lambda pipe: pipe[1] != NEWS):
+            self._read(worker, stream)
+        self._reap()
+        self._obey_signals()
+
+    def _read(self, worker: Worker, stream: str) -> None:
+        fd = worker.streams[stream]
+        lines = worker.read(stream)
+        if stream not in worker.streams:
+            self._selector.unregister(fd)
+        self._hand_on(worker, stream, lines)
+
+    def _hand_on(self, worker: Worker, stream: str, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            if stream != NEWS:
+                self._listener.line(worker, stream, line)
+            elif (record := worker.heard(line)) is not None:
+                self._listener.record(worker, record)
+
+    def _reap(self) -> None:
+        """Finds workers that have ended: tells the coordinator first, for whom every millisecond counts."""
+        ends: dict[Exit, Worker] = {}
+        for worker in self.workers:
+            if (end := worker.reap()) is not None:
+                self._report_exit(worker.identity, end.returncode)
+                self._forget_pidfd(worker.index)
+                ends[end] = worker
+        now = time.monotonic()
+        for end in in_order_of_blame(list(ends)):
+            expected = end.returncode == 0 or self._supervision.stopping
+            self._supervision.ended(end, now)
+            self._listener.ended(ends[end], end, expected)
+
+    def _obey_signals(self) -> None:
+        now = time.monotonic()
+        while self._signals:
+            self._supervision.interrupt(self._signals.pop(0), now)
+        signum = self._supervision.due(now)
+        running = [worker for worker in self.workers if worker.running]
+        if signum is None or not running:
+            return
+        verb = "stopping" if signum == signal.SIGTERM else "killing"
+        self._listener.say(f"{verb} {len(running)} worker{'s'[: len(running) != 1]}")
+        for worker in running:
+            worker.signal(signum)
+
+    def _abandon(self) -> None:
+        """Leaves nothing behind, whatever happened: no process, no descriptor, no line."""
+        for worker in self.workers:
+            if worker.running:
+                worker.signal(signal.SIGKILL)
+                while (end := worker.reap()) is None:
+                    time.sleep(0.001)  # a killed process takes a moment to die
+                self._report_exit(worker.identity, end.returncode)
+            self._forget_pidfd(worker.index)
+            for stream in list(worker.streams):
+                self._selector.unregister(worker.streams[stream])
+                self._hand_on(worker, stream, worker.close(stream))
+
+    def _forget_pidfd(self, index: int) -> None:
+        if (fd := self._pidfds.pop(index, None)) is not None:
+            self._selector.unregister(fd)
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        """While the workers run, signals to end are notes for the loop: no exception may cut through it."""
+        wake, wakeup = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wakeup, False)
+        self._selector.register(wake, selectors.EVENT_READ, wake)
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self._signals.append(signal.Signals(signum))
+
+        before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        # The byte that Python writes here in the C handler ends a `select` that has just begun: no signal is missed.
+        previous = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            self._selector.unregister(wake)
+            os.close(wake)
+            os.close(wakeup)

@@ -1,0 +1,54 @@
+"""A worker's side of the pipe to its launcher: records of a script's own, one JSON object a line.
+
+The pipe does not block: a launcher that is stopped or slow must not hold up training. So a record may be dropped,
+unless the worker asks to wait for room.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from typing import Any
+
+from paceline.cli.launcher.environment import LAUNCHER_FD
+
+__all__ = ["tell_launcher"]
+
+_MAX_RECORD_BYTES = 4096
+"""PIPE_BUF on Linux: a write up to this goes through whole or not at all, whatever other threads write."""
+
+
+def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> bool:
+    """Sends a record to the launcher of this process, if it has one.
+
+    Args:
+        kind: what the record is; "view" belongs to Paceline itself.
+        record: what JSON can say, at most 4 KiB of it.
+        wait_s: seconds to wait for room in the pipe.
+
+    Returns:
+        True if the record is on its way, False if there is no launcher or no room.
+
+    Raises:
+        ValueError: the record is too long.
+    """
+    fd = os.environ.get(LAUNCHER_FD)
+    if fd is None:
+        return False
+    line = json.dumps({"kind": kind, **record}).encode() + b"\n"
+    if len(line) > _MAX_RECORD_BYTES:
+        raise ValueError(f"a record for the launcher has {len(line)} bytes, {_MAX_RECORD_BYTES} at most")
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            os.write(int(fd), line)
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([], [int(fd)], [], left)[1]:
+                return False
+        except OSError:  # the launcher is gone, or the descriptor is not the pipe any more
+            return False
+        else:
+            return True

@@ -1,0 +1,56 @@
+"""Ends of processes, told to the coordinator: the surest and fastest witness of a death that there is."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, wait
+from types import TracebackType
+
+from paceline._grpc import aio, grpc
+from paceline._loop import loop_thread
+from paceline.session.wire import CHANNEL_OPTIONS
+from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
+from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
+
+__all__ = ["ExitReports"]
+
+_TIMEOUT_S = 5.0
+"""For one report. A coordinator that is away for longer learns of the death by silence."""
+
+_LAST_S = 1.0
+"""At the end: for reports that are still on their way."""
+
+
+class ExitReports:
+    """Tells a coordinator of ended processes, without making the launcher wait. A context manager.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+    """
+
+    def __init__(self, coordinator: str, job: str) -> None:
+        self._job = job
+        self._pending: set[Future[None]] = set()
+        self._channel = loop_thread().run(self._open(coordinator))
+
+    def __enter__(self) -> ExitReports:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        wait(set(self._pending), timeout=_LAST_S)
+        loop_thread().run(self._channel.close(None))
+
+    def report(self, process: ProcessIdentity, returncode: int) -> None:
+        """Sends a report; returns at once."""
+        request = ReportExitRequest(job=self._job, process=process, exit_code=returncode)
+        future = loop_thread().start(self._send(request))
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+
+    async def _open(self, coordinator: str) -> aio.Channel:
+        return aio.insecure_channel(coordinator, options=CHANNEL_OPTIONS)  # made on the loop that it belongs to
+
+    async def _send(self, request: ReportExitRequest) -> None:
+        with contextlib.suppress(grpc.RpcError):  # the coordinator finds out by itself too, only later
+            await SessionServiceStub(self._channel).ReportExit(request, timeout=_TIMEOUT_S, wait_for_ready=True)

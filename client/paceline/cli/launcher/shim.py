@@ -1,0 +1,79 @@
+"""Runs first in a worker's process: ties its life to the launcher's, then runs the user's script.
+
+    python shim.py LAUNCHER_PID SCRIPT ARGS...
+    python shim.py LAUNCHER_PID -m MODULE ARGS...
+
+Started by its path and not as a module, so that nothing of Paceline is imported before the process is tied: that
+takes 0.2 s, in which a killed launcher would leave an orphan.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import TracebackType
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+"""Source: prctl(2), linux/prctl.h."""
+
+
+def main() -> None:
+    """Becomes the script; returns when it ends."""
+    if not sys.flags.safe_path:
+        # Python put this file's folder there, whose modules must not be found by the user's `import run`.
+        del sys.path[0]
+    launcher, arguments = int(sys.argv[1]), sys.argv[2:]
+    _die_with(launcher)
+    sys.excepthook = _report
+
+    import runpy
+
+    if arguments[0] == "-m":
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _die_with(launcher: int) -> None:
+    """Has the kernel kill this process when the launcher dies, however it dies. Linux only."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The launcher may have died before the call above: then this process has got another parent already.
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The excepthook: Paceline's errors in one line, an interrupt in none, the script's own as Python shows them.
+
+    A Paceline error says who failed, where and how; under it a stack of the worker that merely noticed is noise,
+    times the number of workers. PACELINE_TRACEBACK=1 shows it all the same.
+    """
+    whole = os.environ.get("PACELINE_TRACEBACK", "") not in ("", "0")
+    if issubclass(kind, KeyboardInterrupt) and not whole:
+        return
+    errors = sys.modules.get("paceline.errors")  # an error of Paceline's can only come from where it is imported
+    if errors is not None and issubclass(kind, errors.PacelineError) and not whole:
+        print(f"paceline: {kind.__name__}: {error}", file=sys.stderr)
+        return
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next  # the shim's own frames say nothing of the script
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""One child process with its pipes: output in two streams, and its news for the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.launcher.lines import LineSplitter
+from paceline.cli.launcher.outcome import Exit
+from paceline.session.identity import process_identity
+
+__all__ = ["NEWS", "Worker"]
+
+NEWS = "news"
+"""Name of the stream on which a worker tells its launcher of views, beside "stdout" and "stderr"."""
+
+_SHIM = Path(__file__).with_name("shim.py")
+
+_READ_BYTES = 64 << 10  # what a pipe holds by default
+
+
+class Worker:
+    """A worker process. Must be started from a thread that lives as long as the launcher.
+
+    The kernel's promise to kill the child with its parent (shim.py) is about the *thread* that started it.
+
+    Attributes:
+        index: number among the workers of its launcher.
+        rank: its rank once it has told of a view, else None.
+        identity: what the coordinator knows the process by.
+        streams: its open pipes by name.
+
+    Args:
+        index: number among the workers of its launcher.
+        command: SCRIPT ARGS... or -m MODULE ARGS...
+        environment: given the number of the worker's end of its news pipe, the worker's environment.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self, index: int, command: Sequence[str], environment: Callable[[int], dict[str, str]]) -> None:
+        self.index = index
+        self.rank: int | None = None
+        news, theirs = os.pipe()
+        try:
+            # The worker must never wait for a launcher that does not read: news is dropped rather.
+            os.set_blocking(theirs, False)
+            # A session of its own keeps the terminal's Ctrl-C away: the launcher alone decides how workers end.
+            self._process = subprocess.Popen(
+                [sys.executable, str(_SHIM), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment(theirs),
+                pass_fds=(theirs,),
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(news)
+            raise
+        finally:
+            os.close(theirs)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.identity = process_identity(self._process.pid)
+        self.streams: dict[str, int] = {
+            NEWS: news,
+            "stdout": self._process.stdout.fileno(),
+            "stderr": self._process.stderr.fileno(),
+        }
+        self._lines = {name: LineSplitter() for name in self.streams}
+        for fd in self.streams.values():
+            os.set_blocking(fd, False)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def label(self) -> str:
+        """What the prefix of its lines says: the rank, or #index as long as it has none."""
+        return f"#{self.index}" if self.rank is None else str(self.rank)
+
+    @property
+    def running(self) -> bool:
+        """True until `reap` has found its end."""
+        return self._process.returncode is None
+
+    def read(self, stream: str) -> list[bytes]:
+        """What has come on a stream, as whole lines. Closes the stream at its end (`streams` loses it)."""
+        try:
+            data = os.read(self.streams[stream], _READ_BYTES)
+        except BlockingIOError:
+            return []
+        return self._lines[stream].feed(data) if data else self.close(stream)
+
+    def close(self, stream: str) -> list[bytes]:
+        """Closes a stream; returns its last line if that had no end."""
+        fd = self.streams.pop(stream)
+        if stream == NEWS:
+            os.close(fd)
+        else:
+            pipe = self._process.stdout if stream == "stdout" else self._process.stderr
+            assert pipe is not None
+            pipe.close()
+        return self._lines[stream].finish()
+
+    def heard(self, line: bytes) -> dict[str, Any] | None:
+        """Reads a line of news and takes note of the rank; None if it is not a JSON object.
+
+        A process that the worker forked may have joined too: its views are not the worker's.
+        """
+        try:
+            record = json.loads(line)
+        except ValueError:  # a script may write what it likes to a descriptor that it finds open
+            return None
+        if not isinstance(record, dict):
+            return None
+        if record.get("kind") == "view" and record.get("pid") == self.pid and isinstance(record.get("rank"), int):
+            self.rank = record["rank"]
+        return record
+
+    def reap(self) -> Exit | None:
+        """Its end if it has ended by now, once; else None.
+
+        What a failed worker leaves in its process group (a data loader's processes) is killed with it. That is done
+        while the worker is a zombie: it still holds the group's number, so that no stranger can have got it.
+        """
+        if not self.running:
+            return None
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        if found.si_code != os.CLD_EXITED or found.si_status != 0:
+            self.signal(signal.SIGKILL)
+        returncode = self._process.wait()
+        return Exit(f"worker #{self.index}" if self.rank is None else f"rank {self.rank}", self.pid, returncode)
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Signals the worker and all in its process group."""
+        if self.running:
+            try:
+                os.killpg(self.pid, signum)
+            except ProcessLookupError:  # in the instant between fork and setsid there is no such group yet
+                os.kill(self.pid, signum)

@@ -1,0 +1,53 @@
+"""What one member says about a failure: who, where, in which operation, what (I8). Pure text and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.links.base import LinkEnded, Peer
+from paceline.links.fault import Suspicion
+from paceline.links.frame import Frame
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["broke_protocol", "disagrees", "link_ended", "raised", "timed_out"]
+
+
+def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, frame: Frame) -> Suspicion:
+    """The peer is in another operation than this member, or in the same with other arguments."""
+    theirs = frame.signature.decode("ascii", "replace") or f"something else (frame {frame.part} of it)"
+    text = f"operation {operation}: {peers[peer]} called {theirs} where {peers[me]} called {mine}"
+    if frame.operation != operation:
+        text += f"; for {peers[peer]} that is operation {frame.operation}"
+    return Suspicion(ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, peer, operation, text)
+
+
+def broke_protocol(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, what: str) -> Suspicion:
+    """The peer sent a frame that no right program sends."""
+    text = f"{_call(operation, mine)}: {peers[peer]} sent {peers[me]} {what}"
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer, operation, text)
+
+
+def link_ended(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, end: LinkEnded) -> Suspicion:
+    """The link to the peer is gone."""
+    how = "left" if end.orderly else "is lost"
+    text = f"{_call(operation, mine)}: {peers[peer]} {how}, as seen by {peers[me]}: {end}"
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, peer, operation, text)
+
+
+def timed_out(
+    peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, waited_for: str, seconds: float
+) -> Suspicion:
+    """The peer did not come, or did not take what was sent, in time."""
+    text = f"operation {operation}, {mine}: {peers[me]} waited {seconds:.3g} s for {peers[peer]} to {waited_for}"
+    return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, peer, operation, text)
+
+
+def raised(peers: Sequence[Peer], me: int, operation: int, mine: str, error: BaseException) -> Suspicion:
+    """This member itself raised in the middle of an operation."""
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"operation {operation}, {mine}: {peers[me]} raised {words}"
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text)
+
+
+def _call(operation: int, mine: str) -> str:
+    return f"operation {operation}, {mine}" if operation else mine

@@ -1,0 +1,258 @@
+"""The conformance check of links: the six rules of `links/base.py`, each as a check that a wrong link fails.
+
+Use it through `paceline.testing.check_link`. A check that finds a rule broken raises AssertionError, which names the
+rule. Nothing here waits for luck: every wait has an end, and what must not block runs in a thread that can be left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.links.base import Link, LinkEnded, LinkTimeout
+from paceline.links.fault import Fault, Verdict
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["RULES", "LinkPair", "check_link"]
+
+_PROMPT = 0.1
+"""Seconds: a failure must wake a blocked call within them (I7)."""
+
+_LONG = 10.0
+"""Seconds that any other step may take; only a broken link needs them."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPair:
+    """Two ends of one link.
+
+    Attributes:
+        a: one end.
+        b: the other.
+        fault_a: the fault that `a` obeys.
+        fault_b: the fault that `b` obeys; not the same object.
+        cut: breaks the link as the death of the process at `b` would.
+        generation: of both.
+    """
+
+    a: Link
+    b: Link
+    fault_a: Fault
+    fault_b: Fault
+    cut: Callable[[], None]
+    generation: int = 1
+
+
+def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> None:
+    """Checks that a kind of link keeps all rules.
+
+    Args:
+        make_pair: makes a fresh pair; each rule is checked on one of its own.
+
+    Raises:
+        AssertionError: a rule is broken; the text names it.
+    """
+    for rule in RULES:
+        with make_pair() as pair:
+            try:
+                rule(pair)
+            except (AssertionError, LinkEnded, LinkTimeout, PacelineError) as error:
+                raise AssertionError(f"{rule.__name__}: {rule.__doc__}\n{type(error).__name__}: {error}") from error
+
+
+def rule_1_frames(pair: LinkPair) -> None:
+    """Frames arrive whole, in order, once, and unchanged, both ways."""
+    frames = [
+        _frame(pair, 1, 0, b"all_reduce op=sum float32[3]", b"\x00\x01\x02"),
+        _frame(pair, 1, 1, b"", b""),
+        _frame(pair, 2**63, 2**32 - 1, b"x" * MAX_SIGNATURE_BYTES, bytes(range(256)) * 4096),
+        *(_frame(pair, 3, part, b"", part.to_bytes(2, "little") * (part + 1)) for part in range(50)),
+    ]
+    for source, target in ((pair.a, pair.b), (pair.b, pair.a)):
+        for frame in frames:
+            source.send(frame, monotonic() + _LONG)
+            _same(target.recv(monotonic() + _LONG), frame)
+        for frame in frames[3:]:
+            source.send(frame, monotonic() + _LONG)
+        for frame in frames[3:]:
+            _same(target.recv(monotonic() + _LONG), frame)
+        _nothing_comes(target)
+
+
+def rule_2_send(pair: LinkPair) -> None:
+    """`send` lets go of the payload, takes 4 MiB without a reader, and blocks no longer than its deadline."""
+    buffer = bytearray(b"before")
+    pair.a.send(_frame(pair, 1, 0, b"", memoryview(buffer)), monotonic() + _LONG)
+    buffer[:] = b"after!"
+    for part in range(3):
+        pair.a.send(_frame(pair, 1, part + 1, b"", bytes(_MIB)), monotonic() + _LONG)
+    got = bytes(pair.b.recv(monotonic() + _LONG).payload)
+    assert got == b"before", f"the payload changed with the caller's buffer: {got!r}"
+    sent = 4 + _fill(pair, 4)
+    for part in range(1, sent):
+        frame = pair.b.recv(monotonic() + _LONG)
+        assert frame.part == part, f"part {frame.part} came where {part} was due: a send that timed out was sent"
+    _nothing_comes(pair.b)
+
+
+def rule_3_recv(pair: LinkPair) -> None:
+    """`recv` waits until its deadline, consumes nothing then, polls with a deadline that is past; arrivals notify."""
+    started = monotonic()
+    _nothing_comes(pair.b, 0.05)
+    waited = monotonic() - started
+    assert 0.045 <= waited < 0.05 + _PROMPT, f"recv with a deadline in 0.05 s came back after {waited:.3f} s"
+    rung = threading.Event()
+    pair.b.on_readable(rung.set)
+    assert rung.is_set(), "on_readable did not call at once"
+    rung.clear()
+    pair.a.send(_frame(pair, 1, 0, b"", b"late"), monotonic() + _LONG)
+    assert rung.wait(_LONG), "on_readable's callback was not called for a frame"
+    _same(pair.b.recv(0.0), _frame(pair, 1, 0, b"", b"late"))
+    _nothing_comes(pair.b, 0.0)
+    rung.clear()
+    pair.cut()
+    assert rung.wait(_LONG), "on_readable's callback was not called for the end of the link"
+
+
+def rule_4_failure(pair: LinkPair) -> None:
+    """A failure wakes a blocked `send` and `recv` within 100 ms, and every later call raises at once."""
+    _fill(pair, 0)
+    sender = _Blocked(lambda: _send_for_ever(pair))
+    receiver = _Blocked(lambda: pair.a.recv(monotonic() + _LONG))
+    sleep(0.02)  # so that both block; if one does not yet, the check is only weaker
+    assert not receiver.over.is_set(), f"recv with nothing to receive ended: {receiver.error!r}"
+    pair.fault_a.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
+    for name, call in (("recv", receiver), ("send", sender)):
+        assert call.over.wait(_PROMPT), f"a blocked {name} was not woken within {_PROMPT} s"
+        assert isinstance(call.error, PacelineError), f"a blocked {name} was woken with {call.error!r}"
+    for name, later in (("recv", lambda: pair.a.recv(monotonic() + _LONG)), ("send", lambda: _send_for_ever(pair))):
+        call = _Blocked(later)
+        assert call.over.wait(_PROMPT), f"a later {name} blocked"
+        assert isinstance(call.error, PacelineError), f"a later {name} gave {call.error!r}"
+
+
+def rule_4_cut(pair: LinkPair) -> None:
+    """The death of the other side wakes a blocked `recv`, and is no orderly end."""
+    receiver = _Blocked(lambda: pair.a.recv(monotonic() + _LONG))
+    sleep(0.02)  # so that it blocks; if it does not yet, the check is only weaker
+    assert not receiver.over.is_set(), f"recv with nothing to receive ended: {receiver.error!r}"
+    pair.cut()
+    assert receiver.over.wait(1.0), "a blocked recv was not woken within 1 s of the other side's death"
+    error = receiver.error
+    assert isinstance(error, PacelineError | LinkEnded), f"a blocked recv was woken with {error!r}"
+    assert not (isinstance(error, LinkEnded) and error.orderly), "a death was taken for an orderly end"
+
+
+def rule_5_close(pair: LinkPair) -> None:
+    """`close` delivers what was sent; the other side reads all of it, then gets an orderly `LinkEnded`."""
+    frames = [_frame(pair, 1, part, b"", bytes([part]) * 1000) for part in range(20)]
+    for frame in frames:
+        pair.a.send(frame, monotonic() + _LONG)
+    for _ in range(2):
+        started = monotonic()
+        pair.a.close(monotonic() + _LONG)
+        assert monotonic() - started < _LONG / 2, "close waited for its deadline"
+    for frame in frames:
+        _same(pair.b.recv(monotonic() + _LONG), frame)
+    for _ in range(2):
+        end = _Blocked(lambda: pair.b.recv(monotonic() + _LONG))
+        assert end.over.wait(1.0), "recv blocked behind the last frame of a closed link"
+        error = end.error
+        assert isinstance(error, LinkEnded), f"behind the last frame came {error!r}"
+        assert error.orderly, "an orderly close was taken for a death"
+    assert not pair.fault_b.failed, "an orderly close failed the generation"
+    late = _Blocked(lambda: pair.a.send(frames[0], monotonic() + _LONG))
+    assert late.over.wait(1.0), "send on a closed link blocked"
+    assert isinstance(late.error, LinkEnded), f"send on a closed link gave {late.error!r}"
+
+
+def rule_6_threads(pair: LinkPair) -> None:
+    """One thread may send while another receives, at both ends at once."""
+    frames = [_frame(pair, 1, part, b"", part.to_bytes(4, "little") * 16384) for part in range(200)]
+
+    def send(link: Link) -> None:
+        for frame in frames:
+            link.send(frame, monotonic() + _LONG)
+
+    def receive(link: Link) -> None:
+        for frame in frames:
+            _same(link.recv(monotonic() + _LONG), frame)
+
+    calls = [_Blocked(lambda do=do, link=link: do(link)) for link in (pair.a, pair.b) for do in (send, receive)]  # type: ignore[misc]
+    for call in calls:
+        assert call.over.wait(_LONG), "sending and receiving at once came to a stop"
+        if call.error is not None:
+            raise call.error
+
+
+RULES: tuple[Callable[[LinkPair], None], ...] = (
+    rule_1_frames,
+    rule_2_send,
+    rule_3_recv,
+    rule_4_failure,
+    rule_4_cut,
+    rule_5_close,
+    rule_6_threads,
+)
+
+
+class _Blocked:
+    """A call in a thread of its own, which is left alone if it never returns."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.error: BaseException | None = None
+        self.over = threading.Event()
+        self._call = call
+        threading.Thread(target=self._run, name="check-link", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001  the check looks at it
+            self.error = error
+        finally:
+            self.over.set()
+
+
+def _frame(pair: LinkPair, operation: int, part: int, signature: bytes, payload: bytes | memoryview) -> Frame:
+    return Frame(FrameKind.DATA, pair.generation, operation, part, signature, payload)
+
+
+def _same(got: Frame, sent: Frame) -> None:
+    for name in ("kind", "generation", "operation", "part", "signature"):
+        assert getattr(got, name) == getattr(sent, name), f"{name} is {getattr(got, name)}, not {getattr(sent, name)}"
+    assert bytes(got.payload) == bytes(sent.payload), f"the payload of part {sent.part} differs"
+
+
+def _nothing_comes(link: Link, seconds: float = 0.02) -> None:
+    try:
+        frame = link.recv(monotonic() + seconds if seconds else 0.0)
+    except LinkTimeout:
+        return
+    raise AssertionError(f"a frame came that was not sent, or twice: {frame!r:.200}")
+
+
+def _fill(pair: LinkPair, part: int) -> int:
+    """Sends from `a` until that blocks, 128 MiB at most; how many frames went out."""
+    for count in range(512):
+        started = monotonic()
+        try:
+            pair.a.send(_frame(pair, 1, part + count, b"", bytes(_MIB // 4)), started + 0.1)
+        except LinkTimeout:
+            waited = monotonic() - started
+            assert 0.09 <= waited < 0.1 + _PROMPT, f"send with a deadline in 0.1 s came back after {waited:.3f} s"
+            return count
+    return 512
+
+
+def _send_for_ever(pair: LinkPair) -> None:
+    while True:
+        pair.a.send(_frame(pair, 1, 0, b"", b""), monotonic() + _LONG)

@@ -1,0 +1,71 @@
+"""A mesh whose frames can be lost, changed or refused on purpose: declared faults, for tests.
+
+    def lose_third(way, peer, frame):
+        return None if way == "send" and frame.part == 2 else frame
+
+    group = Group(FaultyMesh(mesh, lose_third), config)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from paceline.links.base import Link, Mesh, Purpose
+from paceline.links.frame import Frame
+
+__all__ = ["FaultyMesh", "Tamper"]
+
+Tamper: TypeAlias = Callable[[str, int, Frame], Frame | None]
+"""Given "send" or "recv", the peer's rank and the frame: returns the frame that goes on, or None to lose it; whatever
+it raises, the link raises."""
+
+
+class FaultyMesh(Mesh):
+    """Passes everything on to another mesh, each frame through `tamper`.
+
+    Args:
+        mesh: the mesh that does the work.
+        tamper: what befalls frames.
+    """
+
+    def __init__(self, mesh: Mesh, tamper: Tamper) -> None:
+        self.generation = mesh.generation
+        self.rank = mesh.rank
+        self.peers = mesh.peers
+        self.fault = mesh.fault
+        self._mesh = mesh
+        self._tamper = tamper
+
+    def link(self, peer: int, purpose: Purpose) -> Link:
+        """The link to a rank, with faults (`Mesh.link`)."""
+        return _FaultyLink(self._mesh.link(peer, purpose), self._tamper)
+
+    def close(self, deadline: float) -> None:
+        """Closes every link (`Mesh.close`)."""
+        self._mesh.close(deadline)
+
+
+class _FaultyLink(Link):
+    def __init__(self, link: Link, tamper: Tamper) -> None:
+        self.peer = link.peer
+        self.kind = link.kind
+        self._link = link
+        self._tamper = tamper
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        passed = self._tamper("send", self.peer.rank, frame)
+        if passed is not None:
+            self._link.send(passed, deadline)
+
+    def recv(self, deadline: float) -> Frame:
+        while True:
+            passed = self._tamper("recv", self.peer.rank, self._link.recv(deadline))
+            if passed is not None:
+                return passed
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        self._link.on_readable(notify)
+
+    def close(self, deadline: float) -> None:
+        self._link.close(deadline)

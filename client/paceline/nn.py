@@ -1,0 +1,147 @@
+"""A few layers with a backward pass of their own: enough for the examples, and a pattern for your own modules.
+
+B samples, I inputs, O outputs, C classes. Arrays are float32 or float64. A layer keeps what its last `forward` saw, so
+it may stand in a network once, and `backward` belongs to the last `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from paceline.errors import SizeMismatch
+from paceline.parallel.module import Module
+from paceline.parallel.parameter import Parameter
+
+__all__ = ["Linear", "ReLU", "Sequential", "softmax_cross_entropy"]
+
+
+class Linear:
+    """y = x W^T + b.
+
+    Args:
+        inputs: I.
+        outputs: O.
+        rng: where the initial weights come from: normal with variance 2 / I, which keeps the variance of activations
+            through ReLUs. Source: He et al., "Delving Deep into Rectifiers", ICCV 2015, equation 10.
+        dtype: of the parameters.
+
+    Attributes:
+        weight: shape [O, I].
+        bias: shape [O], zeros at first.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, rng: np.random.Generator, dtype: DTypeLike = np.float32) -> None:
+        scale = np.sqrt(2 / max(inputs, 1))
+        self.weight = Parameter((rng.standard_normal((outputs, inputs)) * scale).astype(dtype))
+        self.bias = Parameter(np.zeros(outputs, dtype))
+        self._x: NDArray[Any] | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Weight and bias."""
+        yield "weight", self.weight
+        yield "bias", self.bias
+
+    def forward(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Shape [B, I] to [B, O]."""
+        self._x = x
+        y: NDArray[Any] = x @ self.weight.data.T
+        y += self.bias.data
+        return y
+
+    def backward(self, dy: NDArray[Any]) -> NDArray[Any]:
+        """Shape [B, O] to [B, I]. Gradients come first, so that they can travel while the rest is computed."""
+        assert self._x is not None, "backward without forward"
+        self.bias.accumulate(dy.sum(axis=0))
+        self.weight.accumulate(dy.T @ self._x)
+        dx: NDArray[Any] = dy @ self.weight.data
+        return dx
+
+
+class ReLU:
+    """y = max(x, 0), element by element."""
+
+    def __init__(self) -> None:
+        self._positive: NDArray[np.bool_] | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """None."""
+        yield from ()
+
+    def forward(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Any shape."""
+        self._positive = x > 0
+        y: NDArray[Any] = np.maximum(x, 0)
+        return y
+
+    def backward(self, dy: NDArray[Any]) -> NDArray[Any]:
+        """The same shape; the slope at 0 is taken to be 0."""
+        assert self._positive is not None, "backward without forward"
+        dx: NDArray[Any] = dy * self._positive
+        return dx
+
+
+class Sequential:
+    """Modules one after the other. Parameters are named "0.weight", "0.bias", "2.weight", ...
+
+    Args:
+        modules: first to last.
+    """
+
+    def __init__(self, *modules: Module) -> None:
+        self.modules = modules
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Those of all modules, first to last."""
+        for number, module in enumerate(self.modules):
+            for path, parameter in module.named_parameters():
+                yield f"{number}.{path}", parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Those of the modules that have buffers, first to last."""
+        for number, module in enumerate(self.modules):
+            for path, buffer in getattr(module, "named_buffers", tuple)():
+                yield f"{number}.{path}", buffer
+
+    def forward(self, x: Any) -> Any:
+        """First to last."""
+        for module in self.modules:
+            x = module.forward(x)
+        return x
+
+    def backward(self, dy: Any) -> Any:
+        """Last to first."""
+        for module in reversed(self.modules):
+            dy = module.backward(dy)
+        return dy
+
+
+def softmax_cross_entropy(logits: NDArray[Any], labels: NDArray[Any]) -> tuple[float, NDArray[Any]]:
+    """Mean over the batch of -log softmax(logits)[label], in nats, and its gradient by the logits.
+
+    Args:
+        logits: shape [B, C].
+        labels: shape [B], integers in [0, C).
+
+    Returns:
+        The loss, and (softmax - onehot) / B, shape [B, C].
+
+    Raises:
+        SizeMismatch: there is no sample, or not one label for each.
+    """
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
+        raise SizeMismatch(
+            f"labels of shape {labels.shape} do not fit logits of shape {logits.shape}; want [B], [B, C]"
+        )
+    rows = np.arange(len(labels))
+    shifted = logits - logits.max(axis=1, keepdims=True)  # exp cannot overflow; the softmax does not change
+    exponentials = np.exp(shifted)
+    sums = exponentials.sum(axis=1, keepdims=True)
+    loss = float((np.log(sums[:, 0]) - shifted[rows, labels]).mean())
+    dlogits: NDArray[Any] = exponentials / sums
+    dlogits[rows, labels] -= 1
+    dlogits /= len(labels)
+    return loss, dlogits

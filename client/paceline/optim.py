@@ -1,0 +1,238 @@
+"""Optimizers for NumPy modules, wrapped or not: SGD and Adam, after torch.optim's formulas.
+
+State is keyed by the path of a parameter, so it survives a new process, a wrapped module and a new world. Updates are
+written into `Parameter.data` in place: whoever holds the array sees them. A parameter without a gradient, or frozen, is
+left alone, and so is its state: a momentum does not move what nobody used.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import SizeMismatch
+from paceline.parallel.module import HasParameters, parameters_of
+from paceline.parallel.parameter import Parameter
+
+__all__ = ["Adam", "Optimizer", "SGD"]
+
+State = dict[str, Any]
+"""What an optimizer keeps for one parameter: arrays of the parameter's shape, and numbers."""
+
+
+class Optimizer(abc.ABC):
+    """What optimizers share: the loop over parameters, clearing, saving and loading.
+
+    Args:
+        module: whose parameters are trained. Those frozen now get no state, and are never trained.
+        settings: numbers of the formula, by name.
+    """
+
+    def __init__(self, module: HasParameters, **settings: float) -> None:
+        for name, value in settings.items():
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative: {value!r}")
+        self.settings = settings
+        self._parameters = {path: p for path, p in parameters_of(module).items() if p.requires_grad}
+        self._state = {path: self._fresh(p) for path, p in self._parameters.items()}
+        # One parameter's worth of memory for each dtype, for intermediate results of the largest.
+        largest: dict[np.dtype[Any], int] = {}
+        for parameter in self._parameters.values():
+            data = parameter.data
+            largest[data.dtype] = max(largest.get(data.dtype, 0), data.size)
+        self._scratch = {dtype: np.empty(size, dtype) for dtype, size in largest.items()}
+
+    @property
+    def lr(self) -> float:
+        """Learning rate; may be set between steps."""
+        return self.settings["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.settings["lr"] = value
+
+    def step(self) -> None:
+        """Updates every parameter that has a gradient. Gradients are read only."""
+        for path, parameter in self._parameters.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                data = parameter.data
+                scratch = self._scratch[data.dtype][: data.size].reshape(data.shape)
+                self._update(data, parameter.grad, self._state[path], scratch)
+
+    def zero_grad(self) -> None:
+        """Sets every gradient to None, so that an unused parameter is seen to be unused."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of settings and state: {"settings": {name: number}, "state": {path: {name: array or number}}}."""
+        state = {path: {name: np.copy(v) if isinstance(v, np.ndarray) else v for name, v in one.items()}
+                 for path, one in self._state.items()}  # fmt: skip
+        return {"settings": dict(self.settings), "state": state}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over settings (the learning rate too) and state, into the arrays that are there.
+
+        Raises:
+            SizeMismatch: paths or names are missing or unexpected, or shapes differ; the text lists them all, and
+                nothing was changed.
+        """
+        problems = _names("setting", self.settings, saved.get("settings", {}))
+        problems += _names("state of", self._state, saved.get("state", {}))
+        for path in self._state.keys() & saved.get("state", {}).keys():
+            here, there = self._state[path], saved["state"][path]
+            problems += _names(f"{path}:", here, there)
+            problems += [
+                f"{path}: {name!r} has shape {list(np.shape(there[name]))}, not {list(np.shape(here[name]))}"
+                for name in sorted(here.keys() & there.keys())
+                if np.shape(here[name]) != np.shape(there[name])
+            ]
+        if problems:
+            raise SizeMismatch(f"the state does not fit this {type(self).__name__}: " + "; ".join(problems))
+        self.settings.update(saved["settings"])
+        for path, state in self._state.items():
+            for name, value in saved["state"][path].items():
+                if isinstance(state[name], np.ndarray):
+                    state[name][...] = value
+                else:
+                    state[name] = type(state[name])(value)  # a number may come back from a file as an array
+
+    @abc.abstractmethod
+    def _fresh(self, parameter: Parameter) -> State:
+        """The state before the first step."""
+
+    @abc.abstractmethod
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+        """Changes `data` and `state` in place; may use `scratch`, and must leave `grad` as it is. All of one shape."""
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent.
+
+        g <- grad + weight_decay * data
+        v <- momentum * v + g
+        data <- data - lr * (g + momentum * v  if nesterov,  else v)
+
+    Source: Sutskever et al., ICML 2013, in the form of torch.optim.SGD (the learning rate outside of v).
+
+    Args:
+        module: whose parameters are trained.
+        lr: learning rate.
+        momentum: 0 for none; then there is no state.
+        weight_decay: L2 penalty.
+        nesterov: look ahead along the momentum; needs one.
+
+    Raises:
+        ValueError: a setting is negative, or `nesterov` comes without momentum.
+    """
+
+    def __init__(
+        self,
+        module: HasParameters,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        if nesterov and not momentum > 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        super().__init__(module, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+
+    def _fresh(self, parameter: Parameter) -> State:
+        return {"momentum": np.zeros_like(parameter.data)} if self.settings["momentum"] else {}
+
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+        lr, momentum = self.settings["lr"], self.settings["momentum"]
+        grad = _decayed(grad, data, self.settings["weight_decay"], scratch)
+        if not momentum:
+            np.multiply(grad, lr, out=scratch)
+            np.subtract(data, scratch, out=data)
+            return
+        velocity = state["momentum"]
+        np.multiply(velocity, momentum, out=velocity)
+        np.add(velocity, grad, out=velocity)
+        if self.settings["nesterov"]:
+            np.multiply(grad, lr, out=scratch)
+            np.subtract(data, scratch, out=data)
+            lr *= momentum
+        np.multiply(velocity, lr, out=scratch)
+        np.subtract(data, scratch, out=data)
+
+
+class Adam(Optimizer):
+    """Adam, with bias correction.
+
+        g <- grad + weight_decay * data
+        m <- beta1 * m + (1 - beta1) * g
+        v <- beta2 * v + (1 - beta2) * g^2
+        data <- data - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)        t: updates of this parameter
+
+    Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1; the L2 penalty as in torch.optim.Adam.
+
+    Args:
+        module: whose parameters are trained.
+        lr: learning rate.
+        betas: decay of the running means of g and g^2.
+        eps: keeps the division finite.
+        weight_decay: L2 penalty.
+
+    Raises:
+        ValueError: a setting is negative, or a beta is not below 1.
+    """
+
+    def __init__(
+        self,
+        module: HasParameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not max(betas) < 1:
+            raise ValueError(f"betas must be below 1: {betas!r}")
+        super().__init__(module, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+
+    def _fresh(self, parameter: Parameter) -> State:
+        return {"mean": np.zeros_like(parameter.data), "square": np.zeros_like(parameter.data), "updates": 0}
+
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+        beta1, beta2, decay = (self.settings[name] for name in ("beta1", "beta2", "weight_decay"))
+        mean, square = state["mean"], state["square"]
+        state["updates"] += 1
+
+        np.multiply(_decayed(grad, data, decay, scratch), 1 - beta1, out=scratch)
+        np.multiply(mean, beta1, out=mean)
+        np.add(mean, scratch, out=mean)
+
+        g = _decayed(grad, data, decay, scratch)  # again: cheaper than a second scratch
+        np.multiply(g, g, out=scratch)
+        np.multiply(scratch, 1 - beta2, out=scratch)
+        np.multiply(square, beta2, out=square)
+        np.add(square, scratch, out=square)
+
+        np.sqrt(square, out=scratch)
+        np.divide(scratch, math.sqrt(1 - beta2 ** state["updates"]), out=scratch)
+        np.add(scratch, self.settings["eps"], out=scratch)
+        np.divide(mean, scratch, out=scratch)
+        np.multiply(scratch, self.settings["lr"] / (1 - beta1 ** state["updates"]), out=scratch)
+        np.subtract(data, scratch, out=data)
+
+
+def _decayed(grad: NDArray[Any], data: NDArray[Any], decay: float, scratch: NDArray[Any]) -> NDArray[Any]:
+    """The gradient with its L2 penalty, in `scratch`; the gradient itself where there is none."""
+    if not decay:
+        return grad
+    np.multiply(data, decay, out=scratch)
+    np.add(scratch, grad, out=scratch)
+    return scratch
+
+
+def _names(what: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Sentences on names that only one side has."""
+    missing = [f"{what} {name!r} is missing" for name in sorted(here.keys() - there.keys())]
+    return missing + [f"{what} {name!r} is unexpected" for name in sorted(there.keys() - here.keys())]

@@ -1,0 +1,121 @@
+"""Bookkeeping of one rank between two reductions: what its gradients hold, and whether that is still what DDP left.
+
+A *round* is all micro-batches from one reduction to the next. Within it `Parameter.grad` holds the sum over the
+micro-batches k of weight_k * gradient_k, and `weight` the sum of weight_k; the reduction divides one by the other.
+Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import StepOrderError
+from paceline.parallel.parameter import Parameter
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """The round of one wrapper.
+
+    Args:
+        parameters: those that are trained, by path.
+
+    Attributes:
+        weight: sum of the weights of the round's micro-batches, in units of `unit`.
+        micro_batches: how many the round has; 0: no round is open.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = parameters
+        self._marks = {path: (0, 0) for path in parameters}
+        """(writes, clears) of each parameter when DDP last left it: whoever wrote later was not DDP."""
+        self._carried: dict[str, NDArray[Any]] = {}
+        """Gradients that were there before the round; it adds to them."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the round."""
+        self.weight = 0.0
+        self.micro_batches = 0
+        self._unit = 1.0
+        self._carried.clear()
+
+    def open(self) -> None:
+        """Before a micro-batch: goes on with the round, or begins one.
+
+        Raises:
+            StepOrderError: gradients were written, or some of them cleared, behind the round's back.
+        """
+        self.drop_if_cleared()
+        if (path := self.written_by_others(or_zeros=False)) is not None:
+            raise StepOrderError(
+                f"the gradient of {path!r} was written outside of the wrapper since the last step: "
+                "call sync_gradients() to reduce it, or zero_grad() to drop it, before backward()"
+            )
+        if not self.micro_batches:
+            for path, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    self._carried[path] = parameter.grad.copy()
+                    parameter._hold(None)
+
+    def add(self, weight: float, *, alone: bool) -> float:
+        """Counts a micro-batch and returns the factor by which its gradients must come scaled.
+
+        A world of one takes the round's first weight for its unit. One micro-batch then has the factor 1 and is
+        divided by 1, so that training alone gives the bits of training unwrapped.
+        """
+        if alone and self.weight == 0 and weight > 0:
+            self._unit = weight
+        factor = weight / self._unit
+        self.weight += factor
+        self.micro_batches += 1
+        return factor
+
+    def close(self) -> None:
+        """After the reduction: adds what was there before the round, and ends it."""
+        for path, gradient in self._carried.items():
+            parameter = self._parameters[path]
+            if parameter.grad is not None:
+                np.add(parameter.grad, gradient, out=parameter.grad)
+            else:
+                parameter._hold(gradient)
+        self.reset()
+
+    def mark(self) -> None:
+        """What the gradients hold now is as DDP left it."""
+        self._marks = {path: (p.writes, p.clears) for path, p in self._parameters.items()}
+
+    def written_by_others(self, *, or_zeros: bool) -> str | None:
+        """Path of a gradient that was written since `mark`; None if there is none.
+
+        Args:
+            or_zeros: whether a gradient of zeros counts. Some users clear with zeros, but a rank may also get zeros
+                where others get more, so what all ranks must decide alike cannot depend on it.
+        """
+        for path, parameter in self._parameters.items():
+            written = parameter.grad is not None and parameter.writes != self._marks[path][0]
+            if written and (or_zeros or np.any(parameter.grad)):
+                return path
+        return None
+
+    def drop_if_cleared(self) -> None:
+        """Forgets a round all of whose gradients were cleared: its weights must go with them.
+
+        Raises:
+            StepOrderError: some were cleared, others not.
+        """
+        if not self.micro_batches:
+            return
+        cleared = [path for path, p in self._parameters.items() if p.clears != self._marks[path][1]]
+        if cleared and len(cleared) < len(self._parameters):
+            raise StepOrderError(
+                f"the gradient of {cleared[0]!r} was cleared in the middle of an accumulation, others were not: "
+                "clear all of them, or none"
+            )
+        if cleared:
+            self.reset()

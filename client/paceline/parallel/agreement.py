@@ -1,0 +1,101 @@
+"""Agreement at first use: all ranks have the same model, and hold rank 0's values, bit for bit (I5).
+
+W ranks; every step here is a collective, so all ranks take it together or fail together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import DivergenceError, StepOrderError
+from paceline.parallel.manifest import Manifest, first_difference
+from paceline.parallel.ranks import Ranks
+
+__all__ = ["agree"]
+
+
+def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool) -> None:
+    """Compares manifests, then gives rank 0's values to all, unless all hold them already.
+
+    Args:
+        group: the ranks.
+        manifest: this rank's.
+        arrays: this rank's parameters and buffers, in the manifest's order; written in place.
+        may_change: False where gradients have been computed from this rank's own values.
+
+    Raises:
+        SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
+            own; raised on every rank, with the same text and the ranks that differ from rank 0.
+        StepOrderError: values differ and may not change.
+    """
+    if group.size == 1:
+        return
+    description = manifest.encode()
+    table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description)])
+    if odd := _differ(table):
+        reference = _show(group, description, root=0, nbytes=int(table[0, 1]))
+        example = _show(group, description, root=odd[0], nbytes=int(table[odd[0], 1]))
+        raise first_difference(Manifest.decode(reference), Manifest.decode(example), rank=odd[0], ranks=odd)
+
+    odd = _differ(_tell_all(group, [_fingerprint(arrays)]))
+    if not odd:
+        return
+    if not may_change:
+        raise StepOrderError(
+            f"ranks {list(odd)} computed gradients from initial values that are not rank 0's: "
+            "call the wrapped model, or prepare(), before the first backward pass",
+            ranks=odd,
+        )
+    _give(group, arrays)
+    if odd := _differ(_tell_all(group, [_fingerprint(arrays)])):
+        raise DivergenceError(f"ranks {list(odd)} do not hold the values that rank 0 gave", ranks=odd)
+
+
+def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
+    """Every rank's row, shape [W, len(row)]. A sum in which each rank adds to its own row only: one short message."""
+    table = np.zeros((group.size, len(row)), np.int64)
+    table[group.rank] = row
+    reduced: NDArray[np.int64] = group.all_reduce(table)
+    return reduced
+
+
+def _differ(table: NDArray[np.int64]) -> tuple[int, ...]:
+    """The ranks whose row is not rank 0's."""
+    return tuple(int(r) for r in np.flatnonzero((table != table[0]).any(axis=1)))
+
+
+def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:
+    """The root's bytes."""
+    box = np.frombuffer(mine, np.uint8) if group.rank == root else np.empty(nbytes, np.uint8)
+    return bytes(group.broadcast(box, root=root))
+
+
+def _give(group: Ranks, arrays: Sequence[NDArray[Any]]) -> None:
+    """Copies rank 0's values into every rank's arrays; one message, of all bytes, whatever the dtypes."""
+    flat = np.empty(sum(a.nbytes for a in arrays), np.uint8)
+    if group.rank == 0:
+        np.concatenate([_bytes_of(a) for a in arrays], out=flat)
+    group.broadcast(flat, root=0, out=flat)
+    start = 0
+    for array in arrays:
+        values = flat[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(array, values)
+        start += array.nbytes
+
+
+def _fingerprint(arrays: Sequence[NDArray[Any]]) -> int:
+    """64 bits of BLAKE2b over the arrays' bytes, as a signed integer that fits an int64."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(_bytes_of(array).data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """The elements as bytes in C order; a view where the array lies so."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

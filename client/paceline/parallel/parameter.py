@@ -1,0 +1,129 @@
+"""A trainable array and its gradient, and how whoever reduces gradients hears that one is there.
+
+A module writes gradients with `Parameter.accumulate` (or by setting `Parameter.grad`); it knows nothing of ranks. A
+wrapper such as DDP watches the parameters during a backward pass, and gives each gradient a home inside the buffer that
+goes over the wire, so that the module's write is the only copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.errors import SizeMismatch, StepOrderError
+
+__all__ = ["GradientObserver", "Parameter"]
+
+
+class GradientObserver(Protocol):
+    """Hears of every write to a gradient."""
+
+    def before_gradient(self, parameter: Parameter) -> None:
+        """The gradient is about to be written. Raising refuses the write, with nothing changed."""
+
+    def after_gradient(self, parameter: Parameter) -> None:
+        """The gradient has been written: as far as this write goes, it is ready."""
+
+
+class Parameter:
+    """An array that training changes.
+
+    Args:
+        data: the values; an array is shared, not copied.
+        requires_grad: False freezes it: it takes no gradient, and optimizers leave it alone.
+
+    Attributes:
+        requires_grad: as above.
+        writes: how often a gradient was written, ever.
+        clears: how often the gradient was set to None, ever.
+    """
+
+    __slots__ = ("_data", "_grad", "_home", "_observer", "clears", "requires_grad", "writes")
+
+    def __init__(self, data: ArrayLike, requires_grad: bool = True) -> None:
+        self._data: NDArray[Any] = np.asarray(data)
+        self._grad: NDArray[Any] | None = None
+        self._home: NDArray[Any] | None = None
+        self._observer: GradientObserver | None = None
+        self.requires_grad = requires_grad
+        self.writes = 0
+        self.clears = 0
+
+    def __repr__(self) -> str:
+        frozen = "" if self.requires_grad else ", requires_grad=False"
+        return f"Parameter({self._data.dtype} {list(self._data.shape)}{frozen})"
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The values. Always the same array: setting it writes into that array, for others may hold views of it."""
+        return self._data
+
+    @data.setter
+    def data(self, value: ArrayLike) -> None:
+        self._check_shape(value, "values")
+        if value is not self._data:
+            self._data[...] = value
+
+    @property
+    def grad(self) -> NDArray[Any] | None:
+        """The gradient, of the shape and dtype of `data`, or None. Setting an array copies it and signals."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: ArrayLike | None) -> None:
+        if value is None:
+            self._grad = None
+            self.clears += 1
+        else:
+            self._write(value, add=False)
+
+    def accumulate(self, gradient: ArrayLike) -> None:
+        """Adds to the gradient, or copies where there is none, and signals. A frozen parameter ignores it.
+
+        Raises:
+            SizeMismatch: the gradient does not have the shape of `data`.
+            StepOrderError: the gradient is on its way to the other ranks already (raised by DDP).
+        """
+        if self.requires_grad:
+            self._write(gradient, add=self._grad is not None)
+
+    def _write(self, gradient: ArrayLike, *, add: bool) -> None:
+        self._check_shape(gradient, "a gradient")
+        if self._observer is not None:
+            self._observer.before_gradient(self)
+        if add:
+            assert self._grad is not None
+            np.add(self._grad, gradient, out=self._grad, casting="same_kind")
+        elif gradient is not self._grad:
+            # Copied even without a home: a module may hand the same array to two parameters, or reuse it.
+            target = np.empty_like(self._data) if self._home is None else self._home
+            np.copyto(target, gradient, casting="same_kind")
+            self._grad = target
+        self.writes += 1
+        if self._observer is not None:
+            self._observer.after_gradient(self)
+
+    def _check_shape(self, value: ArrayLike, what: str) -> None:
+        if np.shape(value) != self._data.shape:
+            raise SizeMismatch(
+                f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self._data.shape}"
+            )
+
+    # What follows is for the wrappers of this package.
+
+    def _watch(self, observer: GradientObserver) -> None:
+        """Lets `observer` hear of every write until `_unwatch`. One at a time: two would reduce the gradient twice."""
+        if self._observer is not None:
+            raise StepOrderError("the parameter's gradient is being reduced already: is its module wrapped twice?")
+        self._observer = observer
+
+    def _unwatch(self, observer: GradientObserver) -> None:
+        """Ends `_watch`; leaves another observer alone."""
+        if self._observer is observer:
+            self._observer = None
+
+    def _hold(self, gradient: NDArray[Any] | None) -> None:
+        """Makes an array the gradient without copy, signal or count."""
+        self._grad = gradient

@@ -1,0 +1,120 @@
+"""The signature: an operation in words, as members compare it before they trust each other's bytes.
+
+It owns the text form, and the checked way back to a dtype and a shape. Nothing is evaluated (I9): dtypes come from a
+table, numbers from digits, and both are limited.
+
+    all_reduce op=sum float32[1024,3]        kind, detail, dtype, shape
+    barrier                                  no array travels
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.errors import LimitExceeded, UnsupportedOp
+from paceline.links.frame import MAX_SIGNATURE_BYTES
+
+__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "Signature", "dtype_name"]
+
+MAX_DIMENSIONS = 32
+"""Most dimensions of an array that travels; 32 shapes of 20 digits fit a signature."""
+
+MAX_ARRAY_BYTES = 1 << 44
+"""Largest array that a signature may announce: 16 TiB, so that sums of lengths stay far from 64 bits."""
+
+_NAMES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NAMES}
+_TEXT = re.compile(
+    r"([a-z_]+)((?: [a-z_]+=[\w-]+)*)(?: ([a-z]+[0-9]*)\[((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)\])?", re.ASCII
+)
+
+
+class Signature(NamedTuple):
+    """An operation in words.
+
+    Attributes:
+        kind: its name: "all_reduce", "send", ...
+        detail: its arguments, "op=sum"; empty for none.
+        dtype: of the array; None where none travels, or where the caller leaves it to the sender.
+        shape: of the array, None with the dtype.
+    """
+
+    kind: str
+    detail: str = ""
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def encode(self) -> bytes:
+        """The text form, at most `MAX_SIGNATURE_BYTES`.
+
+        Raises:
+            UnsupportedOp: the dtype cannot travel.
+            LimitExceeded: too many dimensions, or too large.
+        """
+        return _encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Signature:
+        """Back from the text form, which came from the network.
+
+        Raises:
+            ValueError: the bytes are not a signature, or pass a limit.
+        """
+        match = _TEXT.fullmatch(data.decode("ascii")) if len(data) <= MAX_SIGNATURE_BYTES else None
+        if match is None:
+            raise ValueError(f"not a signature: {data[:80]!r}")
+        kind, detail, name, sizes = match.groups()
+        if name is None:
+            return cls(kind, detail[1:])
+        dtype = _dtype(name)
+        shape = tuple(int(size) for size in sizes.split(",")) if sizes else ()
+        if dtype is None or len(shape) > MAX_DIMENSIONS or prod(shape) * dtype.itemsize > MAX_ARRAY_BYTES:
+            raise ValueError(f"a signature that announces an impossible array: {data[:80]!r}")
+        return cls(kind, detail[1:], dtype, shape)
+
+    def __str__(self) -> str:
+        head = f"{self.kind} {self.detail}" if self.detail else self.kind
+        if self.dtype is None or self.shape is None:
+            return head
+        return f"{head} {dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name under which a dtype travels.
+
+    Raises:
+        UnsupportedOp: it does not travel: objects, text, dates, records, long double.
+    """
+    name = dtype.name
+    if _dtype(name) is None:
+        raise UnsupportedOp(f"arrays of dtype {dtype} cannot travel; these can: {', '.join(_NAMES)}, bfloat16")
+    return name
+
+
+@lru_cache(maxsize=1024)
+def _encode(signature: Signature) -> bytes:
+    dtype, shape = signature.dtype, signature.shape
+    if dtype is not None and shape is not None:
+        if len(shape) > MAX_DIMENSIONS:
+            raise LimitExceeded(f"an array of {len(shape)} dimensions cannot travel: the limit is {MAX_DIMENSIONS}")
+        if prod(shape) * dtype.itemsize > MAX_ARRAY_BYTES:
+            raise LimitExceeded(f"an array of shape {shape} cannot travel: the limit is {MAX_ARRAY_BYTES} bytes")
+    return str(signature).encode("ascii")
+
+
+def _dtype(name: str) -> np.dtype[Any] | None:
+    if name == "bfloat16":
+        import ml_dtypes  # here, because few jobs need it and it costs start-up time
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return _DTYPES.get(name)

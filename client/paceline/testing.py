@@ -1,0 +1,95 @@
+"""Ranks as threads of one process, and the conformance check of links: what tests of distributed code need.
+
+def check(group):
+    return group.all_reduce(np.full(3, group.rank))
+
+assert [r.tolist() for r in run_ranks(4, check)] == [[6, 6, 6]] * 4
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TypeVar
+
+from paceline.config import Config
+from paceline.embedded import coordinator
+from paceline.group import Group
+from paceline.links.base import Purpose
+from paceline.links.conformance import LinkPair, check_link
+from paceline.links.local import local_meshes
+
+__all__ = ["LinkPair", "check_link", "local_groups", "local_link_pair", "run_groups", "run_ranks"]
+
+T = TypeVar("T")
+
+
+def local_groups(world: int, config: Config | None = None) -> list[Group]:
+    """The groups of a generation whose ranks are in this process, by rank. Each should be closed.
+
+    Args:
+        world: number of ranks, at least 1.
+        config: timeouts; the defaults if None.
+
+    Raises:
+        InvalidWorldSize: `world` is below 1.
+    """
+    config = config or Config()
+    return [Group(mesh, config) for mesh in local_meshes(world, config)]
+
+
+@contextmanager
+def local_link_pair() -> Iterator[LinkPair]:
+    """The two ends of a local link, for `check_link`."""
+    a, b = local_meshes(2)
+    link = a.link(1, Purpose.COLLECTIVE)
+    yield LinkPair(link, b.link(0, Purpose.COLLECTIVE), a.fault, b.fault, link.cut)
+
+
+def run_ranks(world: int, fn: Callable[[Group], T], *, config: Config | None = None, timeout: float = 60.0) -> list[T]:
+    """Runs `fn(group)` on every rank, each in a thread of its own.
+
+    Args:
+        world: number of ranks, at least 1.
+        fn: what each rank does.
+        config: timeouts; the defaults if None.
+        timeout: seconds for all of it.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        Exception: the first error that a rank raised, with a note that names the rank.
+        TimeoutError: some ranks were not done in time; the text names them.
+    """
+    return run_groups(local_groups(world, config), fn, timeout=timeout)
+
+
+def run_groups(groups: list[Group], fn: Callable[[Group], T], *, timeout: float = 60.0) -> list[T]:
+    """`run_ranks` for groups that exist already; closes them."""
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(group: Group) -> None:
+        try:
+            results[group.rank] = fn(group)
+        except BaseException as error:  # noqa: BLE001  it is raised below
+            failures.append((group.rank, error))
+        finally:
+            group.close()
+
+    threads = [threading.Thread(target=run, args=(group,), name=f"rank-{group.rank}", daemon=True) for group in groups]
+    deadline = monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - monotonic()))
+    if failures:
+        rank, first = failures[0]
+        first.add_note(f"raised by rank {rank}")
+        raise first
+    if late := [thread.name for thread in threads if thread.is_alive()]:
+        raise TimeoutError(f"not done after {timeout} s: {', '.join(late)}")
+    return [results[group.rank] for group in groups]

@@ -1,0 +1,102 @@
+"""May this worker register, may this member report that? Pure: refuses by raising, changes nothing.
+
+Refused by name of the difference, so that the user can tell which of two command lines is wrong.
+"""
+
+from __future__ import annotations
+
+from paceline_server.errors import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
+from paceline_server.events import Registered, Reported
+from paceline_server.model import JobSettings, JobState, Session, Standing
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["check", "check_report"]
+
+_REPORTABLE = {
+    ErrorReason.ERROR_REASON_PEER_LOST,
+    ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL,
+    ErrorReason.ERROR_REASON_PEER_RAISED,
+    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH,
+    ErrorReason.ERROR_REASON_TIMEOUT,
+}
+
+
+def check(state: JobState, claim: Registered) -> Session | None:
+    """Checks a claim against itself and against the live and waiting members of its job.
+
+    Returns:
+        The candidate without a stream that held the claimed rank and gives way to the newcomer, if there is one: a
+        worker that died before the first view and was started again must not find its own ghost in its place.
+
+    Raises:
+        InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.
+        InvalidRank: the rank is outside the world.
+        SettingsDisagree: another member has another min, max, failure timeout or way to get its rank.
+        RankTaken: a live member claims the same rank.
+    """
+    _check_alone(claim)
+    others = state.concerned()
+    if others:
+        _check_agreement(claim, others[0])
+    if claim.claimed_rank is None:
+        return None
+    holder = next((s for s in others if s.claimed_rank == claim.claimed_rank), None)
+    if holder is None:
+        return None
+    if holder.stream is None and holder.standing is Standing.WAITING:
+        return holder
+    raise RankTaken(
+        f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
+        f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
+    )
+
+
+def check_report(session: Session, event: Reported) -> None:
+    """Checks that a report can be about the member's generation.
+
+    Raises:
+        BadRequest: it cannot; the text says why.
+    """
+    if session.standing is Standing.WAITING or event.generation > session.generation:
+        raise BadRequest(f"a report about generation {event.generation}, which the member is not in")
+    if event.report.reason not in _REPORTABLE:
+        raise BadRequest(f"reason {event.report.reason} is nothing to report")
+
+
+def _check_alone(claim: Registered) -> None:
+    least, most = claim.settings.min_workers, claim.settings.max_workers
+    if least < 1:
+        raise InvalidWorldSize(f"min_workers must be 1 or more, not {least}")
+    if most < least:
+        raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
+    if claim.claimed_rank is None:
+        return
+    if most != least:
+        raise InvalidWorldSize(
+            f"explicit ranks need min_workers and max_workers to be the world size, not {least} and {most}"
+        )
+    if claim.claimed_rank >= most:
+        raise InvalidRank(f"rank {claim.claimed_rank} is outside the world of {most}: ranks go from 0 to {most - 1}")
+
+
+def _check_agreement(claim: Registered, other: Session) -> None:
+    for name, mine, theirs in _settings_side_by_side(claim.settings, other.settings):
+        if mine != theirs:
+            raise SettingsDisagree(
+                f"{name} is {mine} at {claim.process.host} (pid {claim.process.pid}) but {theirs} at the job's "
+                f"other members, for one {other.process.host} (pid {other.process.pid})"
+            )
+    if (claim.claimed_rank is None) != (other.claimed_rank is None):
+        explicit, free = (claim, other) if claim.claimed_rank is not None else (other, claim)
+        raise SettingsDisagree(
+            f"rank is explicit ({explicit.claimed_rank}) at {explicit.process.host} (pid {explicit.process.pid}) but "
+            f"left to the coordinator at {free.process.host} (pid {free.process.pid}): set it for all or for none"
+        )
+
+
+def _settings_side_by_side(mine: JobSettings, theirs: JobSettings) -> list[tuple[str, object, object]]:
+    return [
+        ("min_workers", mine.min_workers, theirs.min_workers),
+        ("max_workers", mine.max_workers, theirs.max_workers),
+        ("failure_timeout", f"{mine.failure_timeout:g} s", f"{theirs.failure_timeout:g} s"),
+    ]

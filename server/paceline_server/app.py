@@ -1,0 +1,162 @@
+"""The coordinator as an object: it wires storage, jobs, services, health and reflection to a gRPC server.
+
+It runs on whatever event loop starts it and installs no signal handlers, so that a worker or a launcher can embed it;
+`serve` is for a process of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paceline_server._grpc import aio
+from paceline_server.dispatcher import Dispatcher, Observer
+from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.refusals import RefusalInterceptor
+from paceline_server.services.session import SessionHandlers
+from paceline_server.services.store import StoreHandlers
+from paceline_server.settings import ServerSettings
+from paceline_server.storage.base import Storage
+from paceline_server.storage.memory import MemoryStorage
+from paceline_server.storage.sqlite import SqliteStorage
+from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
+from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
+from pacelinepb.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
+
+__all__ = ["Coordinator", "PortInUse"]
+
+_log = logging.getLogger(__name__)
+
+_SERVICES = tuple(
+    descriptor.services_by_name[name].full_name
+    for descriptor, name in (
+        (session_pb2.DESCRIPTOR, "SessionService"),
+        (store_pb2.DESCRIPTOR, "StoreService"),
+        (admin_pb2.DESCRIPTOR, "AdminService"),
+    )
+)
+
+
+class PortInUse(OSError):
+    """Somebody listens at the address already; the text names it."""
+
+
+class Coordinator:
+    """A coordinator that can be started once and stopped once.
+
+    Args:
+        settings: where to listen, where to keep state, limits.
+        storage: for tests; by default what `settings.state_path` says.
+        observer: called with ("stream_began" or "stream_ended", member id, time on the loop's clock).
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings | None = None,
+        *,
+        storage: Storage | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._settings = settings or ServerSettings()
+        path = self._settings.state_path
+        self._storage: Storage = storage or (SqliteStorage(path) if path is not None else MemoryStorage())
+        self._dispatcher = Dispatcher(self._settings, self._storage, observer)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
+        self._server: aio.Server | None = None
+
+    async def start(self) -> str:
+        """Takes up the stored state and serves.
+
+        Returns:
+            The address that is listened at, host:port.
+
+        Raises:
+            PortInUse: somebody listens there already.
+            StateUnusable: the state file cannot be used.
+            OSError: the address cannot be listened at for another reason.
+        """
+        assert self._server is None, "a coordinator starts once"
+        server = aio.server(interceptors=[RefusalInterceptor()], options=self._options())
+        SessionHandlers(self._dispatcher).add_to(server)
+        add_StoreServiceServicer_to_server(StoreHandlers(self._dispatcher), server)
+        add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        host, _, _ = self._settings.listen.rpartition(":")
+        port = _bind(server, self._settings.listen)
+        self._server = server
+        try:
+            await self._dispatcher.start()
+        except BaseException:
+            await self.stop(grace=0)
+            raise
+        await server.start()
+        for name in _SERVICES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        address = f"{host}:{port}"
+        _log.info("listening on %s", address)
+        return address
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """Drains and stops: not serving any more, waiters woken with DRAINING, calls ended, state closed.
+
+        Args:
+            grace: seconds for calls in progress to end before they are cut.
+        """
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        await self._health.enter_graceful_shutdown()
+        self._dispatcher.drain()
+        await server.stop(grace)
+        await self._storage.close()
+        _log.info("stopped")
+
+    async def wait_for_termination(self) -> None:
+        """Returns when the server has ended."""
+        if self._server is not None:
+            await self._server.wait_for_termination()
+
+    def _options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.so_reuseport", 0),  # or two coordinators would share a port, and each see half of a job
+            ("grpc.max_receive_message_length", self._settings.max_value_bytes + 64 * 1024),
+            ("grpc.max_send_message_length", -1),
+            # A worker may ask whether we are there as often as it likes; heartbeats decide who is silent, not pings.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_ping_strikes", 0),
+            # Connections of hosts that are gone without a word must not stay for ever.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+        ]
+
+
+def _bind(server: aio.Server, address: str) -> int:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        # grpc says only that it failed: ask the kernel why.
+        raise _why_not(address, error) from None
+    if not port:
+        raise OSError(f"cannot listen on {address}")
+    return port
+
+
+def _why_not(address: str, error: RuntimeError) -> OSError:
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen()
+    except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            return PortInUse(cause.errno, f"{address} is in use: is a coordinator running there already?")
+        return OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}")
+    return OSError(f"cannot listen on {address}: {error}")

@@ -1,0 +1,397 @@
+"""The shell around the memberships: it owns the clock, the timers, the streams and the storage, and decides nothing.
+
+Everything runs on one event loop, so nothing is locked. An event goes to its job's `Membership`; the effects that come
+back are performed here, in order, without awaiting anything: pushes go to queues, writes to the storage's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline_server import wire
+from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
+from paceline_server.events import (
+    Effect,
+    EndSession,
+    Event,
+    ExitReported,
+    FailBarrier,
+    ForgetView,
+    Heard,
+    PassBarrier,
+    PushVerdict,
+    PushView,
+    PushWaiting,
+    Registered,
+    Resumed,
+    StoreEnding,
+    StoreFailed,
+    StoreVerdict,
+    StoreView,
+    StreamEnded,
+    Ticked,
+    ViewStored,
+    Welcome,
+)
+from paceline_server.keyvalue import KeyValues
+from paceline_server.membership import Membership
+from paceline_server.model import JobState, Process, View
+from paceline_server.pages import ViewPages
+from paceline_server.restore import restore
+from paceline_server.settings import ServerSettings
+from paceline_server.stall import Wakefulness
+from paceline_server.storage.base import (
+    Change,
+    EndingStored,
+    Storage,
+    VerdictStored,
+    ViewForgotten,
+    ViewFormed,
+)
+from paceline_server.storeroom import Storeroom
+from paceline_server.streams import SessionStream
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["Dispatcher", "Job", "Observer"]
+
+_log = logging.getLogger(__name__)
+
+_PULSE = 0.05
+"""Seconds between two beats by which a stall of the loop is noticed; a beat costs some 10 us."""
+
+_LONG_STALL = 0.5
+"""Seconds of stall that an operator should hear of: the default heartbeat interval."""
+
+Observer = Callable[[str, str, float], None]
+"""Called with (what, member id, time on the loop's clock): for measuring, and for tests that wait for an event."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What the shell holds of a job."""
+
+    membership: Membership
+    store: Storeroom
+    reason: str = ""
+    """The policy's sentence as it was last logged."""
+    timer: asyncio.TimerHandle | None = None
+    pages: ViewPages | None = None
+    """The member list of the last view that was pushed or asked for."""
+
+
+class Dispatcher:
+    """All jobs of a coordinator.
+
+    Args:
+        settings: limits and times.
+        storage: what outlives the process; opened by `start`, closed by whoever made it.
+        observer: told of streams that begin and end.
+    """
+
+    def __init__(self, settings: ServerSettings, storage: Storage, observer: Observer | None = None) -> None:
+        self.settings = settings
+        self.jobs: dict[str, Job] = {}
+        self.draining = False
+        self._storage = storage
+        self._observer = observer
+        self._streams: dict[str, SessionStream] = {}
+        self._tokens: dict[str, bytes] = {}
+        self._next_stream = 0
+        self._beat: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Takes up the stored jobs.
+
+        Raises:
+            StateUnusable: the storage cannot be used.
+        """
+        self._loop = asyncio.get_running_loop()
+        stored_jobs = await self._storage.load()
+        now = self._loop.time()
+        self._wakefulness = Wakefulness(now, _PULSE)
+        for stored in stored_jobs:
+            values = KeyValues(stored.name, self.settings, stored.keys)
+            job = Job(Membership(restore(now, stored), self.settings), Storeroom(values))
+            self.jobs[stored.name] = job
+            self.apply(job, Ticked())
+        self._pulse()
+
+    def drain(self) -> None:
+        """Refuses what is new and ends what waits; members keep their sessions for whoever comes after."""
+        self.draining = True
+        if self._beat is not None:
+            self._beat.cancel()
+        for job in self.jobs.values():
+            job.store.drain(Draining("the coordinator is stopping"))
+            if job.timer is not None:
+                job.timer.cancel()
+        for stream in self._streams.values():
+            stream.close(Draining("the coordinator is stopping"))
+
+    # Sessions ---------------------------------------------------------------------------------------------------------
+
+    def register(self, message: pb.Register) -> SessionStream:
+        """Opens a session.
+
+        Raises:
+            Refused: the worker cannot become a member; the text says why.
+        """
+        self._check_running()
+        wire.check_version(message.protocol_version)
+        name = wire.read_job_name(message.job, self.settings)
+        if message.generation_floor >= 1 << 62:
+            raise BadRequest("generation_floor must be below 2^62")
+        token = secrets.token_bytes(16)
+        stream = self._new_stream(name, secrets.token_hex(10))
+        event = Registered(
+            member_id=stream.member_id,
+            token_sha256=wire.token_hash(token),
+            stream=stream.number,
+            process=wire.read_process(message.process, self.settings),
+            address=wire.check_name(message.address, "the address of a worker", self.settings.max_address_bytes),
+            settings=wire.read_settings(message.settings),
+            claimed_rank=message.rank if message.HasField("rank") else None,
+            generation_floor=message.generation_floor,
+        )
+        if sum(len(job.membership.state.sessions) for job in self.jobs.values()) >= self.settings.max_sessions:
+            raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
+        job = self.jobs.get(name) or self._new_job(name)
+        self._attach(job, stream, token, event)
+        return stream
+
+    def resume(self, message: pb.Resume) -> SessionStream:
+        """Opens a stream for a session that has lost its own.
+
+        Raises:
+            Refused: the session has ended, or the token does not prove it.
+        """
+        self._check_running()
+        wire.check_version(message.protocol_version)
+        job = self.jobs.get(message.job)
+        if job is None:
+            stateless = "" if self.settings.state_path else " without a state file (--state)"
+            raise SessionEnded(
+                f"the coordinator does not know job {message.job!r}: it was started again{stateless}, so its state is "
+                "lost"
+            )
+        stream = self._new_stream(message.job, message.member_id)
+        digest = wire.token_hash(message.session_token)
+        event = Resumed(message.member_id, digest, stream.number, message.generation)
+        self._attach(job, stream, message.session_token, event)
+        return stream
+
+    def stream_ended(self, stream: SessionStream) -> None:
+        """The stream is no more, for whatever reason."""
+        now = self._loop.time()
+        if self._observer is not None:
+            self._observer("stream_ended", stream.member_id, now)
+        if self._streams.get(stream.member_id) is stream:
+            del self._streams[stream.member_id]
+        job = self.jobs.get(stream.job)
+        if job is not None and not self.draining:
+            self.apply(job, StreamEnded(stream.member_id, stream.number))
+
+    def report_exit(self, name: str, process: Process, exit_code: int) -> bool:
+        """A launcher saw a process end. Returns whether a live member of the job is that process."""
+        job = self.jobs.get(name)
+        if job is None or not job.membership.find(process):
+            return False
+        self.apply(job, ExitReported(process, exit_code))
+        return True
+
+    def authenticate(self, name: str, member_id: str, token: bytes) -> Job:
+        """The job of a live session.
+
+        Raises:
+            Refused: there is no such session, or the token does not prove it.
+        """
+        self._check_running()
+        job = self.jobs.get(name)
+        session = job.membership.state.sessions.get(member_id) if job is not None else None
+        if job is None or session is None:
+            raise SessionEnded(f"job {name!r} has no such session: it has ended")
+        if not secrets.compare_digest(session.token_sha256, wire.token_hash(token)):
+            raise SessionEnded("the token does not prove the session")
+        return job
+
+    def page(self, name: str, generation: int, number: int) -> bytes:
+        """A serialised page of a view.
+
+        Raises:
+            NotFound: no such job.
+            StaleGeneration: not the job's current generation.
+            BadRequest: no such page.
+        """
+        job = self.jobs.get(name)
+        if job is None:
+            raise NotFound(f"there is no job {name!r}")
+        view = job.membership.state.view
+        if view is None or view.generation != generation:
+            raise StaleGeneration(f"generation {generation} of job {name!r} is not the current one")
+        pages = self._pages(job, view).pages
+        if number >= len(pages):
+            raise BadRequest(f"the view has {len(pages)} pages; there is no page {number}")
+        return pages[number]
+
+    # Events and effects -----------------------------------------------------------------------------------------------
+
+    def apply(self, job: Job, event: Event) -> None:
+        """Gives an event to a job and performs what follows.
+
+        Raises:
+            Refused: the event must not be; nothing has changed.
+        """
+        effects = job.membership.handle(self._loop.time(), event)
+        if isinstance(event, Heard):  # it changes no deadline and no decision, and is by far the most frequent
+            return
+        self._act(job, effects)
+
+    def apply_of(self, stream: SessionStream, event: Event) -> None:
+        """Gives an event that came on a stream to the stream's job."""
+        self.apply(self.jobs[stream.job], event)
+
+    def write(self, changes: list[Change]) -> asyncio.Future[None]:
+        """Hands changes of a key-value store to the storage; done when they are durable."""
+        return self._storage.write(changes)
+
+    def _act(self, job: Job, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._perform(job, effect)
+        if job.reason != job.membership.decision.reason:
+            job.reason = job.membership.decision.reason
+            _log.info("job %s: %s", job.membership.state.name, job.reason)
+        self._arm(job)
+
+    def _perform(self, job: Job, effect: Effect) -> None:
+        name = job.membership.state.name
+        match effect:
+            case PassBarrier(member_id, call):
+                self._push(member_id, pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call)))
+            case FailBarrier(member_id, call, reason, text, missing):
+                failed = pb.BarrierFailed(call=call, reason=reason, text=text, missing=missing)
+                self._push(member_id, pb.SessionResponse(barrier_failed=failed))
+            case PushWaiting(member_id, reason_text):
+                self._push(member_id, pb.SessionResponse(waiting=pb.Waiting(reason=reason_text)))
+            case PushView(member_id, view, rank):
+                self._push(member_id, pb.SessionResponse(view_formed=self._pages(job, view).formed(rank)))
+            case PushVerdict(member_id, verdict):
+                self._push(member_id, pb.SessionResponse(verdict=wire.write_verdict(verdict)))
+            case Welcome(member_id, heartbeat_interval):
+                registered = pb.Registered(
+                    member_id=member_id,
+                    session_token=self._tokens.pop(member_id),
+                    heartbeat_interval=wire.to_duration(heartbeat_interval),
+                )
+                self._push(member_id, pb.SessionResponse(registered=registered))
+            case EndSession(member_id, refusal):
+                self._end_session(job, member_id, refusal)
+            case StoreView(view):
+                written = self._storage.write([ViewFormed(name, view)])
+                written.add_done_callback(functools.partial(self._view_written, job, view.generation))
+            case ForgetView(generation):
+                self._store_unattended(ViewForgotten(name, generation))
+            case StoreVerdict(verdict):
+                _log.info("job %s: generation %d is void: %s", name, verdict.generation, verdict.text)
+                self._store_unattended(VerdictStored(name, verdict))
+            case StoreEnding(generation, rank, ending):
+                self._store_unattended(EndingStored(name, generation, rank, ending))
+
+    def _push(self, member_id: str, message: pb.SessionResponse) -> None:
+        stream = self._streams.get(member_id)
+        if stream is not None:
+            stream.push(message)
+
+    def _end_session(self, job: Job, member_id: str, refusal: Refused | None) -> None:
+        job.store.end(member_id, refusal or SessionEnded("the member has left the job"))
+        stream = self._streams.pop(member_id, None)
+        if stream is not None:
+            if refusal is None:
+                stream.push(pb.SessionResponse(left=pb.Left()))
+            stream.close(refusal)
+
+    def _pages(self, job: Job, view: View) -> ViewPages:
+        if job.pages is None or job.pages.view is not view:
+            job.pages = ViewPages.of(view, self.settings.page_members)
+        return job.pages
+
+    def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
+        error = written.exception()
+        if self.draining:
+            return
+        if error is None:
+            self.apply(job, ViewStored(generation))
+        else:
+            _log.error("%s", error)
+            self.apply(job, StoreFailed(generation, str(error)))
+
+    def _store_unattended(self, change: Change) -> None:
+        self._storage.write([change]).add_done_callback(_log_failure)
+
+    # Streams, jobs, timers --------------------------------------------------------------------------------------------
+
+    def _check_running(self) -> None:
+        if self.draining:
+            raise Draining("the coordinator is stopping")
+
+    def _new_stream(self, job: str, member_id: str) -> SessionStream:
+        self._next_stream += 1
+        return SessionStream(self._next_stream, job, member_id, self.settings.max_pending_messages)
+
+    def _new_job(self, name: str) -> Job:
+        if len(self.jobs) >= self.settings.max_jobs:
+            raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, as many as it takes")
+        values = KeyValues(name, self.settings, {})
+        return Job(Membership(JobState(name), self.settings), Storeroom(values))
+
+    def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
+        """Binds a stream to its session before the effects of its first event are performed."""
+        effects = job.membership.handle(self._loop.time(), event)  # refuses before anything is bound
+        self.jobs.setdefault(stream.job, job)
+        earlier = self._streams.get(stream.member_id)
+        self._streams[stream.member_id] = stream
+        self._tokens[stream.member_id] = token
+        if earlier is not None:
+            earlier.close(SessionEnded("the session was taken up on another stream"))
+        if self._observer is not None:
+            self._observer("stream_began", stream.member_id, self._loop.time())
+        self._act(job, effects)
+
+    def _arm(self, job: Job) -> None:
+        """Sets the job's timer to its next deadline, and lets go of a job of which nothing is left."""
+        state = job.membership.state
+        if not state.sessions and not state.generation and not len(job.store.values):
+            self.jobs.pop(state.name, None)
+        deadline = job.membership.next_deadline()
+        if job.timer is not None:
+            if job.timer.when() == deadline and not job.timer.cancelled():
+                return
+            job.timer.cancel()
+        job.timer = self._loop.call_at(deadline, self._tick, job) if deadline < float("inf") else None
+
+    def _tick(self, job: Job) -> None:
+        job.timer = None
+        self._note_stall()
+        self.apply(job, Ticked())
+
+    def _pulse(self) -> None:
+        self._note_stall()
+        self._beat = self._loop.call_later(_PULSE, self._pulse)
+
+    def _note_stall(self) -> None:
+        """Tells all jobs if the loop has slept, before any of them looks at a clock."""
+        slept = self._wakefulness.awake(self._loop.time())
+        if slept:
+            level = logging.WARNING if slept > _LONG_STALL else logging.DEBUG
+            _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
+            for job in list(self.jobs.values()):
+                self.apply(job, Ticked(slept))
+
+
+def _log_failure(written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and (error := written.exception()) is not None:
+        _log.error("%s", error)

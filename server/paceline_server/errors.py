@@ -1,0 +1,142 @@
+"""Why the coordinator refuses, and the one table from refusal to gRPC status.
+
+Refused
+    BadRequest           the request itself is wrong: a bug or a user's mistake
+    NotFound             no such job, member or key
+    StaleGeneration      the generation acted upon is not the current one
+    SessionEnded         the session has ended, or was never there
+    RankTaken            two members claim one rank
+    InvalidRank          the rank is outside the world
+    InvalidWorldSize     the world size is impossible
+    SettingsDisagree     the member disagrees with its job on a setting
+    LimitMet             a limit on size or number
+    Draining             the coordinator is stopping
+    TimedOut             what was waited for did not come in time
+    VersionMismatch      the versions of the protocol differ
+
+Handlers raise these and pick no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from paceline_server._grpc import grpc
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = [
+    "BadRequest",
+    "Draining",
+    "InvalidRank",
+    "InvalidWorldSize",
+    "LimitMet",
+    "NotFound",
+    "RankTaken",
+    "Refused",
+    "SessionEnded",
+    "SettingsDisagree",
+    "StaleGeneration",
+    "STATUS",
+    "TimedOut",
+    "VersionMismatch",
+]
+
+
+class Refused(Exception):
+    """A call that is not carried out; the text says why, for people.
+
+    Attributes:
+        reason: what the other side makes its typed error from.
+    """
+
+    reason: ClassVar[ErrorReason.ValueType]
+
+
+class BadRequest(Refused):
+    """The request itself is wrong; sending it again does not help."""
+
+    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+
+
+class NotFound(Refused):
+    """There is no such job, member or key."""
+
+    reason = ErrorReason.ERROR_REASON_NOT_FOUND
+
+
+class StaleGeneration(Refused):
+    """The generation acted upon is not the current one."""
+
+    reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+
+
+class SessionEnded(Refused):
+    """The session has ended, was never there, or the token does not prove it."""
+
+    reason = ErrorReason.ERROR_REASON_SESSION_ENDED
+
+
+class RankTaken(Refused):
+    """Two live members claim one rank; the text names both hosts."""
+
+    reason = ErrorReason.ERROR_REASON_RANK_TAKEN
+
+
+class InvalidRank(Refused):
+    """The rank is outside the world."""
+
+    reason = ErrorReason.ERROR_REASON_INVALID_RANK
+
+
+class InvalidWorldSize(Refused):
+    """The world size is impossible."""
+
+    reason = ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE
+
+
+class SettingsDisagree(Refused):
+    """The member disagrees with its job; the text names the setting and both values."""
+
+    reason = ErrorReason.ERROR_REASON_SETTINGS_DISAGREE
+
+
+class LimitMet(Refused):
+    """A limit on size or number is met; the text names it."""
+
+    reason = ErrorReason.ERROR_REASON_LIMIT
+
+
+class Draining(Refused):
+    """The coordinator is stopping; its successor may answer."""
+
+    reason = ErrorReason.ERROR_REASON_DRAINING
+
+
+class TimedOut(Refused):
+    """What was waited for did not come in time; the text lists what is missing."""
+
+    reason = ErrorReason.ERROR_REASON_TIMEOUT
+
+
+class VersionMismatch(Refused):
+    """The versions of the protocol differ; the text names both."""
+
+    reason = ErrorReason.ERROR_REASON_VERSION
+
+
+STATUS: Mapping[type[Refused], grpc.StatusCode] = {
+    BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
+    SessionEnded: grpc.StatusCode.FAILED_PRECONDITION,
+    RankTaken: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidRank: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidWorldSize: grpc.StatusCode.INVALID_ARGUMENT,
+    SettingsDisagree: grpc.StatusCode.INVALID_ARGUMENT,
+    LimitMet: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
+    VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+}
+"""The gRPC status of each refusal (the comments of errors.proto promise these)."""

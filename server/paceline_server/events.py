@@ -1,0 +1,265 @@
+"""What happens to a job, and what is to be done about it: the inputs and outputs of `membership.Membership`.
+
+Events carry facts; effects are orders to the shell. Both are plain values, so a test reads: given these events, expect
+exactly these effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline_server.errors import Refused
+from paceline_server.model import Ending, JobSettings, Process, Progress, Report, Verdict, View
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = [
+    "BarrierEntered",
+    "Effect",
+    "EndSession",
+    "Event",
+    "ExitReported",
+    "FailBarrier",
+    "ForgetView",
+    "Heard",
+    "LeftJob",
+    "PassBarrier",
+    "PushVerdict",
+    "PushView",
+    "PushWaiting",
+    "Registered",
+    "Reported",
+    "Resumed",
+    "StoreEnding",
+    "StoreFailed",
+    "StoreVerdict",
+    "StoreView",
+    "StreamEnded",
+    "Ticked",
+    "ViewStored",
+    "Welcome",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A worker asks to become a member. Refused by raising; then nothing has changed."""
+
+    member_id: str
+    token_sha256: bytes
+    stream: int
+    process: Process
+    address: str
+    settings: JobSettings
+    claimed_rank: int | None
+    generation_floor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A member takes its session up again on a new stream. Refused by raising; then nothing has changed."""
+
+    member_id: str
+    token_sha256: bytes
+    stream: int
+    generation: int
+    """The generation that it knows to be in, 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """A stream has ended without `leave`: suspicion, no more."""
+
+    member_id: str
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A heartbeat."""
+
+    member_id: str
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierEntered:
+    """A member arrives at a named barrier."""
+
+    member_id: str
+    call: int
+    generation: int
+    name: str
+    round: int
+    timeout: float
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A member saw something go wrong in its generation. `report.reporter` is filled in by the membership."""
+
+    member_id: str
+    generation: int
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReported:
+    """A launcher saw a process end."""
+
+    process: Process
+    exit_code: int
+    """Exit code, or the negated number of the signal that killed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftJob:
+    """A member goes for good."""
+
+    member_id: str
+    cause: str
+    """Its own error, empty for an orderly end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewStored:
+    """The view of this generation is durable."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """The view of this generation could not be stored."""
+
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed."""
+
+    slept: float = 0.0
+    """Seconds for which the coordinator itself surely did not run just before."""
+
+
+Event = (
+    Registered
+    | Resumed
+    | StreamEnded
+    | Heard
+    | BarrierEntered
+    | Reported
+    | ExitReported
+    | LeftJob
+    | ViewStored
+    | StoreFailed
+    | Ticked
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer `register` or `resume`."""
+
+    member_id: str
+    heartbeat_interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushWaiting:
+    """Tell a candidate what is being waited for."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushView:
+    """Tell a member that its view has formed."""
+
+    member_id: str
+    view: View
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushVerdict:
+    """Tell a member why its generation is void."""
+
+    member_id: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PassBarrier:
+    """Answer an arrival: everyone is there."""
+
+    member_id: str
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailBarrier:
+    """Answer an arrival: it is withdrawn."""
+
+    member_id: str
+    call: int
+    reason: ErrorReason.ValueType
+    text: str
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """The session is no more: forget its token and its waiters, close its stream."""
+
+    member_id: str
+    refusal: Refused | None
+    """How the stream ends; None: in good order, with `left`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """Store the view durably, then say `ViewStored`. Nobody may hear of it before."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetView:
+    """Store that the view of this generation is no more: all have gone, or it never began. Its number stays used."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnding:
+    """Store that a member of the view has gone. Nobody waits for it."""
+
+    generation: int
+    rank: int
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class StoreVerdict:
+    """Store that the view is void. Nobody waits for it: stopping must not wait for a disk."""
+
+    verdict: Verdict
+
+
+Effect = (
+    Welcome
+    | PushWaiting
+    | PushView
+    | PushVerdict
+    | PassBarrier
+    | FailBarrier
+    | EndSession
+    | StoreView
+    | ForgetView
+    | StoreEnding
+    | StoreVerdict
+)

@@ -1,0 +1,95 @@
+"""When does a view form, of whom, and why not yet? Pure: a function of (now, state, settle time).
+
+A decision always has a sentence: the same one serves the waiting workers, the log, `status` and the tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from paceline_server.model import JobState, Session
+
+__all__ = ["Decision", "decide"]
+
+_NAMED = 8
+"""So many missing ranks are listed by number; a sentence is for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the policy wants.
+
+    Attributes:
+        members: who forms the next view, in rank order; None while none is to form.
+        reason: why, in a sentence.
+        again_at: when time alone may change the decision, in seconds; None if only an event can.
+    """
+
+    members: tuple[Session, ...] | None
+    reason: str
+    again_at: float | None = None
+
+
+def decide(now: float, state: JobState, settle_time: float) -> Decision:
+    """Decides about the next view of a job.
+
+    Only candidates form a view. Members of a void generation never do: carrying on with survivors will change this
+    function, and nothing else.
+
+    Args:
+        now: the time, in seconds.
+        state: the job.
+        settle_time: seconds without an arrival after which fewer than `max_workers` suffice.
+    """
+    if state.forming is not None:
+        return Decision(None, f"generation {state.forming.generation} is being stored")
+    if state.live is not None:
+        there = len(state.live.seats) - len(state.endings)
+        return Decision(
+            None,
+            f"generation {state.live.generation} is running with {there} {_plural('member', there)}; "
+            "a newcomer waits until it ends",
+        )
+    candidates = state.candidates()
+    if not candidates:
+        if state.view is not None:
+            return Decision(None, f"generation {state.view.generation} is void and no new worker is there")
+        return Decision(None, "no worker is there")
+    if state.storage_trouble:
+        return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
+    if candidates[0].claimed_rank is not None:
+        return _decide_explicit(candidates)
+    return _decide_free(now, state, candidates, settle_time)
+
+
+def _decide_explicit(candidates: list[Session]) -> Decision:
+    world = candidates[0].settings.max_workers
+    by_rank = {s.claimed_rank: s for s in candidates if s.claimed_rank is not None}
+    lacking = world - len(by_rank)
+    if not lacking:
+        return Decision(tuple(by_rank[rank] for rank in range(world)), f"all {world} ranks are there")
+    # Lazily, because the world is whatever number the first worker wrote.
+    named = list(itertools.islice((rank for rank in range(world) if rank not in by_rank), _NAMED))
+    more = f" and {lacking - len(named)} more" if lacking > len(named) else ""
+    return Decision(None, f"waiting for {_plural('rank', lacking)} {', '.join(map(str, named))}{more} of {world}")
+
+
+def _decide_free(now: float, state: JobState, candidates: list[Session], settle_time: float) -> Decision:
+    least, most = candidates[0].settings.min_workers, candidates[0].settings.max_workers
+    count = len(candidates)
+    if count < least:
+        lacking = least - count
+        return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
+    if count >= most:
+        return Decision(tuple(candidates[:most]), f"{most} workers are there, as many as a view takes")
+    settled_at = state.last_arrival + settle_time
+    if now >= settled_at:
+        return Decision(tuple(candidates), f"{count} workers are there and no more came for {settle_time:g} s")
+    return Decision(
+        None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
+    )
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"

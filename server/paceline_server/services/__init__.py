@@ -1,0 +1,1 @@
+"""The gRPC services: handlers that check, call, and answer. Nothing is decided here."""

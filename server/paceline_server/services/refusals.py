@@ -1,0 +1,74 @@
+"""Turns refusals into gRPC statuses, in one place for all handlers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from paceline_server._grpc import aio, grpc
+from paceline_server.errors import STATUS, Refused
+from pacelinepb import ERROR_DOMAIN
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["RefusalInterceptor"]
+
+_log = logging.getLogger(__name__)
+
+_OURS = "/pacelinepb."
+
+_Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
+
+
+class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Catches `Refused` from our handlers and ends the call with its status and a `google.rpc.ErrorInfo`.
+
+    Anything else that a handler raises is a bug: it is logged with its stack and told as INTERNAL, no more. Handlers
+    must be coroutine functions (unary, or streams that read and write through the context).
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wraps the handlers of our services; leaves health and reflection alone."""
+        handler = await continuation(handler_call_details)
+        # grpc gives None for a method that nobody serves; its stubs do not say so.
+        if not handler or not handler_call_details.method.startswith(_OURS):
+            return handler
+        make: Any = grpc.stream_stream_rpc_method_handler
+        inner: Any = handler.stream_stream
+        if handler.unary_unary is not None:
+            make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+            _refusing(inner, handler_call_details.method), handler.request_deserializer, handler.response_serializer
+        )
+        return wrapped
+
+
+def _refusing(handler: _Handler, method: str) -> _Handler:
+    async def handle(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await handler(request, context)
+        except Refused as refused:
+            await _refuse(context, refused)
+        except Exception:  # noqa: BLE001 - a bug in one call must not look like a lost connection
+            _log.exception("%s failed", method)
+            await context.abort(grpc.StatusCode.INTERNAL, "the coordinator failed; its log has more")
+
+    return handle
+
+
+async def _refuse(context: aio.ServicerContext[Any, Any], refused: Refused) -> NoReturn:
+    detail = AnyMessage()
+    reason = ErrorReason.Name(refused.reason).removeprefix("ERROR_REASON_")
+    detail.Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))
+    code = STATUS[type(refused)]
+    status = rpc_status.to_status(Status(code=code.value[0], message=str(refused), details=[detail]))
+    await context.abort(status.code, status.details, status.trailing_metadata)

@@ -1,0 +1,112 @@
+"""SessionService: one coroutine writes a session's stream, one task reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from paceline_server import wire
+from paceline_server._grpc import EOF, aio, grpc
+from paceline_server.dispatcher import Dispatcher
+from paceline_server.errors import BadRequest
+from paceline_server.events import BarrierEntered, Heard, LeftJob, Reported
+from paceline_server.streams import SessionStream
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["SessionHandlers"]
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+class SessionHandlers:
+    """Handlers of pacelinepb.v1.SessionService.
+
+    Args:
+        dispatcher: the jobs.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._settings = dispatcher.settings
+
+    def add_to(self, server: aio.Server) -> None:
+        """Registers the handlers. By hand, because GetView answers bytes that are serialised already."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Session": grpc.stream_stream_rpc_method_handler(
+                self.session, pb.SessionRequest.FromString, pb.SessionResponse.SerializeToString
+            ),
+            "GetView": grpc.unary_unary_rpc_method_handler(self.get_view, pb.GetViewRequest.FromString, _as_it_is),
+            "ReportExit": grpc.unary_unary_rpc_method_handler(
+                self.report_exit, pb.ReportExitRequest.FromString, pb.ReportExitResponse.SerializeToString
+            ),
+        }
+        name = pb.DESCRIPTOR.services_by_name["SessionService"].full_name
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+    async def session(self, requests: object, context: _Context) -> None:
+        """The stream of a session."""
+        first = await context.read()
+        event = first.WhichOneof("event") if first is not EOF else None
+        if event == "register":
+            stream = self._dispatcher.register(first.register)
+        elif event == "resume":
+            stream = self._dispatcher.resume(first.resume)
+        else:
+            raise BadRequest(f"the first message of a session must be register or resume, not {event or 'nothing'}")
+        reader = asyncio.create_task(self._read(stream, context))
+        # What the reader raises (a refusal, or a bug) ends the stream.
+        reader.add_done_callback(lambda task: stream.close(None if task.cancelled() else task.exception()))
+        try:
+            async for message in stream.messages():
+                await context.write(message)
+        finally:
+            reader.cancel()
+            self._dispatcher.stream_ended(stream)
+
+    async def get_view(self, request: pb.GetViewRequest, context: _Context) -> bytes:
+        """One page of a view."""
+        return self._dispatcher.page(request.job, request.generation, request.page)
+
+    async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
+        """A launcher's news of an exit."""
+        process = wire.read_process(request.process, self._settings)
+        return pb.ReportExitResponse(known=self._dispatcher.report_exit(request.job, process, request.exit_code))
+
+    async def _read(self, stream: SessionStream, context: _Context) -> None:
+        """Takes in messages until the worker closes its side."""
+        while (message := await context.read()) is not EOF:
+            self._take(stream, message)
+
+    def _take(self, stream: SessionStream, message: pb.SessionRequest) -> None:
+        match message.WhichOneof("event"):
+            case "heartbeat":
+                progress = wire.read_progress(asyncio.get_running_loop().time(), message.heartbeat)
+                self._dispatcher.apply_of(stream, Heard(stream.member_id, progress))
+            case "enter_barrier":
+                self._enter_barrier(stream, message.enter_barrier)
+            case "report":
+                report = wire.read_report(message.report, self._settings)
+                self._dispatcher.apply_of(stream, Reported(stream.member_id, message.report.generation, report))
+            case "leave":
+                cause = wire.cut(message.leave.cause, self._settings.max_text_bytes)
+                self._dispatcher.apply_of(stream, LeftJob(stream.member_id, cause))
+            case other:
+                raise BadRequest(f"a session that is open cannot send {other or 'an empty message'}")
+
+    def _enter_barrier(self, stream: SessionStream, message: pb.EnterBarrier) -> None:
+        """A malformed arrival is answered by itself: the session is not at stake."""
+        try:
+            name = wire.check_name(message.name, "the name of a barrier", self._settings.max_barrier_name_bytes)
+            timeout = wire.from_duration(message.timeout, "the timeout of a barrier")
+            if not timeout:
+                raise BadRequest("a barrier needs a timeout above 0 s")
+        except BadRequest as refused:
+            failed = pb.BarrierFailed(call=message.call, reason=refused.reason, text=str(refused))
+            stream.push(pb.SessionResponse(barrier_failed=failed))
+            return
+        event = BarrierEntered(stream.member_id, message.call, message.generation, name, message.round, timeout)
+        self._dispatcher.apply_of(stream, event)
+
+
+def _as_it_is(page: bytes) -> bytes:
+    return page

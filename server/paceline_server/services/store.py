@@ -1,0 +1,103 @@
+"""StoreService: authenticate, act on the job's store, and answer a write when it is durable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline_server import wire
+from paceline_server._grpc import aio
+from paceline_server.dispatcher import Dispatcher, Job
+from paceline_server.errors import BadRequest, LimitMet
+from paceline_server.storage.base import Change
+from pacelinepb.v1 import store_pb2 as pb
+from pacelinepb.v1.store_pb2_grpc import StoreServiceServicer
+
+__all__ = ["StoreHandlers"]
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+class StoreHandlers(StoreServiceServicer):
+    """Handlers of pacelinepb.v1.StoreService.
+
+    A value can be read a moment before it is durable; its writer is answered after.
+
+    Args:
+        dispatcher: the jobs.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._settings = dispatcher.settings
+
+    async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
+        """Sets a key."""
+        job, key = self._caller(request.caller), self._key(request.key)
+        await self._write(job, key, job.store.values.set(key, request.value))
+        return pb.SetResponse()
+
+    async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
+        """Reads a key, waiting for it."""
+        job, key = self._caller(request.caller), self._key(request.key)
+        timeout = self._timeout(request)
+        value = job.store.values.get(key)
+        while value is None:  # it may be deleted again between the wake-up and here
+            await self._wait(job, request.caller.member_id, [key], timeout)
+            value = job.store.values.get(key)
+        return pb.GetResponse(value=value)
+
+    async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
+        """Adds to an integer."""
+        job, key = self._caller(request.caller), self._key(request.key)
+        total, changes = job.store.values.add(request.caller.member_id, request.call, key, request.amount)
+        await self._write(job, key, changes)
+        return pb.AddResponse(value=total)
+
+    async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
+        """Sets a key if it holds the expected value."""
+        job, key = self._caller(request.caller), self._key(request.key)
+        expected = request.expected if request.HasField("expected") else None
+        swapped, value, changes = job.store.values.compare_set(
+            request.caller.member_id, request.call, key, expected, request.desired
+        )
+        await self._write(job, key, changes)
+        return pb.CompareSetResponse(swapped=swapped, value=value)
+
+    async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
+        """Waits until all keys exist."""
+        job = self._caller(request.caller)
+        if len(request.keys) > self._settings.max_wait_keys:
+            raise LimitMet(f"a Wait takes at most {self._settings.max_wait_keys} keys, not {len(request.keys)}")
+        keys = [self._key(key) for key in request.keys]
+        await self._wait(job, request.caller.member_id, keys, self._timeout(request))
+        return pb.WaitResponse()
+
+    async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
+        """Deletes a key."""
+        job, key = self._caller(request.caller), self._key(request.key)
+        changes = job.store.values.delete(key)
+        if changes:
+            await self._dispatcher.write(changes)
+        return pb.DeleteResponse(existed=bool(changes))
+
+    def _caller(self, caller: pb.Caller) -> Job:
+        return self._dispatcher.authenticate(caller.job, caller.member_id, caller.session_token)
+
+    def _key(self, key: str) -> str:
+        return wire.check_name(key, "a key", self._settings.max_key_bytes)
+
+    def _timeout(self, request: pb.GetRequest | pb.WaitRequest) -> float:
+        if not request.HasField("timeout"):
+            raise BadRequest("timeout is required; 0 answers at once")
+        return wire.from_duration(request.timeout, "timeout")
+
+    async def _wait(self, job: Job, member_id: str, keys: list[str], timeout: float) -> None:
+        if sum(each.store.waiting for each in self._dispatcher.jobs.values()) >= self._settings.max_waiters:
+            raise LimitMet(f"{self._settings.max_waiters} store calls wait already")
+        await job.store.until_there(member_id, keys, timeout)
+
+    async def _write(self, job: Job, key: str, changes: list[Change]) -> None:
+        if changes:
+            stored = self._dispatcher.write(changes)
+            job.store.wake(key)
+            await stored

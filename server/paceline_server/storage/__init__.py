@@ -1,0 +1,1 @@
+"""What outlives the process: an interface (`base`), kept in memory (`memory`) or in a SQLite file (`sqlite`)."""

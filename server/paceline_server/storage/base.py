@@ -1,0 +1,122 @@
+"""The contract of a storage: it takes changes in order and says when they are durable. It decides nothing.
+
+One conformance test runs over every implementation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline_server.model import Ending, Verdict, View
+
+__all__ = [
+    "Change",
+    "EndingStored",
+    "KeyDeleted",
+    "KeySet",
+    "StateUnusable",
+    "Storage",
+    "StoredJob",
+    "VerdictStored",
+    "ViewFormed",
+    "ViewForgotten",
+]
+
+
+class StateUnusable(OSError):
+    """The state file cannot be opened, is no state file, or another coordinator has it; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFormed:
+    """A job's new view replaces the one before; its number is used up for ever."""
+
+    job: str
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class ViewForgotten:
+    """The view of this generation is no more; the number stays used. Ignored if it is not the latest."""
+
+    job: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictStored:
+    """The view of the verdict's generation is void. Ignored if it is not the latest."""
+
+    job: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class EndingStored:
+    """A member of the view of this generation has gone. Ignored if it is not the latest."""
+
+    job: str
+    generation: int
+    rank: int
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class KeySet:
+    """A key of the job's store has a value."""
+
+    job: str
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDeleted:
+    """A key of the job's store is gone."""
+
+    job: str
+    key: str
+
+
+Change = ViewFormed | ViewForgotten | VerdictStored | EndingStored | KeySet | KeyDeleted
+
+
+@dataclass(slots=True)
+class StoredJob:
+    """A job as a storage gives it back."""
+
+    name: str
+    generation: int = 0
+    """The highest number used."""
+    view: View | None = None
+    """The latest view, unless it was forgotten."""
+    verdict: Verdict | None = None
+    endings: dict[int, Ending] = field(default_factory=dict)
+    keys: dict[str, bytes] = field(default_factory=dict)
+
+
+class Storage(Protocol):
+    """Where changes go. Used from one event loop."""
+
+    async def load(self) -> list[StoredJob]:
+        """Opens the storage and returns all jobs.
+
+        Raises:
+            StateUnusable: it cannot be used.
+        """
+        ...
+
+    def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
+        """Takes changes in, all or none, after all that was written before; never blocks.
+
+        Returns:
+            Done when they are durable. An OSError if they could not be stored; nothing of them is stored then.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finishes what was taken in, then lets go of everything."""
+        ...

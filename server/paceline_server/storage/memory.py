@@ -1,0 +1,63 @@
+"""A storage that forgets with its object: for a coordinator without a state file, and for tests of restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+
+from paceline_server.storage.base import (
+    Change,
+    EndingStored,
+    KeyDeleted,
+    KeySet,
+    StoredJob,
+    VerdictStored,
+    ViewForgotten,
+    ViewFormed,
+)
+
+__all__ = ["MemoryStorage"]
+
+
+class MemoryStorage:
+    """Keeps jobs in a dict. Values are immutable and shared with the coordinator, so a key is not held twice."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, StoredJob] = {}
+
+    async def load(self) -> list[StoredJob]:
+        """All jobs, as copies."""
+        return copy.deepcopy(list(self._jobs.values()))
+
+    def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
+        """Takes changes in; they are as durable as they will be at once."""
+        for change in changes:
+            self._apply(change)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _apply(self, change: Change) -> None:
+        name = change.job
+        job = self._jobs.setdefault(name, StoredJob(name))
+        match change:
+            case ViewFormed(_, view):
+                job.generation, job.view = view.generation, view
+                job.verdict, job.endings = None, {}
+            case ViewForgotten(_, generation):
+                if generation == job.generation:
+                    job.view, job.verdict, job.endings = None, None, {}
+            case VerdictStored(_, verdict):
+                if verdict.generation == job.generation and job.view is not None:
+                    job.verdict = verdict
+            case EndingStored(_, generation, rank, ending):
+                if generation == job.generation and job.view is not None:
+                    job.endings[rank] = ending
+            case KeySet(_, key, value):
+                job.keys[key] = value
+            case KeyDeleted(_, key):
+                job.keys.pop(key, None)

@@ -1,0 +1,194 @@
+"""The tables of the state file, and each change as SQL. Knows nothing of threads or of what the changes are for."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from paceline_server.model import Ending, JobSettings, Process, Seat, Verdict, View
+from paceline_server.storage.base import (
+    Change,
+    EndingStored,
+    KeyDeleted,
+    KeySet,
+    StoredJob,
+    VerdictStored,
+    ViewForgotten,
+    ViewFormed,
+)
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["NotAStateFile", "apply", "load", "prepare"]
+
+_APPLICATION_ID = 0x50414345  # "PACE": `file` and we can tell our file from another program's database
+_VERSION = 1
+
+_TABLES = """
+CREATE TABLE job (
+    name TEXT PRIMARY KEY,
+    generation INTEGER NOT NULL,          -- the highest number used; never falls, never deleted (I3)
+    has_view INTEGER NOT NULL,            -- 0 once the view is forgotten
+    min_workers INTEGER NOT NULL,
+    max_workers INTEGER NOT NULL,
+    failure_timeout REAL NOT NULL,        -- seconds
+    explicit INTEGER NOT NULL,            -- 1 if members claimed their ranks
+    reason INTEGER,                       -- the verdict's ErrorReason, NULL while the view is live
+    culprits TEXT,                        -- ranks, ascending, joined by commas
+    operation INTEGER,
+    text TEXT
+) STRICT;
+CREATE TABLE seat (
+    job TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    member_id TEXT NOT NULL,
+    token_sha256 BLOB NOT NULL,
+    host TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    boot_id TEXT NOT NULL,
+    start_ticks INTEGER NOT NULL,
+    address TEXT NOT NULL,
+    arrival INTEGER NOT NULL,
+    ended TEXT,                           -- how the member went, NULL while it is there
+    orderly INTEGER,
+    PRIMARY KEY (job, rank)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE key (
+    job TEXT NOT NULL,
+    key TEXT NOT NULL,
+    value BLOB NOT NULL,
+    PRIMARY KEY (job, key)
+) STRICT;
+"""
+
+
+class NotAStateFile(Exception):
+    """The database is another program's, or of another version of ours."""
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """Locks the file for this connection and makes the tables if they are not there.
+
+    Raises:
+        NotAStateFile: the file holds something else.
+        sqlite3.Error: it is no database, or another connection has it.
+    """
+    connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not tables:
+        marks = f"PRAGMA application_id={_APPLICATION_ID}; PRAGMA user_version={_VERSION};"
+        connection.executescript(f"BEGIN; {_TABLES} {marks} COMMIT;")
+    elif application != _APPLICATION_ID:
+        raise NotAStateFile("it is another program's database")
+    elif version != _VERSION:
+        raise NotAStateFile(f"it is of version {version}; this coordinator reads version {_VERSION}")
+    connection.execute("BEGIN IMMEDIATE")  # takes the lock now, not at the first write
+    connection.execute("COMMIT")
+
+
+def load(connection: sqlite3.Connection) -> list[StoredJob]:
+    """All jobs."""
+    jobs: dict[str, StoredJob] = {}
+    for (
+        name,
+        generation,
+        has_view,
+        least,
+        most,
+        timeout,
+        explicit,
+        reason,
+        culprits,
+        operation,
+        text,
+    ) in connection.execute("SELECT * FROM job ORDER BY name"):
+        job = jobs[name] = StoredJob(name, generation)
+        if has_view:
+            settings = JobSettings(least, most, timeout)
+            seats = _load_seats(connection, job)
+            job.view = View(generation, settings, bool(explicit), seats)
+        if has_view and reason is not None:
+            ranks = tuple(int(rank) for rank in culprits.split(",") if rank)
+            job.verdict = Verdict(generation, ErrorReason.ValueType(reason), ranks, operation, text)
+    for name, key, value in connection.execute("SELECT job, key, value FROM key"):
+        jobs.setdefault(name, StoredJob(name)).keys[key] = value
+    return list(jobs.values())
+
+
+def _load_seats(connection: sqlite3.Connection, job: StoredJob) -> tuple[Seat, ...]:
+    seats = []
+    for rank, member_id, token, host, pid, boot_id, ticks, address, arrival, ended, orderly in connection.execute(
+        "SELECT rank, member_id, token_sha256, host, pid, boot_id, start_ticks, address, arrival, ended, orderly "
+        "FROM seat WHERE job = ? ORDER BY rank",
+        (job.name,),
+    ):
+        seats.append(Seat(rank, member_id, token, Process(host, pid, boot_id, ticks), address, arrival))
+        if ended is not None:
+            job.endings[rank] = Ending(ended, bool(orderly))
+    return tuple(seats)
+
+
+def apply(connection: sqlite3.Connection, change: Change) -> None:
+    """Writes one change; the transaction is the caller's."""
+    match change:
+        case ViewFormed(job, view):
+            _store_view(connection, job, view)
+        case ViewForgotten(job, generation):
+            connection.execute(
+                "DELETE FROM seat WHERE job = ? AND EXISTS (SELECT 1 FROM job WHERE name = ? AND generation = ?)",
+                (job, job, generation),
+            )
+            connection.execute(
+                "UPDATE job SET has_view = 0, reason = NULL WHERE name = ? AND generation = ?", (job, generation)
+            )
+        case VerdictStored(job, verdict):
+            connection.execute(
+                "UPDATE job SET reason = ?, culprits = ?, operation = ?, text = ? WHERE name = ? AND generation = ?",
+                (
+                    verdict.reason,
+                    ",".join(map(str, verdict.culprits)),
+                    verdict.operation,
+                    verdict.text,
+                    job,
+                    verdict.generation,
+                ),
+            )
+        case EndingStored(job, generation, rank, ending):
+            connection.execute(
+                "UPDATE seat SET ended = ?, orderly = ? WHERE job = ? AND rank = ? "
+                "AND EXISTS (SELECT 1 FROM job WHERE name = ? AND generation = ?)",
+                (ending.how, ending.orderly, job, rank, job, generation),
+            )
+        case KeySet(job, key, value):
+            connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
+        case KeyDeleted(job, key):
+            connection.execute("DELETE FROM key WHERE job = ? AND key = ?", (job, key))
+
+
+def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
+    settings = view.settings
+    connection.execute(
+        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL)",
+        (job, view.generation, settings.min_workers, settings.max_workers, settings.failure_timeout, view.explicit),
+    )
+    connection.execute("DELETE FROM seat WHERE job = ?", (job,))
+    connection.executemany(
+        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)",
+        [
+            (
+                job,
+                seat.rank,
+                seat.member_id,
+                seat.token_sha256,
+                seat.process.host,
+                seat.process.pid,
+                seat.process.boot_id,
+                seat.process.start_ticks,
+                seat.address,
+                seat.arrival,
+            )
+            for seat in view.seats
+        ],
+    )

@@ -1,0 +1,75 @@
+"""The outgoing side of one session's stream: a bounded queue that one writer empties.
+
+Pushing never blocks, so one slow reader holds up nobody. Knows nothing of gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from paceline_server.errors import LimitMet
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["SessionStream"]
+
+
+class SessionStream:
+    """A stream that carries a session.
+
+    Args:
+        number: tells this stream from an earlier one of the same session.
+        job: name of the job.
+        member_id: whose session it is.
+        limit: messages that may wait; one more ends the stream.
+    """
+
+    __slots__ = ("_closed", "_end", "_limit", "_queue", "_ready", "job", "member_id", "number")
+
+    def __init__(self, number: int, job: str, member_id: str, limit: int) -> None:
+        self.number = number
+        self.job = job
+        self.member_id = member_id
+        self._limit = limit
+        self._queue: deque[pb.SessionResponse] = deque()
+        self._ready: asyncio.Future[None] | None = None
+        self._closed = False
+        self._end: BaseException | None = None
+
+    def push(self, message: pb.SessionResponse) -> None:
+        """Queues a message; drops it if the stream is closed."""
+        if self._closed:
+            return
+        if len(self._queue) >= self._limit:
+            self._queue.clear()
+            self.close(LimitMet(f"the member has not read its last {self._limit} messages"))
+            return
+        self._queue.append(message)
+        self._wake()
+
+    def close(self, end: BaseException | None = None) -> None:
+        """Ends the stream once what is queued is written; only the first call counts.
+
+        Args:
+            end: raised by `messages` at the end; None for an end in good order.
+        """
+        if not self._closed:
+            self._closed, self._end = True, end
+            self._wake()
+
+    async def messages(self) -> AsyncIterator[pb.SessionResponse]:
+        """The messages, until the stream is closed. For one writer."""
+        while True:
+            while self._queue:
+                yield self._queue.popleft()
+            if self._closed:
+                break
+            self._ready = asyncio.get_running_loop().create_future()
+            await self._ready
+        if self._end is not None:
+            raise self._end
+
+    def _wake(self) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)

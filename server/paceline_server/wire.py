@@ -1,0 +1,186 @@
+"""Between protobuf messages and the model: what comes in is checked here, once, before anything acts on it (I9).
+
+Refuses whatever the .proto comments call a MUST; decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from google.protobuf.duration_pb2 import Duration
+
+from paceline_server.errors import BadRequest, VersionMismatch
+from paceline_server.model import JobSettings, Process, Progress, Report, Seat, Verdict
+from paceline_server.settings import ServerSettings
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = [
+    "check_name",
+    "check_version",
+    "cut",
+    "from_duration",
+    "read_job_name",
+    "read_process",
+    "read_progress",
+    "read_report",
+    "read_settings",
+    "to_duration",
+    "token_hash",
+    "write_member",
+    "write_process",
+    "write_progress",
+    "write_settings",
+    "write_verdict",
+]
+
+_SHORTEST_FAILURE_TIMEOUT, _LONGEST_FAILURE_TIMEOUT = 0.05, 86_400.0
+
+
+def token_hash(token: bytes) -> bytes:
+    """What is kept of a session token."""
+    return hashlib.sha256(token).digest()
+
+
+def to_duration(seconds: float) -> Duration:
+    """A duration; below 0 counts as 0."""
+    nanos = max(0, round(seconds * 1e9))
+    return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def from_duration(duration: Duration, name: str) -> float:
+    """Seconds of a duration that was set.
+
+    Raises:
+        BadRequest: it is below 0 or not well formed.
+    """
+    if duration.seconds < 0 or not 0 <= duration.nanos < 1_000_000_000:
+        raise BadRequest(f"{name} must be a duration of 0 s or more")
+    return duration.seconds + duration.nanos * 1e-9
+
+
+def check_name(text: str, what: str, limit: int) -> str:
+    """Checks the length of a name in bytes.
+
+    Raises:
+        BadRequest: it is empty or too long.
+    """
+    size = len(text.encode())
+    if not 1 <= size <= limit:
+        raise BadRequest(f"{what} must have 1 to {limit} bytes, not {size}")
+    return text
+
+
+def read_job_name(text: str, settings: ServerSettings) -> str:
+    """Checks a job's name: it goes to logs and terminals, so it must be printable.
+
+    Raises:
+        BadRequest: it is empty, too long, or holds control characters.
+    """
+    check_name(text, "the name of a job", settings.max_name_bytes)
+    if not text.isprintable():
+        raise BadRequest(f"the name of a job must be printable, not {text!r}")
+    return text
+
+
+def check_version(version: int) -> None:
+    """Checks that the worker speaks our protocol.
+
+    Raises:
+        VersionMismatch: it does not; the text names both versions.
+    """
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the worker speaks version {version} of the protocol, the coordinator version {PROTOCOL_VERSION}"
+        )
+
+
+def cut(text: str, limit: int) -> str:
+    """The text, cut to so many bytes of UTF-8."""
+    data = text.encode()
+    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
+
+
+def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Process:
+    """A process.
+
+    Raises:
+        BadRequest: a name is too long or not printable, or there is no pid.
+    """
+    check_name(message.host, "the name of a host", settings.max_address_bytes)
+    if not message.host.isprintable() or not message.boot_id.isprintable() or len(message.boot_id) > 64:
+        raise BadRequest("the names in a process identity must be printable and not long")
+    if not message.pid:
+        raise BadRequest("a process identity needs a pid")
+    if message.start_ticks >= 1 << 63:
+        raise BadRequest("start_ticks must be below 2^63")
+    return Process(message.host, message.pid, message.boot_id, message.start_ticks)
+
+
+def read_settings(message: pb.JobSettings) -> JobSettings:
+    """A job's settings. Whether min and max make sense is `admission`'s to say.
+
+    Raises:
+        BadRequest: the failure timeout is absent or out of bounds.
+    """
+    if not message.HasField("failure_timeout"):
+        raise BadRequest("settings.failure_timeout is required")
+    timeout = from_duration(message.failure_timeout, "settings.failure_timeout")
+    if not _SHORTEST_FAILURE_TIMEOUT <= timeout <= _LONGEST_FAILURE_TIMEOUT:
+        raise BadRequest(
+            f"settings.failure_timeout must be {_SHORTEST_FAILURE_TIMEOUT:g} to {_LONGEST_FAILURE_TIMEOUT:g} s, "
+            f"not {timeout:g} s"
+        )
+    return JobSettings(message.min_workers, message.max_workers, timeout)
+
+
+def read_progress(now: float, message: pb.Heartbeat) -> Progress:
+    """A heartbeat; what it says of durations becomes times on our clock."""
+    since = message.since.seconds + message.since.nanos * 1e-9
+    return Progress(message.operation, now - max(0.0, since), message.inside)
+
+
+def read_report(message: pb.Report, settings: ServerSettings) -> Report:
+    """A report; the membership fills in the reporter's rank."""
+    accused = message.accused if message.HasField("accused") else None
+    return Report(-1, message.reason, accused, message.operation, cut(message.text, settings.max_text_bytes))
+
+
+def write_process(process: Process) -> pb.ProcessIdentity:
+    """A process as a message."""
+    return pb.ProcessIdentity(
+        host=process.host, pid=process.pid, boot_id=process.boot_id, start_ticks=process.start_ticks
+    )
+
+
+def write_settings(settings: JobSettings) -> pb.JobSettings:
+    """Settings as a message."""
+    return pb.JobSettings(
+        min_workers=settings.min_workers,
+        max_workers=settings.max_workers,
+        failure_timeout=to_duration(settings.failure_timeout),
+    )
+
+
+def write_progress(now: float, progress: Progress) -> pb.Heartbeat:
+    """Progress as a message."""
+    since = now - progress.since if progress.operation else 0.0
+    return pb.Heartbeat(operation=progress.operation, since=to_duration(since), inside=progress.inside)
+
+
+def write_member(seat: Seat) -> pb.Member:
+    """A member as a message."""
+    return pb.Member(
+        member_id=seat.member_id, rank=seat.rank, process=write_process(seat.process), address=seat.address
+    )
+
+
+def write_verdict(verdict: Verdict) -> pb.Verdict:
+    """A verdict as a message."""
+    return pb.Verdict(
+        generation=verdict.generation,
+        reason=verdict.reason,
+        culprits=verdict.culprits,
+        operation=verdict.operation,
+        text=verdict.text,
+    )

@@ -1,0 +1,101 @@
+"""`paceline coordinator` and `paceline status` as processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.health import is_serving
+from support.command import Command, command
+
+
+def address_of(coordinator: Command) -> str:
+    coordinator.wait_for("listens on")
+    found = re.search(r"listens on (\S+)", coordinator.stderr)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_where_and_for_whom_and_ends_quietly(signum: signal.Signals, tmp_path: Path) -> None:
+    with command("coordinator", "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state.db")) as coordinator:
+        address = address_of(coordinator)
+        coordinator.wait_for("only this machine can reach it")
+        assert is_serving(address)
+        coordinator.signal(signum)
+        assert coordinator.wait() == 0
+    assert "Traceback" not in coordinator.stderr
+    assert (tmp_path / "state.db").exists()
+
+
+def test_without_loopback_it_does_not_claim_to_be_private() -> None:
+    with command("coordinator", "--listen", "0.0.0.0:0") as coordinator:
+        address_of(coordinator)
+        coordinator.signal(signal.SIGTERM)
+        assert coordinator.wait() == 0
+    assert "only this machine" not in coordinator.stderr
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with command("coordinator", "--listen", f"127.0.0.1:{port}") as coordinator:
+            assert coordinator.wait() == 1
+    assert coordinator.stderr.startswith(f"paceline: 127.0.0.1:{port} is in use")
+    assert coordinator.stderr.count("\n") == 1
+
+
+def test_a_state_file_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_text("this is no database" * 100)
+    with command("coordinator", "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state.db")) as coordinator:
+        assert coordinator.wait() == 1
+    assert "state.db" in coordinator.stderr
+    assert coordinator.stderr.count("\n") == 1
+
+
+def test_status_of_a_coordinator_without_jobs() -> None:
+    with command("coordinator", "--listen", "127.0.0.1:0") as coordinator:
+        address = address_of(coordinator)
+        with command("status", "--coordinator", address, "--json") as status:
+            assert status.wait() == 0
+        assert json.loads(status.stdout) == {"jobs": []}
+        with command("status", "--coordinator", address) as status:
+            assert status.wait() == 0
+        assert "knows no job yet" in status.stdout
+        with command("status", "--coordinator", address, "nope") as status:
+            assert status.wait() == 1
+        assert status.stderr.startswith("paceline: ")
+        assert "nope" in status.stderr
+        assert status.stderr.count("\n") == 1
+
+
+def test_status_of_nobody_says_what_was_tried_and_for_how_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with command("status", "--coordinator", f"127.0.0.1:{port}", "--timeout", "0.5") as status:
+        assert status.wait() == 1
+    assert re.match(rf"paceline: no coordinator answers at 127\.0\.0\.1:{port} \(tried for 0\.\d s\)", status.stderr)
+    assert status.stderr.count("\n") == 1
+
+
+def test_status_of_somebody_else() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"], stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL, env={"PYTHONUNBUFFERED": "1"},
+    ) as web:  # fmt: skip
+        assert web.stdout is not None
+        found = re.search(r"port (\d+)", web.stdout.readline())
+        assert found is not None
+        with command("status", "--coordinator", f"127.0.0.1:{found[1]}", "--timeout", "0.5") as status:
+            assert status.wait() == 1
+        web.kill()
+    assert status.stderr.startswith("paceline: ")
+    assert status.stderr.count("\n") == 1
+    assert not is_serving(f"127.0.0.1:{found[1]}", timeout=0.5)

@@ -1,0 +1,222 @@
+"""`paceline run` with scripts that never join: how workers are started, heard, stopped and answered for.
+
+No coordinator is needed for that; the address leads nowhere.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from support.command import Command, command, wait_until_gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
+
+NOWHERE = ("--coordinator", "127.0.0.1:1")
+
+WAITING = """
+    import os, signal, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("pids", os.getpid(), child.pid)
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+def write(script: Path, code: str) -> str:
+    script.write_text(textwrap.dedent(code))
+    return str(script)
+
+
+def pids(run: Command) -> list[int]:
+    return [int(pid) for pair in re.findall(r"pids (\d+) (\d+)", run.stdout) for pid in pair]
+
+
+def test_arguments_environment_and_prefixes(script: Path) -> None:
+    code = write(
+        script,
+        """
+        import os, sys, helper
+        names = ("COORDINATOR", "JOB", "MIN_WORKERS", "MAX_WORKERS")
+        print(__name__, sys.argv[1:], *(os.environ["PACELINE_" + name] for name in names), helper.WORD)
+        print("to stderr", file=sys.stderr)
+        sys.stdout.write("no end")
+        """,
+    )
+    (script.parent / "helper.py").write_text("WORD = 'beside the script'")
+    with command("run", "-n", "2", "--min", "4", "--job", "j", *NOWHERE, code, "--lr", "-n", "3") as run:
+        assert run.wait() == 0
+    line = "__main__ ['--lr', '-n', '3'] 127.0.0.1:1 j 4 4 beside the script"
+    assert sorted(run.stdout.splitlines()) == [f"[#0] {line}", "[#0] no end", f"[#1] {line}", "[#1] no end"]
+    assert sorted(run.stderr.splitlines()) == ["[#0] to stderr", "[#1] to stderr"]
+
+
+def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(script, "import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.chdir(script.parent)
+    with command("run", "-n", "1", *NOWHERE, "-m", "script", "one") as run:
+        assert run.wait() == 0
+    assert run.stdout == "[#0] __main__ ['one']\n"
+
+
+def test_many_lines_none_lost_and_none_torn(script: Path) -> None:
+    code = write(
+        script,
+        """
+        import os, sys
+        sys.stdout.buffer.write(b"".join(b"%d %s\\n" % (n, b"x" * (n % 500)) for n in range(20_000)))
+        sys.stdout.buffer.write(b"bad \\xff byte\\n")
+        """,
+    )
+    with command("run", "-n", "2", *NOWHERE, code) as run:
+        assert run.wait() == 0
+    expected = [f"{n} {'x' * (n % 500)}" for n in range(20_000)] + ["bad \N{REPLACEMENT CHARACTER} byte"]
+    for index in range(2):
+        prefix = f"[#{index}] "
+        assert [line[len(prefix) :] for line in run.stdout.splitlines() if line.startswith(prefix)] == expected
+
+
+def test_log_files_keep_every_line(script: Path, tmp_path: Path) -> None:
+    code = write(script, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+    with command("run", "-n", "2", "--log-dir", str(tmp_path / "logs"), *NOWHERE, code) as run:
+        assert run.wait() == 3
+    for index in range(2):
+        lines = (tmp_path / "logs" / f"worker-{index}.log").read_text().splitlines()
+        assert lines[0].startswith("# pid ")
+        assert set(lines[1:3]) == {"out", "err"}
+        assert lines[3].startswith(f"# worker #{index} (pid ")
+        assert lines[3].endswith("ended with exit code 3")
+
+
+def test_a_script_s_own_error_keeps_its_traceback_and_shows_no_frame_of_the_launcher(script: Path) -> None:
+    code = write(script, "def f():\n    raise ValueError('mine')\nf()\n")
+    with command("run", "-n", "1", *NOWHERE, code) as run:
+        assert run.wait() == 1
+    lines = run.stderr.splitlines()
+    assert lines[0] == "[#0] Traceback (most recent call last):"
+    assert lines[1] == f'[#0]   File "{script}", line 3, in <module>'
+    assert "[#0] ValueError: mine" in lines
+    assert re.fullmatch(r"paceline: worker #0 \(pid \d+\) ended with exit code 1", lines[-1])
+    assert "runpy" not in run.stderr
+    assert "shim.py" not in run.stderr
+
+
+def test_a_paceline_error_is_one_line(script: Path) -> None:
+    code = write(script, "from paceline import PeerLost\nraise PeerLost('rank 2 (h, pid 5) died')\n")
+    with command("run", "-n", "1", *NOWHERE, code) as run:
+        assert run.wait() == 1
+    assert run.stderr.splitlines()[0] == "[#0] paceline: PeerLost: rank 2 (h, pid 5) died"
+    assert "Traceback" not in run.stderr
+    with command("run", "-n", "1", *NOWHERE, code, PACELINE_TRACEBACK="1") as run:
+        assert run.wait() == 1
+    assert "Traceback" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("os.abort()", 134)]
+)
+def test_the_exit_code_is_that_of_the_first_that_failed(script: Path, ending: str, code: int) -> None:
+    path = write(script, f"import os, signal, sys\n{ending}\n")
+    with command("run", "-n", "1", *NOWHERE, path) as run:
+        assert run.wait() == code
+
+
+@pytest.mark.slow
+def test_those_who_stay_after_a_failure_are_stopped(script: Path) -> None:
+    path = write(
+        script,
+        """
+        import os, signal, sys
+        try:
+            os.mkdir(sys.argv[1])  # the one that succeeds is the one that fails
+        except FileExistsError:
+            signal.pause()
+        sys.exit(9)
+        """,
+    )
+    arguments = (path, str(script.parent / "first"))
+    # The grace is failure_timeout + 5 s: as short as it can be here.
+    with command("run", "-n", "2", *NOWHERE, *arguments, PACELINE_FAILURE_TIMEOUT="0.01") as run:
+        assert run.wait() == 9
+    assert "ended with exit code 9" in run.stderr
+    assert "paceline: stopping 1 worker\n" in run.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_all_and_leaves_nothing(script: Path, signum: signal.Signals, code: int) -> None:
+    path = write(script, WAITING)
+    with command("run", "-n", "4", *NOWHERE, path) as run:
+        run.wait_for("pids", 4)
+        run.signal(signum)
+        assert run.wait() == code
+    assert run.stderr == "paceline: stopping 4 workers\n"
+    wait_until_gone(pids(run), timeout=1.0)
+
+
+def test_a_second_signal_kills_those_that_do_not_listen(script: Path) -> None:
+    path = write(script, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(WAITING))
+    with command("run", "-n", "2", *NOWHERE, path) as run:
+        run.wait_for("pids", 2)
+        run.signal(signal.SIGINT)
+        run.wait_for("stopping 2 workers")
+        run.signal(signal.SIGINT)
+        assert run.wait(timeout=4.0) == 130  # less than the 5 s after which it would kill by itself
+    assert run.stderr == "paceline: stopping 2 workers\npaceline: killing 2 workers\n"
+    wait_until_gone(pids(run), timeout=1.0)
+
+
+def test_a_killed_launcher_takes_its_workers_with_it(script: Path) -> None:
+    path = write(script, "import os, signal\nprint('pids', os.getpid(), os.getpid())\nsignal.pause()\n")
+    with command("run", "-n", "4", *NOWHERE, path) as run:
+        run.wait_for("pids", 4)
+        run.signal(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+    wait_until_gone(pids(run))
+
+
+def test_a_launcher_that_is_killed_while_it_starts_leaves_no_worker(script: Path) -> None:
+    path = write(script, "import os, signal\nprint('pids', os.getpid(), os.getpid(), flush=True)\nsignal.pause()\n")
+    with command("run", "-n", "8", *NOWHERE, path) as run:
+        run.wait_for("pids", 1)  # the others are anywhere between fork and script
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        run.signal(signal.SIGKILL)
+        run.wait()
+    wait_until_gone([int(pid) for pid in children])
+
+
+def test_a_paused_reader_holds_up_no_worker(script: Path) -> None:
+    path = write(
+        script,
+        """
+        import sys
+        for n in range(3000):
+            sys.stdout.write("y" * 1000 + "\\n")
+        open(sys.argv[1], "w").close()
+        """,
+    )
+    done = script.parent / "done"
+    arguments = ["run", "-n", "1", *NOWHERE, path, str(done)]
+    # 3 MB are far more than pipes hold, and nobody reads the launcher's output.
+    process = subprocess.Popen([sys.executable, "-m", "paceline", *arguments], stdout=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 20
+        while not done.exists():
+            assert time.monotonic() < deadline, "the worker waits for the terminal"
+            time.sleep(0.01)
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert out.count(b"\n") == 3000
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,153 @@
+"""`paceline run` with scripts that join: views across launchers, deaths, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from support.command import Command, command, wait_until_gone
+
+SUM = """
+import sys
+import numpy as np
+import paceline
+
+with paceline.join() as session:
+    total = session.group.all_reduce(np.array([session.rank + 1]))
+    print("rank", session.rank, "of", session.size, "sum", int(total[0]), *sys.argv[1:])
+"""
+
+LOOP = """
+import os
+import numpy as np
+import paceline
+
+with paceline.join() as session:
+    group = session.group
+    group.all_reduce(np.ones(4))
+    print("in the loop", session.rank, os.getpid())
+    while True:
+        group.all_reduce(np.ones(1000))
+"""
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> str:
+    (tmp_path / "loop.py").write_text(LOOP)
+    return str(tmp_path / "loop.py")
+
+
+@pytest.fixture
+def summing(tmp_path: Path) -> str:
+    (tmp_path / "sum.py").write_text(SUM)
+    return str(tmp_path / "sum.py")
+
+
+def pids(run: Command) -> dict[int, int]:
+    return {int(rank): int(pid) for rank, pid in re.findall(r"in the loop (\d+) (\d+)", run.stdout)}
+
+
+def address_of(coordinator: Command) -> str:
+    coordinator.wait_for("listens on")
+    found = re.search(r"listens on (\S+)", coordinator.stderr)
+    assert found is not None
+    return found[1]
+
+
+def test_workers_meet_at_an_embedded_coordinator_and_lines_carry_ranks(summing: str) -> None:
+    with command("run", "-n", "3", summing, "--lr", "0.1") as run:
+        assert run.wait() == 0, str(run)
+    assert sorted(run.stdout.splitlines()) == [f"[{r}] rank {r} of 3 sum 6 --lr 0.1" for r in range(3)]
+    assert run.stderr == ""
+
+
+def test_two_shells_meet_in_one_job(summing: str) -> None:
+    with command("coordinator", "--listen", "127.0.0.1:0") as coordinator:
+        where = ("--coordinator", address_of(coordinator), "--job", "digits")
+        with (
+            command("run", "-n", "2", "--min", "4", *where, summing) as one,
+            command("run", "-n", "2", "--min", "4", *where, summing) as two,
+        ):
+            assert (one.wait(), two.wait()) == (0, 0), f"{one}{two}"
+        lines = sorted((one.stdout + two.stdout).splitlines())
+        assert lines == [f"[{r}] rank {r} of 4 sum 10" for r in range(4)]
+        coordinator.signal(signal.SIGTERM)
+        assert coordinator.wait() == 0
+        assert "Traceback" not in coordinator.stderr
+
+
+def test_a_killed_worker_is_named_by_the_launcher_and_by_every_other_worker(loop: str) -> None:
+    with command("run", "-n", "3", loop) as run:
+        run.wait_for("in the loop", 3)
+        victim = pids(run)[1]
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        assert run.wait() == 137, str(run)
+        assert time.monotonic() - start < 5.0
+    lines = run.stderr.splitlines()
+    assert f"paceline: rank 1 (pid {victim}) was killed by SIGKILL" in lines
+    for rank in (0, 2):
+        (told,) = [line for line in lines if line.startswith(f"[{rank}]")]
+        assert told.startswith(f"[{rank}] paceline: PeerLost: ")
+        assert "rank 1" in told
+    assert "Traceback" not in run.stderr
+
+
+def test_a_worker_that_raises_is_named_too(tmp_path: Path) -> None:
+    script = tmp_path / "raise.py"
+    script.write_text(LOOP.replace("    while True:", "    if session.rank == 1: sys.exit(5)\n    while True:", 1))
+    script.write_text("import sys\n" + script.read_text())
+    with command("run", "-n", "2", str(script)) as run:
+        assert run.wait() in (1, 5), str(run)
+    assert re.search(r"paceline: rank 1 \(pid \d+\) ended with exit code 5", run.stderr), str(run)
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_leaves_no_orphan_and_no_stack_trace(loop: str, signum: signal.Signals, code: int) -> None:
+    with command("run", "-n", "3", loop) as run:
+        run.wait_for("in the loop", 3)
+        run.signal(signum)
+        assert run.wait() == code, str(run)
+        wait_until_gone(list(pids(run).values()), timeout=1.0)
+    assert run.stderr == "paceline: stopping 3 workers\n"
+
+
+def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
+    with (
+        command("coordinator", "--listen", "127.0.0.1:0") as coordinator,
+        command("run", "-n", "1", "--min", "2", "--coordinator", address_of(coordinator), summing) as run,
+    ):
+        status = ("status", "--coordinator", address_of(coordinator), "--json")
+        deadline = time.monotonic() + 20
+        while not (jobs := _json(*status)["jobs"]) or not jobs[0]["waiting"]:
+            assert time.monotonic() < deadline, str(run)
+        assert jobs[0]["name"] == "default"
+        assert jobs[0]["phase"] == "waiting"
+        assert "1" in jobs[0]["reason"]
+        detail = _json(*status, "default")
+        assert [member["rank"] for member in detail["members"]] == [None]
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert run.stderr == "paceline: stopping 1 worker\n"
+
+
+def test_a_killed_launcher_takes_its_workers_with_it(loop: str) -> None:
+    with command("run", "-n", "3", loop) as run:
+        run.wait_for("in the loop", 3)
+        run.signal(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+        wait_until_gone(list(pids(run).values()))
+
+
+def _json(*arguments: str) -> dict[str, list[dict[str, object]]]:
+    with command(*arguments) as run:
+        assert run.wait() == 0, str(run)
+    found: dict[str, list[dict[str, object]]] = json.loads(run.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,168 @@
+"""The front door: strangers stay outside, and what breaks the protocol names its sender (I4, I9)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from paceline import errors
+from paceline._grpc import aio, grpc
+from paceline._loop import loop_thread
+from paceline.links.base import Purpose
+from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
+from paceline.session.wire import error_from_status
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import peer_pb2, peer_pb2_grpc
+from support.grpc_pair import JOB, GrpcWorld, grpc_world
+
+
+def hello(**changes: Any) -> peer_pb2.HelloRequest:
+    request = peer_pb2.HelloRequest(
+        protocol_version=PROTOCOL_VERSION,
+        job=JOB,
+        from_member="member-0",
+        to_member="member-1",
+        generation=1,
+        purpose=peer_pb2.PURPOSE_COLLECTIVE,
+        offered=[peer_pb2.LINK_KIND_GRPC],
+    )
+    request.MergeFrom(peer_pb2.HelloRequest(**changes))
+    return request
+
+
+def at_door_1(world: GrpcWorld, talk: Callable[[aio.Channel], Awaitable[Any]]) -> Any:
+    """Runs a conversation with the door of rank 1."""
+
+    async def run() -> Any:
+        async with aio.insecure_channel(world.meshes[0].peers[1].address) as channel:
+            return await talk(channel)
+
+    return loop_thread().run(run(), 10.0)
+
+
+async def knock(channel: aio.Channel, request: peer_pb2.HelloRequest) -> bytes:
+    answer: peer_pb2.HelloResponse = await peer_pb2_grpc.PeerServiceStub(channel).Hello(request, timeout=5.0)
+    return answer.ticket
+
+
+async def deliver(channel: aio.Channel, ticket: bytes, *frames: bytes) -> grpc.StatusCode:
+    """Opens a frame stream, sends raw bytes, half-closes, and returns the status that the door ends it with."""
+    method = channel.stream_stream("/pacelinepb.v1.PeerService/Frames")
+    call = method(metadata=aio.Metadata(("paceline-ticket-bin", ticket)))
+    with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # refused: the status says so
+        for data in frames:
+            await call.write(data)
+        await call.done_writing()
+        while await call.read() is not aio.EOF:
+            pass
+    return await call.code()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"protocol_version": 99}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"job": "another"}, grpc.StatusCode.NOT_FOUND),
+        ({"to_member": "member-7"}, grpc.StatusCode.NOT_FOUND),
+        ({"from_member": "stranger"}, grpc.StatusCode.NOT_FOUND),
+        ({"purpose": 77}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: grpc.StatusCode) -> None:
+    with grpc_world() as world, pytest.raises(aio.AioRpcError) as caught:
+        at_door_1(world, lambda channel: knock(channel, hello(**changes)))
+    assert caught.value.code() is code
+    assert not world.faults[1].failed
+
+
+def test_a_generation_that_is_over_is_refused_typed() -> None:
+    with grpc_world(generation=5) as world, pytest.raises(aio.AioRpcError) as caught:
+        at_door_1(world, lambda channel: knock(channel, hello(generation=4)))
+    assert isinstance(error_from_status(caught.value, "hello"), errors.StaleGeneration)
+
+
+def test_frames_without_a_ticket_are_refused_and_a_ticket_is_good_once() -> None:
+    frame = encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"))
+
+    async def talk(channel: aio.Channel) -> list[grpc.StatusCode]:
+        ticket = await knock(channel, hello())
+        return [
+            await deliver(channel, os.urandom(16), frame),
+            await deliver(channel, ticket, frame),
+            await deliver(channel, ticket, frame),
+        ]
+
+    with grpc_world() as world:
+        codes = at_door_1(world, talk)
+        assert world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0).payload == b"x"
+    assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED]
+
+
+def test_a_frame_of_another_generation_is_refused_and_harms_nobody() -> None:
+    async def talk(channel: aio.Channel) -> grpc.StatusCode:
+        ticket = await knock(channel, hello())
+        return await deliver(channel, ticket, encode(Frame(FrameKind.DATA, 2, 1, 0, b"", b"x")))
+
+    with grpc_world() as world:
+        assert at_door_1(world, talk) is grpc.StatusCode.FAILED_PRECONDITION
+        assert not world.faults[1].failed
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        os.urandom(300),
+        encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x" * 99))[:-1],
+        bytes(MAX_FRAME_BYTES + 1),
+    ],
+    ids=["empty", "random", "truncated", "too long"],
+)
+def test_bytes_that_are_no_frame_name_their_sender(data: bytes) -> None:
+    async def talk(channel: aio.Channel) -> None:
+        await deliver(channel, await knock(channel, hello()), data)
+
+    with grpc_world() as world:
+        at_door_1(world, talk)
+        with pytest.raises(errors.PeerLost, match="rank 0") as caught:
+            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+    assert caught.value.ranks == (0,)
+
+
+def test_what_is_not_grpc_at_all_harms_nobody() -> None:
+    with grpc_world() as world:
+        host, port = world.meshes[0].peers[1].address.split(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + os.urandom(1000))
+            stranger.settimeout(5.0)
+            while stranger.recv(4096):
+                pass
+        link, back = (world.meshes[rank].link(1 - rank, Purpose.COLLECTIVE) for rank in (0, 1))
+        link.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"still here"), time.monotonic() + 5.0)
+        assert back.recv(time.monotonic() + 5.0).payload == b"still here"
+
+
+def test_an_abort_travels_along_the_links() -> None:
+    from paceline.links.fault import Suspicion
+    from pacelinepb.v1.errors_pb2 import ErrorReason
+
+    with grpc_world(3) as world:
+        for rank in range(3):  # the ring's links are up
+            world.meshes[rank].link((rank + 1) % 3, Purpose.COLLECTIVE).send(
+                Frame(FrameKind.DATA, 1, 1, 0, b"", b""), time.monotonic() + 5.0
+            )
+        for rank in range(3):
+            world.meshes[rank].link((rank - 1) % 3, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+        text = "rank 0 called all_reduce where rank 2 called broadcast"
+        world.faults[0].suspect(Suspicion(ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, 2, 9, text))
+        for rank in (1, 2):
+            with pytest.raises(errors.CollectiveMismatch, match="broadcast") as caught:
+                world.meshes[rank].link((rank - 1) % 3, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+            assert (caught.value.ranks, caught.value.operation) == ((2,), 9)

@@ -1,0 +1,49 @@
+"""Two gRPC meshes in one process, over real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paceline._loop import loop_thread
+from paceline.links.base import Peer
+from paceline.links.fault import Fault
+from paceline.links.grpc_door import Door
+from paceline.links.grpc_mesh import GrpcMesh
+
+__all__ = ["JOB", "GrpcWorld", "grpc_world"]
+
+JOB = "pair"
+
+
+@dataclass
+class GrpcWorld:
+    """The members of one generation, each with a door of its own."""
+
+    doors: list[Door]
+    meshes: list[GrpcMesh]
+    faults: list[Fault]
+
+
+@contextmanager
+def grpc_world(world: int = 2, *, generation: int = 1, verdict_timeout: float = 0.05) -> Iterator[GrpcWorld]:
+    """Meshes of `world` members without a coordinator: what each raises is what it saw itself."""
+    thread = loop_thread()
+    doors = [Door(JOB) for _ in range(world)]
+    ports = [thread.run(door.start("127.0.0.1", 0)) for door in doors]
+    peers = [
+        Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{ports[rank]}", 100 + rank) for rank in range(world)
+    ]
+    faults = [Fault(generation, rank, verdict_timeout) for rank in range(world)]
+    meshes = [GrpcMesh(JOB, generation, rank, peers, faults[rank], thread, 3.0) for rank in range(world)]
+    for door, mesh in zip(doors, meshes, strict=True):
+        thread.loop.call_soon_threadsafe(door.enter, mesh)
+    try:
+        yield GrpcWorld(doors, meshes, faults)
+    finally:
+        for mesh in meshes:
+            mesh.close(time.monotonic() + 1.0)
+        for door in doors:
+            thread.run(door.close())

@@ -1,0 +1,56 @@
+"""What the command line refuses, and how."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline._version import __version__
+from paceline.cli.app import app
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout.strip()) == (0, __version__)
+
+
+def test_every_command_has_help() -> None:
+    for command in ("coordinator", "run", "demo", "status", "bench"):
+        assert runner.invoke(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-n", "2", "/no/such/script.py"], "there is no script /no/such/script.py"),
+        (["run", "-n", "0", __file__], "-n must be 1 or more"),
+        (["run", "-n", "2", "--min", "4", __file__], "give all of them one coordinator"),
+        (["run", "-n", "2", "--coordinator", "host:port", __file__], "not an address of the form host:port"),
+        (["coordinator", "--listen", "host:99999"], "not an address of the form host:port"),
+        (["status", "--coordinator", "::1:70"], "write an IPv6 address in brackets"),
+        (["bench", "all-reduce", "--links", "grpc,shm"], "there is no link 'shm'"),
+        (["bench", "all-reduce", "--sizes", "3MiBs"], "is not a size"),
+        (["bench", "all-to-none"], "choose one of all-reduce, broadcast, barrier"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+    result = runner.invoke(app, arguments, env={"PACELINE_COORDINATOR": None, "PACELINE_MIN_WORKERS": None})
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.startswith("paceline: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_command() -> None:
+    result = runner.invoke(app, ["ride"])
+    assert result.exit_code == 2
+    assert "No such command" in result.stderr
+
+
+def test_the_demo_says_how_to_get_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 2
+    assert "pip install 'paceline[demo]'" in result.stderr

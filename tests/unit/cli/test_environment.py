@@ -1,0 +1,61 @@
+"""What a worker finds in its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.launcher.environment import WorkerSettings, worker_bounds, worker_environment
+
+SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "bounds"),
+    [
+        ((4, None, None), (4, 4)),  # the job is what this launcher starts
+        ((2, 4, None), (4, 4)),  # other launchers bring the rest
+        ((4, 2, None), (2, 4)),
+        ((2, 2, 8), (2, 8)),
+        ((1, None, None), (1, 1)),
+    ],
+)
+def test_bounds(asked: tuple[int, int | None, int | None], bounds: tuple[int, int]) -> None:
+    assert worker_bounds(*asked) == bounds
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((0, None, None), "-n must be 1 or more, not 0"),
+        ((2, 0, None), "--min must be 1 or more, not 0"),
+        ((2, 4, 3), "--max 3 is below the minimum of 4 workers"),
+        ((4, 1, 2), "-n 4 workers do not fit a job of at most 2"),
+    ],
+)
+def test_bounds_that_cannot_be(asked: tuple[int, int | None, int | None], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        worker_bounds(*asked)
+
+
+def test_the_job_and_the_pipe_are_there() -> None:
+    environment = worker_environment({"HOME": "/h", "PACELINE_JOB": "other"}, SETTINGS, 7)
+    assert environment["HOME"] == "/h"
+    assert environment["PACELINE_COORDINATOR"] == "host:7400"
+    assert environment["PACELINE_JOB"] == "digits"
+    assert environment["PACELINE_MIN_WORKERS"] == "2"
+    assert environment["PACELINE_MAX_WORKERS"] == "4"
+    assert environment["PACELINE_LAUNCHER_FD"] == "7"
+
+
+def test_one_thread_a_worker_unless_the_user_says_otherwise() -> None:
+    environment = worker_environment({"OMP_NUM_THREADS": "3"}, SETTINGS, 7)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OPENBLAS_NUM_THREADS"] == "1"
+    assert environment["PYTHONUNBUFFERED"] == "1"
+    assert environment["PYTHONFAULTHANDLER"] == "1"
+
+
+def test_an_explicit_rank_does_not_go_to_all_workers() -> None:
+    environment = worker_environment({"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "4"}, SETTINGS, 7)
+    assert "PACELINE_RANK" not in environment
+    assert "PACELINE_WORLD_SIZE" not in environment

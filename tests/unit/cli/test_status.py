@@ -1,0 +1,61 @@
+"""The JSON shapes of `paceline status`."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.status import job_as_dict, jobs_table, member_as_dict, members_table
+from paceline.session.wire import duration
+from pacelinepb.v1 import admin_pb2, session_pb2
+
+
+def member(in_view: bool) -> admin_pb2.MemberStatus:
+    process = session_pb2.ProcessIdentity(host="node[1]", pid=12)
+    return admin_pb2.MemberStatus(
+        member=session_pb2.Member(member_id="m", rank=0, process=process, address="10.0.0.1:5"),
+        in_view=in_view,
+        attached=True,
+        silent=duration(0.25),
+        progress=session_pb2.Heartbeat(operation=7),
+    )
+
+
+SUMMARY = admin_pb2.JobSummary(
+    name="digits",
+    phase=admin_pb2.JOB_PHASE_RUNNING,
+    generation=3,
+    world_size=4,
+    waiting=1,
+    reason="4 of at most 4 workers are in the view",
+)
+
+
+def test_a_job() -> None:
+    assert job_as_dict(SUMMARY) == {
+        "name": "digits",
+        "phase": "running",
+        "generation": 3,
+        "world_size": 4,
+        "waiting": 1,
+        "reason": "4 of at most 4 workers are in the view",
+    }
+
+
+@pytest.mark.parametrize(("in_view", "rank"), [(True, 0), (False, None)])
+def test_a_member_has_a_rank_only_in_a_view(in_view: bool, rank: int | None) -> None:
+    assert member_as_dict(member(in_view)) == {
+        "member_id": "m",
+        "rank": rank,
+        "host": "node[1]",
+        "pid": 12,
+        "address": "10.0.0.1:5",
+        "attached": True,
+        "silent_s": 0.25,
+        "operation": 7,
+    }
+
+
+def test_tables_hold_a_row_for_each() -> None:
+    assert jobs_table([SUMMARY, SUMMARY]).row_count == 2
+    detail = admin_pb2.GetJobResponse(summary=SUMMARY, members=[member(True), member(False)])
+    assert members_table(detail).row_count == 2

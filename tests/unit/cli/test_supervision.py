@@ -1,0 +1,79 @@
+"""How ends are told and blamed, and when workers are stopped. Time is an argument."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paceline.cli.launcher.outcome import Exit, in_order_of_blame, shell_code
+from paceline.cli.launcher.supervision import KILL_AFTER_S, Supervision
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words", "code"),
+    [
+        (0, "rank 2 (pid 9) ended with exit code 0", 0),
+        (3, "rank 2 (pid 9) ended with exit code 3", 3),
+        (-9, "rank 2 (pid 9) was killed by SIGKILL", 137),
+        (-15, "rank 2 (pid 9) was killed by SIGTERM", 143),
+        (-64, "rank 2 (pid 9) was killed by SIGRTMAX", 192),
+        (-50, "rank 2 (pid 9) was killed by signal 50", 178),
+    ],
+)
+def test_an_end_in_words_and_as_a_code(returncode: int, words: str, code: int) -> None:
+    assert str(Exit("rank 2", 9, returncode)) == words
+    assert shell_code(returncode) == code
+
+
+def test_a_kill_is_blamed_before_the_errors_that_it_causes() -> None:
+    ends = [Exit("rank 0", 1, 0), Exit("rank 1", 2, 1), Exit("rank 2", 3, -9)]
+    assert [end.label for end in in_order_of_blame(ends)] == ["rank 2", "rank 1", "rank 0"]
+
+
+def test_all_is_well() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.ended(Exit("rank 0", 1, 0), now=1.0)
+    assert (supervision.deadline, supervision.due(1e9), supervision.exit_code) == (None, None, 0)
+
+
+def test_after_a_failure_the_others_get_a_grace_then_sigterm_then_sigkill() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.ended(Exit("rank 2", 3, -9), now=100.0)
+    supervision.ended(Exit("rank 1", 2, 1), now=100.1)
+    assert supervision.deadline == 108.0
+    assert supervision.due(107.9) is None
+    assert not supervision.stopping
+    assert supervision.due(108.0) is signal.SIGTERM
+    assert supervision.stopping
+    assert supervision.due(108.0) is None
+    assert supervision.deadline == 108.0 + KILL_AFTER_S
+    assert supervision.due(108.0 + KILL_AFTER_S) is signal.SIGKILL
+    assert supervision.deadline is None
+    assert supervision.exit_code == 137
+
+
+def test_an_interrupt_stops_at_once_and_is_the_exit_code() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.interrupt(signal.SIGINT, now=5.0)
+    assert supervision.due(5.0) is signal.SIGTERM
+    supervision.ended(Exit("rank 0", 1, -15), now=5.1)
+    assert supervision.exit_code == 130
+
+
+def test_a_second_interrupt_kills_at_once() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.interrupt(signal.SIGINT, now=5.0)
+    assert supervision.due(5.0) is signal.SIGTERM
+    supervision.interrupt(signal.SIGINT, now=5.5)
+    assert supervision.due(5.5) is signal.SIGKILL
+    assert supervision.due(99.0) is None
+
+
+def test_two_interrupts_at_one_moment_kill() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.interrupt(signal.SIGTERM, now=5.0)
+    supervision.interrupt(signal.SIGINT, now=5.0)
+    assert supervision.due(5.0) is signal.SIGKILL
+    assert supervision.due(5.0) is None
+    assert supervision.exit_code == 143

@@ -1,0 +1,188 @@
+"""First use: models that differ are told apart by name, and rank 0's values are everywhere before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from unit.parallel.helpers import Array, Branches, mlp, scale, weights
+
+from paceline.errors import (
+    DivergenceError,
+    PacelineError,
+    SettingsMismatch,
+    SizeMismatch,
+    StepOrderError,
+    UnsupportedOp,
+)
+from paceline.group import Group
+from paceline.parallel import DDP
+from paceline.parallel.agreement import agree
+from paceline.parallel.manifest import Manifest
+from paceline.testing import run_ranks
+
+
+class Buffered(Branches):
+    def __init__(self, **buffers: Any) -> None:
+        super().__init__("a", a=scale(1.0))
+        self.buffers = buffers
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        yield from self.buffers.items()
+
+
+def test_rank_0s_values_are_given() -> None:
+    def rank(g: Group) -> Any:
+        module = mlp(seed=g.rank)
+        arrays = [id(p.data) for _, p in module.named_parameters()]
+        DDP(module, g)(np.zeros((1, 12)))
+        assert arrays == [id(p.data) for _, p in module.named_parameters()]
+        return weights(module)
+
+    expected = weights(mlp(seed=0))
+    for found in run_ranks(3, rank):
+        np.testing.assert_equal(found, expected)
+
+
+def test_buffers_of_any_dtype_and_layout_are_given() -> None:
+    def rank(g: Group) -> list[Array]:
+        buffers = {
+            "flags": np.array([g.rank == 0, True]),
+            "strided": np.full((4, 6), g.rank + 0.5)[::2, ::3],
+            "fortran": np.asfortranarray(np.arange(6).reshape(2, 3) * (g.rank + 1)),
+            "scalar": np.array(g.rank, np.int64),
+            "empty": np.zeros((0, 2)),
+            "half": np.full(3, g.rank + 1, ml_dtypes.bfloat16),
+        }
+        ddp = DDP(Buffered(**buffers), g)
+        ddp(np.ones((1, 1)))
+        assert [name for name, _ in ddp.named_buffers()] == list(buffers)
+        return list(buffers.values())
+
+    first, second = run_ranks(2, rank)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(second[2], np.arange(6).reshape(2, 3))
+
+
+def test_equal_values_are_not_sent() -> None:
+    def rank(g: Group) -> None:
+        def no_broadcast(*args: Any, **settings: Any) -> Any:
+            raise AssertionError("broadcast")
+
+        g.broadcast = no_broadcast  # type: ignore[method-assign]
+        DDP(mlp(), g)(np.zeros((1, 12)))
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "text"),
+    [
+        (lambda: Branches("a", a=scale(1.0, 2.0)), SizeMismatch, r"'a' float64 \[2\] where rank 0 has trained 'a'"),
+        (lambda: Branches("a", a=scale(1, dtype="f4")), DivergenceError, r"'a' float32 \[1\] where rank 0 has"),
+        (lambda: Branches("z", z=scale(1.0)), DivergenceError, "trained 'z' .* where rank 0 has trained 'a'"),
+        (lambda: Branches("a", a=scale(1, requires_grad=False)), DivergenceError, "has frozen 'a' .* where"),
+        (
+            lambda: Branches("a", a=scale(1.0), b=scale(1.0)),
+            DivergenceError,
+            r"rank 2 has trained 'b'.* rank 0 has not",
+        ),
+        (lambda: Buffered(mean=np.zeros(3)), DivergenceError, r"has buffer 'mean' float64 \[3\], which rank 0 has not"),
+    ],
+)
+def test_models_that_differ(odd: Callable[[], Branches], kind: type[PacelineError], text: str) -> None:
+    def rank(g: Group) -> str:
+        with pytest.raises(kind, match=text) as caught:
+            DDP(odd() if g.rank == 2 else Branches("a", a=scale(1.0)), g)(np.ones((1, 1)))
+        assert caught.value.ranks == (2,)
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, rank))) == 1  # all tell the same story
+
+
+def test_parameters_tied_on_one_rank_only() -> None:
+    def rank(g: Group) -> None:
+        a, b = scale(1.0), scale(1.0)
+        with pytest.raises(DivergenceError, match=r"rank 0 has trained 'b' float64 \[1\], which rank 1 has not"):
+            DDP(Branches("a", a=a, b=a if g.rank else b), g)(np.ones((1, 1)))
+
+    run_ranks(2, rank)
+
+
+def test_several_ranks_that_differ_are_all_named() -> None:
+    def rank(g: Group) -> None:
+        with pytest.raises(SizeMismatch, match=r"rank 1 \(and \[1, 3\] in all\)") as caught:
+            DDP(Branches("a", a=scale(*[1.0] * (1 + g.rank % 2))), g)(np.ones((1, 1)))
+        assert caught.value.ranks == (1, 3)
+
+    run_ranks(4, rank)
+
+
+def test_bucket_size_that_differs() -> None:
+    def rank(g: Group) -> None:
+        with pytest.raises(SettingsMismatch, match="bucket_mb is 2 on rank 1 and 1 on rank 0"):
+            DDP(mlp(), g, bucket_mb=1 + g.rank)(np.zeros((1, 12)))
+
+    run_ranks(2, rank)
+
+
+def test_values_that_do_not_arrive() -> None:
+    def rank(g: Group) -> None:
+        if g.rank == 1:
+            whole = g.broadcast
+
+            def torn(x: Any, *, root: int = 0, out: Any = None) -> Any:
+                whole(x, root=root, out=out)
+                out[0] ^= 1
+                return out
+
+            g.broadcast = torn  # type: ignore[assignment,method-assign]
+        with pytest.raises(DivergenceError, match=r"ranks \[1\] do not hold the values") as caught:
+            DDP(mlp(seed=g.rank), g)(np.zeros((1, 12)))
+        assert caught.value.ranks == (1,)
+
+    run_ranks(3, rank)
+
+
+def test_gradients_from_other_initial_values_are_refused_on_every_rank() -> None:
+    def rank(g: Group) -> None:
+        module = Branches("a", a=scale(1.0 + g.rank))
+        module.forward(np.ones((1, 1)))
+        module.backward(np.ones((1, 1)))
+        ddp = DDP(module, g)
+        with pytest.raises(StepOrderError, match=r"ranks \[1\] computed gradients from initial values"):
+            ddp.sync_gradients()
+        module.scales["a"].grad = None
+        ddp.prepare()
+        ddp.backward(np.ones((1, 1)))
+        assert module.scales["a"].data == module.scales["a"].grad == 1
+
+    run_ranks(2, rank)
+
+
+def test_buffers_must_be_arrays_of_plain_data() -> None:
+    def rank(g: Group) -> None:
+        with pytest.raises(UnsupportedOp, match="'count' must be an array"):
+            DDP(Buffered(count=3), g)(np.ones((1, 1)))
+        with pytest.raises(UnsupportedOp, match="'names' holds Python objects"):
+            DDP(Buffered(names=np.array(["a"], object)), g)(np.ones((1, 1)))
+
+    run_ranks(1, rank)
+
+
+def test_manifest_travels() -> None:
+    manifest = Manifest.of({"a": scale(1.0), "b": scale(1, requires_grad=False)}, {"m": np.zeros((2, 3), ">f4")}, 25)
+    assert Manifest.decode(manifest.encode()) == manifest
+    assert [str(e) for e in manifest.entries] == [
+        "trained 'a' float64 [1]",
+        "frozen 'b' float64 [1]",
+        "buffer 'm' >f4 [2, 3]",
+    ]
+
+
+def test_a_model_without_arrays_agrees() -> None:
+    run_ranks(2, lambda g: agree(g, Manifest.of({}, {}, 25), [], may_change=True))

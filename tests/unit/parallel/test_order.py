@@ -1,0 +1,304 @@
+"""The order of things: overlap, the fixed order of buckets, and what an error leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.parallel.helpers import Array, Branches, RecordingGroup, scale
+
+from paceline.errors import PeerLost, SizeMismatch, StepOrderError
+from paceline.group import Group
+from paceline.parallel import DDP
+from paceline.testing import run_ranks
+
+X = np.ones((1, 3))
+TINY = 1e-6
+"""Every parameter has a bucket of its own."""
+
+
+def clear(ddp: DDP) -> None:
+    for _, parameter in ddp.named_parameters():
+        parameter.grad = None
+
+
+def recorded(use: str = "abc", bucket_mb: float = TINY) -> tuple[DDP, Branches, RecordingGroup]:
+    """A model of parameters of 1, 1 and 3 elements whose backward writes to the group's log."""
+    group = RecordingGroup()
+    module = Branches(use, a=scale(1), b=scale(1), c=scale(1, 1, 1))
+    module.before_backward_of = lambda name: group.log.append(f"backward {name}")
+    return DDP(module, group, bucket_mb=bucket_mb), module, group
+
+
+def test_construction_communicates_nothing() -> None:
+    class Silent(RecordingGroup):
+        def all_reduce(self, *args: Any, **settings: Any) -> Any:
+            raise AssertionError("communication")
+
+        broadcast = all_reduce
+
+    DDP(Branches("a", a=scale(1)), Silent())
+
+
+def test_first_pass_counts_and_later_ones_overlap() -> None:
+    ddp, _, group = recorded()
+    for _ in range(2):
+        clear(ddp)
+        ddp(X)
+        ddp.backward(X)
+    # A message holds the gradients, the weight and the flags: 3 + 1 + 1 elements for c, 1 + 1 + 1 for the others.
+    assert group.log == [
+        *["backward c", "backward b", "backward a", "send 5", "send 3", "send 3"],
+        *["backward c", "send 5", "backward b", "send 3", "backward a", "send 3"],
+    ]
+
+
+def test_buckets_go_in_order_whatever_the_order_of_gradients() -> None:
+    ddp, module, group = recorded()
+    ddp(X)
+    ddp.backward(X)
+    clear(ddp)
+    group.log.clear()
+    module.use = "cba"  # backward runs a, b, c; buckets are c, b, a
+    ddp(X)
+    ddp.backward(X)
+    assert group.log == ["backward a", "backward b", "backward c", "send 5", "send 3", "send 3"]
+
+
+def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None:
+    ddp, module, group = recorded()
+    for use in ("abc", "ac"):
+        clear(ddp)
+        module.use = use
+        group.log.clear()
+        ddp(X)
+        ddp.backward(X)
+    assert group.log == ["backward c", "send 5", "backward a", "send 3", "send 3"]
+
+
+def test_no_sync_sends_nothing() -> None:
+    ddp, _, group = recorded()
+    with ddp.no_sync():
+        for _ in range(3):
+            ddp(X)
+            ddp.backward(X)
+    assert not [line for line in group.log if line.startswith("send")]
+    ddp.sync_gradients()
+    assert group.log[-3:] == ["send 5", "send 3", "send 3"]
+    group.log.clear()
+    ddp.sync_gradients()
+    assert group.log == []
+
+
+def test_gradient_after_its_bucket_was_sent_is_refused_and_learned() -> None:
+    ddp, module, _ = recorded()
+    for use, right in [("abc", True), ("acbc", False), ("acbc", True), ("abc", True)]:
+        clear(ddp)
+        module.use = use
+        ddp(X)
+        if right:
+            ddp.backward(X)
+            assert all(p.grad is not None for p in module.scales.values())
+        else:
+            with pytest.raises(StepOrderError, match="'c' got one more gradient after its bucket was sent"):
+                ddp.backward(X)
+            assert all(p.grad is None for p in module.scales.values())
+    np.testing.assert_array_equal(module.scales["c"].grad, [1, 1, 1])
+
+
+def test_gradient_on_its_way_cannot_be_written_in_place() -> None:
+    ddp, module, _ = recorded()
+    ddp(X)
+    ddp.backward(X)
+    clear(ddp)
+
+    def meddle(name: str) -> None:
+        if name == "b":  # c has been sent
+            module.scales["c"].grad += 1  # type: ignore[operator]
+
+    module.before_backward_of = meddle
+    ddp(X)
+    with pytest.raises(ValueError, match="read-only"):
+        ddp.backward(X)
+    module.before_backward_of = lambda name: None
+    ddp(X)
+    ddp.backward(X)
+    module.scales["c"].grad *= 0.5  # type: ignore[operator]  # after the reduction it is the user's again
+
+
+@pytest.mark.parametrize("when", ["a", "b", "c"])
+@pytest.mark.parametrize("early", [False, True])
+def test_exception_in_backward_then_a_good_step(when: str, early: bool) -> None:
+    """Every rank fails at the same place, after some buckets have gone, and tries again."""
+
+    def rank(g: Group) -> Any:
+        module = Branches("abc", a=scale(1.0), b=scale(2.0), c=scale(3.0))
+        ddp = DDP(module, g, bucket_mb=TINY)
+        x = np.full((1, 1), g.rank * 2.0)
+        if early:
+            ddp(x)
+            ddp.backward(np.ones((1, 1)))
+            clear(ddp)
+
+        def fail(name: str) -> None:
+            if name == when:
+                raise ZeroDivisionError("as ordered")
+
+        module.before_backward_of = fail
+        ddp(x)
+        with pytest.raises(ZeroDivisionError):
+            ddp.backward(np.full((1, 1), 1e6))
+        assert all(p.grad is None for p in module.scales.values())
+        module.before_backward_of = lambda name: None
+        found = []
+        for _ in range(2):
+            clear(ddp)
+            ddp(x)
+            ddp.backward(np.ones((1, 1)))
+            found.append({path: float(p.grad[0]) for path, p in module.scales.items() if p.grad is not None})
+        return found
+
+    assert run_ranks(2, rank) == [[{"a": 6.0, "b": 3.0, "c": 2.0}] * 2] * 2
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_failed_collective_then_a_good_step(fail_at: int) -> None:
+    ddp, module, group = recorded()
+    group.fail_at = fail_at
+    with ddp.no_sync():
+        ddp(X)
+        ddp.backward(X)
+    ddp(X)
+    with pytest.raises(ConnectionError):
+        ddp.backward(X)
+    assert all(p.grad is None for p in module.scales.values())
+    ddp(X)
+    ddp.backward(X)
+    np.testing.assert_array_equal(module.scales["c"].grad, [1, 1, 1])
+
+
+def test_clearing_ends_a_round_with_its_weights() -> None:
+    ddp, module, _ = recorded()
+    with ddp.no_sync():
+        ddp(X)
+        ddp.backward(X, weight=7)
+    clear(ddp)
+    ddp(X)
+    ddp.backward(X, weight=1)
+    np.testing.assert_array_equal(module.scales["c"].grad, [1, 1, 1])
+
+
+def test_clearing_some_in_the_middle_of_a_round_is_refused() -> None:
+    ddp, module, _ = recorded()
+    with ddp.no_sync():
+        ddp(X)
+        ddp.backward(X)
+    module.scales["a"].grad = None
+    with pytest.raises(StepOrderError, match="'a' was cleared in the middle"):
+        ddp.backward(X)
+    with pytest.raises(StepOrderError, match="'a' was cleared in the middle"):
+        ddp.sync_gradients()
+
+
+def test_gradients_of_others_are_not_mixed_with_weighted_ones() -> None:
+    ddp, module, _ = recorded()
+    ddp(X)
+    module.backward(X)
+    with pytest.raises(StepOrderError, match="written outside"):
+        ddp.backward(X)
+    clear(ddp)
+    with ddp.no_sync():
+        ddp(X)
+        ddp.backward(X)
+    module.backward(X)
+    with pytest.raises(StepOrderError, match="in an accumulation"):
+        ddp.sync_gradients()
+
+
+def test_gradients_cleared_with_zeros_are_no_gradients_of_others() -> None:
+    ddp, module, _ = recorded()
+    for _ in range(2):
+        for parameter in module.scales.values():
+            parameter.grad = np.zeros_like(parameter.data)
+        ddp(X)
+        ddp.backward(X)
+    np.testing.assert_array_equal(module.scales["c"].grad, [1, 1, 1])
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_bad_weight(weight: float) -> None:
+    ddp, _, _ = recorded()
+    ddp(X)
+    with pytest.raises(ValueError, match="weight"):
+        ddp.backward(X, weight)
+
+
+def test_number_of_samples_must_be_seen() -> None:
+    ddp, _, _ = recorded()
+    ddp(X)
+    with pytest.raises(SizeMismatch, match="pass weight="):
+        ddp.backward(np.array(1.0))
+
+
+def test_bad_bucket_size() -> None:
+    with pytest.raises(ValueError, match="bucket_mb"):
+        DDP(Branches(""), RecordingGroup(), bucket_mb=0)
+
+
+def test_module_wrapped_twice_at_once() -> None:
+    group = RecordingGroup()
+    outer = DDP(DDP(Branches("a", a=scale(1)), group), group)
+    outer(np.ones((1, 1)))
+    with pytest.raises(StepOrderError, match="wrapped twice"):
+        outer.backward(np.ones((1, 1)))
+
+
+def test_module_wrapped_again_later() -> None:
+    def rank(g: Group) -> Array:
+        module = Branches("a", a=scale(1.0))
+        first, second = DDP(module, g), DDP(module, g)
+        for ddp in (first, second, first):
+            clear(ddp)
+            ddp(np.full((1, 1), g.rank * 2.0))
+            ddp.backward(np.ones((1, 1)))
+            assert module.scales["a"].grad == 1.0
+        return module.scales["a"].data
+
+    run_ranks(2, rank)
+
+
+def test_error_on_one_rank_before_anything_was_sent() -> None:
+    """The rank tries again by itself; the others, who wait for it, notice nothing."""
+
+    def rank(g: Group) -> Any:
+        module = Branches("ab", a=scale(1.0), b=scale(1.0))
+        ddp = DDP(module, g, bucket_mb=TINY)
+        ddp(np.full((1, 1), g.rank * 2.0))
+
+        def fail(name: str) -> None:
+            raise ZeroDivisionError("as ordered")
+
+        if g.rank == 1:
+            module.before_backward_of = fail
+            with pytest.raises(ZeroDivisionError):
+                ddp.backward(np.ones((1, 1)))
+            module.before_backward_of = lambda name: None
+        ddp.backward(np.ones((1, 1)))
+        return module.scales["a"].grad
+
+    assert run_ranks(2, rank) == [1.0] * 2
+
+
+def test_a_rank_that_leaves_is_news_to_the_others() -> None:
+    def rank(g: Group) -> Any:
+        module = Branches("a", a=scale(1.0))
+        ddp = DDP(module, g)
+        ddp(np.ones((1, 1)))
+        if g.rank == 0:
+            return None
+        with pytest.raises(PeerLost):
+            ddp.backward(np.ones((1, 1)))
+        return module.scales["a"].grad
+
+    assert run_ranks(2, rank) == [None, None]

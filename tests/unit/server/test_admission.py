@@ -1,0 +1,85 @@
+"""Who may register: every refusal, by its words."""
+
+import pytest
+
+from paceline_server.errors import InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
+from paceline_server.events import EndSession
+from support.coordinator import PureJob
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "text"),
+    [(0, 2, "min_workers must be 1 or more, not 0"), (3, 2, r"max_workers \(2\) is below min_workers \(3\)")],
+)
+def test_impossible_worlds(least: int, most: int, text: str) -> None:
+    job = PureJob()
+    with pytest.raises(InvalidWorldSize, match=text):
+        job.join(least, most)
+    assert not job.state.sessions
+
+
+def test_explicit_ranks_need_one_world_size() -> None:
+    with pytest.raises(InvalidWorldSize, match="explicit ranks need"):
+        PureJob().join(1, 2, rank=0)
+
+
+def test_a_rank_outside_the_world() -> None:
+    with pytest.raises(InvalidRank, match="rank 4 is outside the world of 4: ranks go from 0 to 3"):
+        PureJob().join(4, 4, rank=4)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"least": 3, "most": 4}, "min_workers is 3 at host-2 .* but 2 .* host-1"),
+        ({"least": 2, "most": 5}, "max_workers is 5 at host-2 .* but 4"),
+        ({"least": 2, "most": 4, "timeout": 5.0}, "failure_timeout is 5 s at host-2 .* but 3 s"),
+    ],
+)
+def test_disagreement_names_the_setting_and_both_values(other: dict[str, float], text: str) -> None:
+    job = PureJob()
+    job.join(2, 4)
+    with pytest.raises(SettingsDisagree, match=text):
+        job.join(**other)  # type: ignore[arg-type]
+    assert list(job.state.sessions) == ["m1"]
+
+
+def test_explicit_and_free_ranks_do_not_mix() -> None:
+    job = PureJob()
+    job.join(4, 4, rank=1)
+    with pytest.raises(
+        SettingsDisagree, match=r"rank is explicit \(1\) at host-1 .* left to the coordinator at host-2"
+    ):
+        job.join(4, 4)
+
+
+def test_disagreement_with_the_live_view() -> None:
+    job = PureJob()
+    job.form(2)
+    with pytest.raises(SettingsDisagree):
+        job.join(3, 3)
+
+
+def test_a_rank_claimed_twice_names_both_hosts() -> None:
+    job = PureJob()
+    job.join(4, 4, rank=1, host="left")
+    with pytest.raises(RankTaken, match="rank 1 .* claimed twice: by left .*, and by right"):
+        job.join(4, 4, rank=1, host="right")
+
+
+def test_a_candidate_that_lost_its_stream_gives_its_rank_up() -> None:
+    job = PureJob()
+    ghost = job.join(2, 2, rank=0)
+    job.cut(ghost)
+    job.join(2, 2, rank=0)
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]
+    job.join(2, 2, rank=1)
+    assert len(job.state.view.seats) == 2
+
+
+def test_settings_are_forgotten_with_the_last_member() -> None:
+    job = PureJob()
+    for member in job.form(2):
+        job.leave(member)
+    job.join(3, 5)  # the next run may choose others
+    assert job.reason == "waiting for 2 more workers (1 of at least 3)"

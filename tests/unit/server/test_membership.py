@@ -1,0 +1,356 @@
+"""The life of a job: views, verdicts, resuming, leaving. Events in, effects out, and a clock moved by hand."""
+
+import pytest
+
+from paceline_server.errors import BadRequest, SessionEnded
+from paceline_server.events import (
+    EndSession,
+    ExitReported,
+    ForgetView,
+    PushVerdict,
+    PushView,
+    PushWaiting,
+    StoreEnding,
+    StoreFailed,
+    StoreVerdict,
+    StoreView,
+    StreamEnded,
+    Ticked,
+    ViewStored,
+    Welcome,
+)
+from paceline_server.model import Ending, Process, Standing
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+LOST = ErrorReason.ERROR_REASON_PEER_LOST
+RAISED = ErrorReason.ERROR_REASON_PEER_RAISED
+TIMEOUT = ErrorReason.ERROR_REASON_TIMEOUT
+
+
+def kinds(effects: list[object]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
+
+
+def verdicts(effects: list[object]) -> dict[str, str]:
+    """Who is told which verdict."""
+    return {effect.member_id: effect.verdict.text for effect in effects if isinstance(effect, PushVerdict)}
+
+
+# Views and their numbers ---------------------------------------------------------------------------------------------
+
+
+def test_a_view_is_stored_before_anyone_hears_of_it() -> None:
+    job = PureJob()
+    job.slow_disk = True
+    job.join(1, 1)
+    assert kinds(job.effects) == ["Welcome", "StoreView"]
+    assert kinds(job.do(ViewStored(1)))[0] == "PushView"
+
+
+def test_a_number_is_above_what_any_member_has_seen() -> None:
+    job = PureJob()
+    job.join(2, 2, floor=7)
+    job.join(2, 2, floor=3)
+    assert job.state.live.generation == 8
+
+
+def test_a_member_that_goes_while_its_view_is_stored_uses_the_number_up() -> None:
+    job = PureJob()
+    job.slow_disk = True
+    job.join(2, 2)
+    gone = job.join(2, 2)
+    job.cut(gone)
+    assert kinds(job.do(ViewStored(1)))[0] == "ForgetView"
+    assert job.state.view is None
+    job.join(2, 2)
+    assert [effect.view.generation for effect in job.effects if isinstance(effect, StoreView)] == [2]
+
+
+def test_a_view_that_cannot_be_stored_is_tried_again_under_a_new_number() -> None:
+    job = PureJob()
+    job.slow_disk = True
+    job.join(1, 1)
+    job.do(StoreFailed(1, "no space left"))
+    assert job.reason == "the state cannot be stored: no space left"
+    job.now = job.membership.next_deadline()
+    (store,) = job.do(Ticked())
+    assert isinstance(store, StoreView)
+    assert store.view.generation == 2
+
+
+def test_the_next_view_forms_from_candidates_when_the_last_is_void() -> None:
+    job = PureJob()
+    old = job.form(2)
+    job.join(2, 2)
+    job.leave(old[0], cause="ValueError: bad batch")
+    assert job.reason == "waiting for 1 more worker (1 of at least 2)"
+    job.join(2, 2)
+    assert [seat.member_id for seat in job.state.live.seats] == ["m3", "m4"]
+    assert job.state.live.generation == 2
+    # m2 has yet to go. It is told of its own generation still, and disturbs nothing when it goes.
+    assert kinds(job.cut(old[1])) == []
+    assert verdicts(job.resume(old[1], 1)) == {
+        old[1]: "rank 0 (host-1, pid 1001) raised an error: ValueError: bad batch"
+    }
+    job.leave(old[1])
+    assert not job.state.endings
+
+
+# A stream's end is suspicion -----------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_ends_is_told_to_nobody() -> None:
+    job = PureJob()
+    _, second = job.form(2)
+    assert job.cut(second) == []
+    assert job.state.sessions[second].standing is Standing.IN_VIEW
+
+
+def test_a_suspect_with_an_accuser_is_out_at_once_whichever_comes_first() -> None:
+    for reported_first in (True, False):
+        job = PureJob()
+        first, second = job.form(2)
+        if reported_first:
+            assert job.report(first, LOST, 1) == []
+            effects = job.cut(second)
+        else:
+            job.cut(second)
+            effects = job.report(first, LOST, 1)
+        text = "rank 1 (host-2, pid 1002) died: its session and its link to rank 0 ended"
+        assert verdicts(effects) == {first: text}
+        assert kinds(effects)[0] == "StoreVerdict"
+
+
+def test_a_member_that_resumes_in_time_is_where_it_was() -> None:
+    job = PureJob()
+    _, second = job.form(2)
+    job.cut(second)
+    job.pass_time(2.9, beating=["m1"])
+    assert kinds(job.resume(second, 1)) == ["Welcome"]
+    assert job.pass_time(2.0, beating=["m1"]) == []
+    assert job.state.live is not None
+
+
+def test_a_member_that_missed_its_view_gets_it_when_it_resumes() -> None:
+    job = PureJob()
+    first, _ = job.form(2)
+    job.cut(first)
+    assert kinds(job.resume(first, 0)) == ["Welcome", "PushView"]
+
+
+def test_a_stream_that_was_replaced_may_end() -> None:
+    job = PureJob()
+    first, _ = job.form(2)
+    job.resume(first, 1, stream=55)
+    job.do(StreamEnded(first, 1))
+    assert job.state.sessions[first].stream == 55
+
+
+def test_resuming_needs_the_token() -> None:
+    job = PureJob()
+    first, _ = job.form(2)
+    job.cut(first)
+    with pytest.raises(SessionEnded, match="no such session"):
+        job.resume(first, 1, token=b"stolen")
+    assert job.state.sessions[first].stream is None
+
+
+def test_who_resumes_after_its_session_has_ended_is_told_the_verdict() -> None:
+    job = PureJob()
+    _, second = job.form(2)
+    job.cut(second)
+    job.pass_time(3.0, beating=["m1"])
+    with pytest.raises(
+        SessionEnded, match=r"rank 1 \(host-2, pid 1002\) lost its session and did not come back for 3.0 s"
+    ):
+        job.resume(second, 1)
+
+
+# Silence --------------------------------------------------------------------------------------------------------------
+
+
+def test_silence_voids_the_view_and_ends_the_session() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    effects = job.pass_time(3.1, beating=[first])
+    assert kinds(effects) == ["StoreEnding", "StoreVerdict", "PushVerdict", "PushVerdict", "EndSession"]
+    assert verdicts(effects)[first] == "rank 1 (host-2, pid 1002) was silent for 3.1 s"
+    assert effects[-1].member_id == second
+    assert job.state.verdict.culprits == (1,)
+
+
+def test_a_message_between_the_two_looks_is_heard() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.now += 3.1
+    assert job.do(Ticked()) == []
+    job.beat(first, 1)
+    job.beat(second, 1)
+    job.now += 0.02
+    assert job.do(Ticked()) == []
+
+
+def test_whoever_slept_judges_nobody() -> None:
+    job = PureJob()
+    members = job.form(2)
+    assert job.pass_time(4.0, slept=4.0) == []
+    assert job.pass_time(2.9) == []
+    assert len(verdicts(job.pass_time(0.1))) == len(members)
+
+
+def test_a_nap_shorter_than_a_heartbeat_changes_nothing() -> None:
+    job = PureJob()
+    job.form(2)
+    assert verdicts(job.pass_time(3.0, slept=0.4))
+
+
+def test_a_silent_candidate_is_forgotten() -> None:
+    job = PureJob()
+    job.join(2, 2)
+    assert kinds(job.pass_time(3.0)) == ["EndSession"]
+    assert job.state.sessions == {}
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
+
+
+def test_reports_gather_before_they_are_judged() -> None:
+    job = PureJob()
+    members = job.form(3)
+    assert job.report(members[1], TIMEOUT, 0, "slow") == []
+    job.now += 0.01
+    assert job.report(members[2], RAISED, None, "KeyError: 'x'") == []
+    assert job.membership.next_deadline() == pytest.approx(job.now + 0.01)
+    effects = job.pass_time(0.01)
+    assert set(verdicts(effects).values()) == {"rank 2 (host-3, pid 1003) raised an error: KeyError: 'x'"}
+    assert set(verdicts(effects)) == set(members)
+
+
+def test_they_are_judged_at_once_when_all_have_reported() -> None:
+    job = PureJob()
+    members = job.form(2)
+    job.report(members[0], TIMEOUT, 1)
+    assert verdicts(job.report(members[1], TIMEOUT, 0))
+
+
+def test_a_broken_link_between_two_that_seem_well_waits_for_news_of_a_death() -> None:
+    job = PureJob()
+    members = job.form(3)
+    job.report(members[0], LOST, 1)
+    assert job.pass_time(0.05, beating=members) == []
+    assert verdicts(job.cut(members[0]))[members[1]].startswith("rank 0 (host-1, pid 1001) died")
+
+
+def test_and_is_judged_without_it_in_the_end() -> None:
+    job = PureJob()
+    members = job.form(3)
+    job.report(members[0], LOST, 1)
+    job.pass_time(0.02)
+    effects = job.pass_time(0.08)
+    assert verdicts(effects)[members[2]] == "rank 1 (host-2, pid 1002) was cut off: its link to rank 0 ended"
+
+
+def test_a_late_report_is_answered_with_the_verdict() -> None:
+    job = PureJob()
+    members = job.form(3)
+    job.leave(members[0], cause="boom")
+    effects = job.report(members[1], LOST, 0)
+    assert kinds(effects) == ["PushVerdict"]
+    assert effects[0].verdict is job.state.verdict
+
+
+@pytest.mark.parametrize(("reason", "accused"), [(LOST, 2), (ErrorReason.ERROR_REASON_LIMIT, 1)])
+def test_a_report_that_cannot_be(reason: int, accused: int) -> None:
+    job = PureJob()
+    first, _ = job.form(2)
+    with pytest.raises(BadRequest):
+        job.report(first, reason, accused)
+
+
+def test_a_candidate_has_nothing_to_report() -> None:
+    job = PureJob()
+    first = job.join(2, 2)
+    with pytest.raises(BadRequest, match="which the member is not in"):
+        job.report(first, LOST, 0)
+
+
+# Going ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reported_exit_is_a_sure_witness() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    effects = job.do(ExitReported(Process("host-2", 1002), -9))
+    assert verdicts(effects)[first] == "rank 1 (host-2, pid 1002) was killed by signal 9 (SIGKILL)"
+    assert second not in job.state.sessions
+
+
+def test_the_exit_of_another_incarnation_is_nobodys() -> None:
+    job = PureJob()
+    job.form(2)
+    assert job.membership.find(Process("host-2", 1003)) == []
+    assert job.do(ExitReported(Process("host-2", 1003), 1)) == []
+
+
+def test_leaving_in_good_order_voids_nothing() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    effects = job.leave(second)
+    assert effects[:2] == [StoreEnding(1, 1, Ending("left the job", orderly=True)), EndSession(second, None)]
+    assert job.state.live is not None
+    assert job.reason == "generation 1 is running with 1 member; a newcomer waits until it ends"
+    assert job.leave(first)[-1] == ForgetView(1)
+    assert (job.state.view, job.state.verdict, job.state.sessions) == (None, None, {})
+
+
+def test_leaving_while_others_need_you_does() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.leave(second)
+    effects = job.report(first, LOST, 1, "the link to rank 1 ended in all_reduce 3")
+    assert verdicts(effects)[first].startswith("rank 1 (host-2, pid 1002) left the job while others needed it")
+    assert job.state.verdict.culprits == (1,)
+
+
+def test_leaving_with_a_cause_names_it() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    effects = job.leave(second, cause="ZeroDivisionError: division by zero")
+    assert verdicts(effects) == {
+        first: "rank 1 (host-2, pid 1002) raised an error: ZeroDivisionError: division by zero"
+    }
+    assert job.state.verdict.reason == RAISED
+
+
+def test_nothing_is_kept_of_members_that_are_gone() -> None:
+    job = PureJob()
+    for round_ in range(50):
+        members = job.form(2)
+        job.leave(members[0], cause=f"error {round_}")
+        job.leave(members[1])
+    assert job.state.sessions == {}
+    assert job.state.endings == {}
+    assert job.state.view is None
+    assert job.state.generation == 50
+
+
+def test_events_of_sessions_that_have_ended_are_ignored() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.leave(second)
+    assert job.leave(second) == []
+    assert job.enter(second) == []
+    assert job.report(second, LOST, 0) == []
+    job.beat(second, 3)
+    assert list(job.state.sessions) == [first]
+
+
+def test_effects_of_a_first_registration() -> None:
+    job = PureJob()
+    job.join(2, 2)
+    assert job.effects == [Welcome("m1", 0.5), PushWaiting("m1", "waiting for 1 more worker (1 of at least 2)")]
+    job.join(2, 2)
+    assert kinds(job.effects) == ["Welcome", "StoreView", "PushView", "PushView"]
+    assert [effect.rank for effect in job.effects if isinstance(effect, PushView)] == [0, 1]
+    assert not [effect for effect in job.effects if isinstance(effect, StoreVerdict)]

@@ -1,0 +1,93 @@
+"""When a view forms, and the sentence that says why not yet."""
+
+import pytest
+
+from paceline_server.events import PushView, PushWaiting, StoreView
+from support.coordinator import PureJob
+
+
+def test_waits_for_the_least_number_and_says_so() -> None:
+    job = PureJob()
+    job.join(4, 8)
+    assert job.reason == "waiting for 3 more workers (1 of at least 4)"
+    job.join(4, 8)
+    assert job.reason == "waiting for 2 more workers (2 of at least 4)"
+
+
+def test_forms_at_once_with_as_many_as_a_view_takes() -> None:
+    job = PureJob()
+    members = job.form(3)
+    assert [seat.member_id for seat in job.state.view.seats] == members
+    assert [effect.rank for effect in job.effects if isinstance(effect, PushView)] == [0, 1, 2]
+
+
+def test_settles_before_it_forms_with_fewer() -> None:
+    job = PureJob(settle_time=0.2)
+    job.join(2, 8)
+    job.join(2, 8)
+    assert job.state.view is None
+    assert job.membership.next_deadline() == pytest.approx(job.now + 0.2)
+    job.now += 0.15
+    job.join(2, 8)  # an arrival starts the time anew
+    job.now += 0.15
+    job.pass_time(0.0)
+    assert job.state.view is None
+    job.pass_time(0.05)
+    assert len(job.state.view.seats) == 3
+
+
+def test_explicit_ranks_are_the_ranks() -> None:
+    job = PureJob()
+    last = job.join(3, 3, rank=2)
+    assert job.reason == "waiting for ranks 0, 1 of 3"
+    first = job.join(3, 3, rank=0)
+    assert job.reason == "waiting for rank 1 of 3"
+    middle = job.join(3, 3, rank=1)
+    assert [seat.member_id for seat in job.state.view.seats] == [first, middle, last]
+
+
+def test_a_huge_world_costs_no_more_than_its_sentence() -> None:
+    job = PureJob()
+    job.join(2**31, 2**31, rank=0)
+    assert job.reason.startswith("waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2147483639 more of 2147483648")
+
+
+def test_a_candidate_without_a_stream_does_not_count() -> None:
+    job = PureJob()
+    first = job.join(2, 2)
+    job.cut(first)
+    job.join(2, 2)
+    assert job.reason == "waiting for 1 more worker (1 of at least 2)"
+    job.resume(first, 0)
+    assert len(job.state.view.seats) == 2
+
+
+def test_a_newcomer_waits_while_a_generation_is_live() -> None:
+    job = PureJob()
+    job.form(2)
+    job.join(2, 2)
+    assert PushWaiting("m3", "generation 1 is running with 2 members; a newcomer waits until it ends") in job.effects
+
+
+def test_those_beyond_the_greatest_number_wait() -> None:
+    job = PureJob(settle_time=0.2)
+    job.slow_disk = True
+    for _ in range(3):
+        job.join(1, 2)
+    (store,) = [effect for effect in job.effects if isinstance(effect, StoreView)] or [None]
+    assert store is None  # the third came while the view of two was being stored
+    assert job.reason == "generation 1 is being stored"
+    assert [seat.member_id for seat in job.state.forming.seats] == ["m1", "m2"]
+
+
+def test_others_hear_a_changed_sentence_but_not_too_often() -> None:
+    job = PureJob(announce_interval=0.5)
+    job.join(9, 9)
+    job.join(9, 9)
+    assert PushWaiting("m1", "waiting for 7 more workers (2 of at least 9)") in job.effects
+    job.join(9, 9)
+    told = [effect.member_id for effect in job.effects if isinstance(effect, PushWaiting)]
+    assert told == ["m3"]
+    assert job.membership.next_deadline() == pytest.approx(job.now + 0.5)
+    told = [effect.member_id for effect in job.pass_time(0.5) if isinstance(effect, PushWaiting)]
+    assert told == ["m1", "m2"]

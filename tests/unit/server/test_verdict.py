@@ -1,0 +1,137 @@
+"""Who is to blame, by which evidence, in which words."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline_server.model import JobSettings, Process, Progress, Report, Seat, View
+from paceline_server.verdict import Case, cover, describe_exit, has_second_witness, judge
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+LOST = ErrorReason.ERROR_REASON_PEER_LOST
+BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+RAISED = ErrorReason.ERROR_REASON_PEER_RAISED
+MISMATCH = ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH
+TIMEOUT = ErrorReason.ERROR_REASON_TIMEOUT
+
+SEATS = tuple(
+    Seat(rank, f"m{rank}", b"", Process(f"host-{name}", 4711 + rank), "", arrival=rank)
+    for rank, name in enumerate("abcd")
+)
+VIEW = View(3, JobSettings(4, 4, 3.0), False, SEATS)
+
+
+def report(reporter: int, reason: int, accused: int | None, text: str = "it ended", operation: int = 17) -> Report:
+    return Report(reporter, reason, accused, operation, text)  # type: ignore[arg-type]
+
+
+def test_a_suspect_with_an_accusing_edge_has_died() -> None:
+    case = Case(VIEW, (report(1, LOST, 2), report(3, LOST, 2)), suspects={2})
+    assert has_second_witness(case)
+    verdict = judge(0.0, case)
+    assert (verdict.generation, verdict.reason, verdict.culprits, verdict.operation) == (3, LOST, (2,), 17)
+    assert verdict.text == "rank 2 (host-c, pid 4713) died: its session and its links to ranks 1, 3 ended"
+
+
+def test_the_suspect_is_to_blame_even_if_it_is_the_accuser() -> None:
+    verdict = judge(0.0, Case(VIEW, (report(2, LOST, 1),), suspects={2}))
+    assert verdict.culprits == (2,)
+
+
+def test_one_that_all_accuse_is_to_blame_and_so_is_one_that_accuses_all() -> None:
+    accused = tuple(report(rank, LOST, 0) for rank in (1, 2, 3))
+    accuser = tuple(report(0, LOST, rank) for rank in (1, 2, 3))
+    assert judge(0.0, Case(VIEW, accused)).culprits == (0,)
+    assert judge(0.0, Case(VIEW, accuser + accused)).culprits == (0,)
+    assert judge(0.0, Case(VIEW, accuser)).text == (
+        "rank 0 (host-a, pid 4711) was cut off: its links to ranks 1, 2, 3 ended"
+    )
+
+
+def test_of_a_pair_the_younger_goes() -> None:
+    assert judge(0.0, Case(VIEW, (report(1, LOST, 0),))).culprits == (1,)
+
+
+def test_one_that_is_surely_gone_covers_its_edges() -> None:
+    verdict = judge(0.0, Case(VIEW, (report(0, LOST, 1),), gone={1: "exited with code 1"}))
+    assert verdict.culprits == (1,)
+    assert verdict.text == "rank 1 (host-b, pid 4712) exited with code 1"
+
+
+def test_one_that_left_while_it_was_needed() -> None:
+    case = Case(VIEW, (report(0, LOST, 1, "the link to rank 1 ended in all_reduce 17"),), left={1})
+    assert has_second_witness(case)
+    verdict = judge(0.0, case)
+    assert verdict.culprits == (1,)
+    assert verdict.text == (
+        "rank 1 (host-b, pid 4712) left the job while others needed it: the link to rank 1 ended in all_reduce 17"
+    )
+
+
+def test_causes_go_before_what_they_cause() -> None:
+    lost = (report(0, LOST, 1), report(2, LOST, 1))
+    raised = report(1, RAISED, None, "ValueError: bad batch")
+    mismatch = report(3, MISMATCH, 0, "rank 3 calls all_reduce, rank 0 broadcast")
+    broke = report(0, BROKE, 3, "a frame of 9 GiB")
+    late = report(0, TIMEOUT, 2)
+
+    verdict = judge(0.0, Case(VIEW, (*lost, late, broke, mismatch, raised), suspects={1}))
+    assert (verdict.reason, verdict.culprits) == (RAISED, (1,))
+    assert verdict.text == "rank 1 (host-b, pid 4712) raised an error: ValueError: bad batch"
+
+    verdict = judge(0.0, Case(VIEW, (*lost, late, broke, mismatch)))
+    assert (verdict.reason, verdict.culprits, verdict.text) == (MISMATCH, (0, 3), mismatch.text)
+
+    verdict = judge(0.0, Case(VIEW, (*lost, late, broke)))
+    assert (verdict.reason, verdict.culprits) == (BROKE, (3,))
+    assert verdict.text == "rank 3 (host-d, pid 4714) broke the protocol: a frame of 9 GiB"
+
+    assert judge(0.0, Case(VIEW, (late, *lost))).reason == LOST
+
+
+def test_a_timeout_blames_those_who_have_not_entered() -> None:
+    progress = {
+        0: Progress(16, 40.0, True),  # an old heartbeat: it reports from inside 17
+        1: Progress(17, 90.0, True),
+        2: Progress(16, 88.0, False),
+        3: Progress(0, 0.0, False),
+    }
+    verdict = judge(100.0, Case(VIEW, (report(0, TIMEOUT, 1, "all_reduce 17 took 10 s"),), progress=progress))
+    assert verdict.culprits == (2, 3)
+    assert verdict.text == (
+        "all_reduce 17 took 10 s; not in operation 17 yet: "
+        "rank 2 (host-c, pid 4713) has been out of operation 16 for 12.0 s; "
+        "rank 3 (host-d, pid 4714) has entered none so far"
+    )
+
+
+def test_a_timeout_in_which_all_have_entered_blames_the_accused() -> None:
+    progress = {rank: Progress(17, 90.0, True) for rank in range(4)}
+    verdict = judge(100.0, Case(VIEW, (report(0, TIMEOUT, 1, "it took 10 s"),), progress=progress))
+    assert (verdict.culprits, verdict.text) == ((1,), "it took 10 s")
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (1, "exited with code 1"),
+        (-9, "was killed by signal 9 (SIGKILL)"),
+        (-200, "was killed by signal 200"),
+    ],
+)
+def test_exits_in_words(code: int, how: str) -> None:
+    assert describe_exit(code) == how
+
+
+EDGES = st.sets(
+    st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda edge: edge[0] != edge[1]).map(frozenset), max_size=8
+)
+
+
+@given(EDGES, st.sets(st.integers(0, 6)))
+def test_a_cover_covers_every_edge_and_blames_no_bystander(edges: set[frozenset[int]], suspects: set[int]) -> None:
+    blamed = cover(edges, suspects, {rank: rank for rank in range(7)})
+    assert all(edge & blamed for edge in edges)
+    assert blamed <= set(itertools.chain.from_iterable(edges))

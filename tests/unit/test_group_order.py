@@ -1,0 +1,106 @@
+"""Asynchronous operations: issue order, `Work`, and the end of a group."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config import Config
+from paceline.errors import OperationTimeout, PeerRaised, SessionClosed
+from paceline.testing import local_groups, run_ranks
+
+
+def test_asynchronous_operations_run_in_issue_order() -> None:
+    def rank(group: Group) -> Any:
+        works = [group.all_reduce(np.full(1000, i + group.rank), async_op=True) for i in range(20)]
+        group.barrier()  # behind all of them
+        assert all(work.done() for work in works)
+        assert [work.operation for work in works] == list(range(1, 21))
+        assert group.progress().operation == 21
+        return [int(work.wait()[0]) for work in works]
+
+    assert run_ranks(3, rank) == [[3 * i + 3 for i in range(20)]] * 3
+
+
+def test_synchronous_and_asynchronous_operations_mix() -> None:
+    def rank(group: Group) -> Any:
+        seen = []
+        for i in range(30):
+            work = group.broadcast(np.array([i]), root=i % group.size, async_op=True)
+            if i % 3:
+                seen.append(int(group.all_reduce(np.array([1]))[0]))
+            seen.append(int(work.wait()[0]))
+            assert work.wait() is work.wait()
+        return seen
+
+    results = run_ranks(2, rank)
+    assert results[0] == results[1]
+
+
+def test_the_first_operation_runs_in_the_callers_thread() -> None:
+    groups = local_groups(1)
+    groups[0].all_reduce(np.ones(3))
+    assert not any(thread.name == "paceline-group" for thread in threading.enumerate())
+    groups[0].close()
+
+
+def test_calls_from_many_threads_of_one_rank_each_get_their_turn() -> None:
+    (group,) = local_groups(1)
+    results = []
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(int(group.all_reduce(np.array([i]))[0]))) for i in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.close()
+    assert sorted(results) == list(range(20))
+
+
+def test_a_wait_that_times_out_ends_the_operation_and_names_the_one_awaited() -> None:
+    groups = local_groups(2, Config(failure_timeout=0.3))
+    work = groups[0].all_reduce(np.ones(4), async_op=True)
+    behind = groups[0].all_reduce(np.ones(4), async_op=True)
+    with pytest.raises(OperationTimeout, match=r"all_reduce op=sum float64\[4\]: rank 0 .* for rank 1") as caught:
+        work.wait(0.02)
+    assert caught.value.ranks == (1,)
+    assert caught.value.operation == 1
+    assert work.done()
+    for later in (behind.wait, groups[0].barrier, groups[1].barrier):
+        with pytest.raises(OperationTimeout, match=r"float64\[4\]"):
+            later()
+    for group in groups:
+        group.close()
+
+
+def test_progress_tells_where_a_member_is() -> None:
+    (group,) = local_groups(1)
+    assert group.progress()[0::2] == (0, False)
+    group.barrier()
+    operation, since, inside = group.progress()
+    assert (operation, inside) == (1, False)
+    assert since > 0
+    group.close()
+
+
+def test_closing_aborts_what_cannot_end() -> None:
+    groups = local_groups(2)
+    work = groups[0].all_reduce(np.ones(4), async_op=True)
+    groups[0].close(0.02)
+    with pytest.raises(PeerRaised, match="closed"):
+        work.wait()
+    with pytest.raises(PeerRaised):
+        groups[1].barrier()
+    groups[1].close()
+
+
+def test_a_closed_group_says_so() -> None:
+    (group,) = local_groups(1)
+    group.close()
+    group.close()
+    with pytest.raises(SessionClosed):
+        group.barrier()
+    with pytest.raises(SessionClosed):
+        group.all_reduce(np.ones(2), async_op=True)
