@@ -1,8 +1,8 @@
 """How far one coordinator carries: 1,000 sessions with a connection each, and how soon it sees a SIGKILL.
 
-Run as a script it prints one JSON object. Three kinds of processes: the coordinator (whose memory is read from /proc and
-whose observer says when a stream ended), one client process that holds all sessions on raw grpc.aio stubs, and, for the
-kills, one worker process after the other. CLOCK_MONOTONIC is the same for all processes of a machine.
+Run as a script it prints one JSON object. Three kinds of processes: the coordinator (whose memory is read from /proc
+and whose observer says when a stream ended), one client process that holds all sessions on raw grpc.aio stubs, and, for
+the kills, one worker process after the other. CLOCK_MONOTONIC is the same for all processes of a machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Ranks that disagree: every rank gets one error that names both sides, and nothing hangs."""
 
+import re
+import threading
 from typing import Any
 from unittest import mock
 
@@ -27,8 +29,6 @@ CASES = {
 
 def outcomes(world: int, first: Any, other: Any, odd: Any) -> Any:
     """What each rank raises when rank `odd` calls something else, and all call a barrier behind it."""
-    import threading
-
     groups = local_groups(world, Config(failure_timeout=0.6))
     errors: list[BaseException | None] = [None] * world
 
@@ -64,15 +64,13 @@ def test_every_rank_is_told_of_both_sides(name: Any, world: int) -> None:
     text = str(errors[0])
     assert f"rank {odd} (local)" in text
     for pattern in (one, two):
-        assert pytest.importorskip("re").search(pattern, text), text
+        assert re.search(pattern, text), text
 
 
 @pytest.mark.parametrize("roots", [(0, 1), (1, 0), (0, 0, 0, 2), (3, 3, 3, 0), (0, 1, 2), (1, 2, 0), (2, 2, 2, 2, 0)])
 @pytest.mark.parametrize("known", [True, False])
 def test_roots_that_differ(roots: Any, known: Any) -> None:
     """Here the tree may leave ranks waiting for each other with nothing sent: they must find out."""
-    import threading
-
     groups = local_groups(len(roots), Config(failure_timeout=0.6))
     errors: list[BaseException | None] = [None] * len(roots)
 
@@ -98,8 +96,6 @@ def test_roots_that_differ(roots: Any, known: Any) -> None:
 
 
 def test_an_honest_straggler_is_no_disagreement() -> None:
-    import threading
-
     groups = local_groups(3)
     late = threading.Event()
     results = [0.0] * 3

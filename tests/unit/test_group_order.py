@@ -8,6 +8,7 @@ import pytest
 
 from paceline.config import Config
 from paceline.errors import OperationTimeout, PeerRaised, SessionClosed
+from paceline.group import Group
 from paceline.testing import local_groups, run_ranks
 
 

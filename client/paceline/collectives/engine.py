@@ -187,6 +187,7 @@ class Engine:
     def _refuse(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
         """Tells apart a peer that is in another call from one that breaks the protocol."""
         mesh = self.mesh
+        self._inbox.compare(peer, frame)  # a frame of an earlier operation shows where the two parted
         if frame.generation != mesh.generation:
             what = f"a frame of generation {frame.generation} in generation {mesh.generation}"
         elif frame.operation != call.operation or (part == frame.part == 0 and frame.signature != call.signature):

@@ -89,7 +89,7 @@ class Inbox:
                 continue
             if frame.part != WAITING:
                 return frame
-            self._compare(peer, frame)
+            self.compare(peer, frame)
 
     def _tell(self, link: Link) -> None:
         operation, signature = self._calls[-1]
@@ -104,15 +104,19 @@ class Inbox:
             try:
                 frame = self.link(peer).recv(monotonic())
                 while frame.part == WAITING:
-                    self._compare(peer, frame)
+                    self.compare(peer, frame)
                     frame = self.link(peer).recv(monotonic())
             except (LinkTimeout, LinkEnded):
                 continue  # an end counts when something is awaited from there
             self._early[peer] = frame
-            self._compare(peer, frame)
+            self.compare(peer, frame)
 
-    def _compare(self, peer: int, frame: Frame) -> None:
-        """Compares what a frame says with this member's call of the same number, if it has come so far."""
+    def compare(self, peer: int, frame: Frame) -> None:
+        """Compares what a frame says with this member's call of the same number, if it has come so far.
+
+        Raises:
+            Disagreement: they differ.
+        """
         if not frame.signature:
             return
         for operation, mine in reversed(self._calls):

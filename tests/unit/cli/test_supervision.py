@@ -53,6 +53,15 @@ def test_after_a_failure_the_others_get_a_grace_then_sigterm_then_sigkill() -> N
     assert supervision.exit_code == 137
 
 
+def test_whoever_failed_by_himself_counts_before_those_who_followed() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.ended(Exit("rank 0", 1, 1, follows=True), now=100.0)
+    supervision.ended(Exit("rank 1", 2, 5), now=100.1)
+    supervision.ended(Exit("rank 2", 3, 6), now=100.2)
+    assert supervision.exit_code == 5
+    assert supervision.deadline == 108.0
+
+
 def test_an_interrupt_stops_at_once_and_is_the_exit_code() -> None:
     supervision = Supervision(grace=8.0)
     supervision.interrupt(signal.SIGINT, now=5.0)

@@ -161,9 +161,7 @@ def test_who_resumes_after_its_session_has_ended_is_told_the_verdict() -> None:
     _, second = job.form(2)
     job.cut(second)
     job.pass_time(3.0, beating=["m1"])
-    with pytest.raises(
-        SessionEnded, match=r"rank 1 \(host-2, pid 1002\) lost its session and did not come back for 3.0 s"
-    ):
+    with pytest.raises(SessionEnded, match=r"rank 1 \(host-2, .* lost its session and did not come back for 3.0 s"):
         job.resume(second, 1)
 
 
@@ -239,7 +237,7 @@ def test_a_broken_link_between_two_that_seem_well_waits_for_news_of_a_death() ->
     members = job.form(3)
     job.report(members[0], LOST, 1)
     assert job.pass_time(0.05, beating=members) == []
-    assert verdicts(job.cut(members[0]))[members[1]].startswith("rank 0 (host-1, pid 1001) died")
+    assert verdicts(job.cut(members[1]))[members[0]].startswith("rank 1 (host-2, pid 1002) died")
 
 
 def test_and_is_judged_without_it_in_the_end() -> None:

@@ -151,10 +151,12 @@ class Launcher:
         """Finds workers that have ended: tells the coordinator first, for whom every millisecond counts."""
         ends: dict[Exit, Worker] = {}
         for worker in self.workers:
-            if (end := worker.reap()) is not None:
-                self._report_exit(worker.identity, end.returncode)
+            if (returncode := worker.reap()) is not None:
+                self._report_exit(worker.identity, returncode)
                 self._forget_pidfd(worker.index)
-                ends[end] = worker
+                for stream in list(worker.streams):  # its last words, which may name the one that it fails over
+                    self._read(worker, stream)
+                ends[worker.end()] = worker
         now = time.monotonic()
         for end in in_order_of_blame(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping
@@ -170,7 +172,10 @@ class Launcher:
         if signum is None or not running:
             return
         verb = "stopping" if signum == signal.SIGTERM else "killing"
-        self._listener.say(f"{verb} {len(running)} worker{'s'[: len(running) != 1]}")
+        if self._supervision.interrupted:
+            self._listener.say(f"{verb} {len(running)} worker{'s'[: len(running) != 1]}")
+        else:
+            self._listener.say(f"{verb} {', '.join(map(str, running))}, still there after the first failure")
         for worker in running:
             worker.signal(signum)
 
@@ -179,9 +184,9 @@ class Launcher:
         for worker in self.workers:
             if worker.running:
                 worker.signal(signal.SIGKILL)
-                while (end := worker.reap()) is None:
+                while (returncode := worker.reap()) is None:
                     time.sleep(0.001)  # a killed process takes a moment to die
-                self._report_exit(worker.identity, end.returncode)
+                self._report_exit(worker.identity, returncode)
             self._forget_pidfd(worker.index)
             for stream in list(worker.streams):
                 self._selector.unregister(worker.streams[stream])

@@ -17,11 +17,13 @@ class Exit:
         label: the worker as the user knows it: "rank 2", or "worker #2" if it never had a rank.
         pid: its process id.
         returncode: its exit code, or the negated number of the signal that killed it.
+        follows: it failed over the failure of another member, and said so.
     """
 
     label: str
     pid: int
     returncode: int
+    follows: bool = False
 
     def __str__(self) -> str:
         if self.returncode >= 0:
@@ -44,4 +46,4 @@ def in_order_of_blame(exits: Sequence[Exit]) -> list[Exit]:
     A kill comes out of nowhere; a failing exit code within the same few milliseconds is most likely a peer's error
     over that kill.
     """
-    return sorted(exits, key=lambda end: (end.returncode >= 0, end.returncode == 0))
+    return sorted(exits, key=lambda end: (end.follows, end.returncode >= 0, end.returncode == 0))

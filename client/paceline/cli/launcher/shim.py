@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from types import TracebackType
+from typing import Any
 
 __all__ = ["main"]
 
@@ -69,10 +70,18 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     errors = sys.modules.get("paceline.errors")  # an error of Paceline's can only come from where it is imported
     if errors is not None and issubclass(kind, errors.PacelineError) and not whole:
         print(f"paceline: {kind.__name__}: {error}", file=sys.stderr)
+        _blame(error)
         return
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next  # the shim's own frames say nothing of the script
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _blame(error: Any) -> None:
+    """Tells the launcher whom the error is about: its exit code shall be that of whoever failed first."""
+    from paceline.cli.launcher.news import tell_launcher
+
+    tell_launcher("error", {"ranks": list(error.ranks)})
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ class Supervision:
         return bool(self._sent)
 
     @property
+    def interrupted(self) -> bool:
+        """True once the launcher was told to end."""
+        return self._interrupt is not None
+
+    @property
     def deadline(self) -> float | None:
         """When `due` will next have something, None for never."""
         pending = [
@@ -54,10 +59,14 @@ class Supervision:
         return 0 if self._failure is None else shell_code(self._failure.returncode)
 
     def ended(self, end: Exit, now: float) -> None:
-        """A worker has ended. The first that fails by itself counts."""
-        if end.returncode != 0 and self._failure is None and not self.stopping:
+        """A worker has ended. The first that fails counts, but one that failed by itself before those that followed."""
+        if end.returncode == 0 or self.stopping:
+            return
+        if self._failure is None:
             self._failure = end
             self._stop_at = now + self._grace
+        elif self._failure.follows and not end.follows:
+            self._failure = end
 
     def interrupt(self, signum: signal.Signals, now: float) -> None:
         """The launcher got a signal to end: the first one stops the workers, the second kills them."""

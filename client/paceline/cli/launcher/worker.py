@@ -48,6 +48,7 @@ class Worker:
     def __init__(self, index: int, command: Sequence[str], environment: Callable[[int], dict[str, str]]) -> None:
         self.index = index
         self.rank: int | None = None
+        self._blamed: list[int] = []
         news, theirs = os.pipe()
         try:
             # The worker must never wait for a launcher that does not read: news is dropped rather.
@@ -126,10 +127,12 @@ class Worker:
             return None
         if record.get("kind") == "view" and record.get("pid") == self.pid and isinstance(record.get("rank"), int):
             self.rank = record["rank"]
+        elif record.get("kind") == "error" and isinstance(record.get("ranks"), list):
+            self._blamed = record["ranks"]
         return record
 
-    def reap(self) -> Exit | None:
-        """Its end if it has ended by now, once; else None.
+    def reap(self) -> int | None:
+        """Its exit code, or negated signal, if it has ended by now; once; else None.
 
         What a failed worker leaves in its process group (a data loader's processes) is killed with it. That is done
         while the worker is a zombie: it still holds the group's number, so that no stranger can have got it.
@@ -141,13 +144,23 @@ class Worker:
             return None
         if found.si_code != os.CLD_EXITED or found.si_status != 0:
             self.signal(signal.SIGKILL)
-        returncode = self._process.wait()
-        return Exit(f"worker #{self.index}" if self.rank is None else f"rank {self.rank}", self.pid, returncode)
+        return self._process.wait()
+
+    def end(self) -> Exit:
+        """How it ended, as far as it has told: after `reap`, when its news is read."""
+        follows = bool(self._blamed) and self.rank not in self._blamed
+        return Exit(str(self), self.pid, self._process.returncode, follows)
+
+    def __str__(self) -> str:
+        return f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"
 
     def signal(self, signum: signal.Signals) -> None:
         """Signals the worker and all in its process group."""
-        if self.running:
+        if not self.running:
+            return
+        # A worker that is frozen (SIGSTOP) hears of SIGTERM only when it goes on.
+        for number in (signum, signal.SIGCONT):
             try:
-                os.killpg(self.pid, signum)
+                os.killpg(self.pid, number)
             except ProcessLookupError:  # in the instant between fork and setsid there is no such group yet
-                os.kill(self.pid, signum)
+                os.kill(self.pid, number)

@@ -1,0 +1,87 @@
+"""The coordinator dies and comes back: the ring goes on, sessions resume, and generations grow (I3)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.processes import Worker, workers
+
+GOING_ON = """
+with paceline.join() as session:
+    session.store.set(f"from {session.rank}", b"before")
+    emit("joined", rank=session.rank, generation=session.generation)
+    wait_for_go()
+    emit("sum", total=float(session.group.all_reduce(np.ones(1000))[0]))      # nobody at the coordinator's address
+    wait_for_go()
+    session.barrier("after the restart", timeout=20.0)
+    emit("passed", value=session.store.get(f"from {1 - session.rank}", timeout=5.0).decode())
+"""
+
+
+@contextmanager
+def coordinator_process(listen: str, state: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline_server", "--listen", listen, "--state", str(state)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def expect_all(started: list[Worker], event: str) -> list[dict[str, object]]:
+    return [worker.expect(event) for worker in started]
+
+
+def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_path: Path) -> None:
+    state = tmp_path / "state.db"
+    with coordinator_process("127.0.0.1:0", state) as (first, address):
+        with workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2", FAILURE_TIMEOUT="2") as started:
+            assert {event["generation"] for event in expect_all(started, "joined")} == {1}
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            for worker in started:
+                worker.go()
+            assert {event["total"] for event in expect_all(started, "sum")} == {2.0}
+            with coordinator_process(address, state):
+                for worker in started:
+                    worker.go()
+                assert {event["value"] for event in expect_all(started, "passed")} == {"before"}
+                assert [worker.wait() for worker in started] == [0, 0]
+                with workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2") as later:
+                    assert {event["generation"] for event in expect_all(later, "joined")} == {2}
+
+
+def test_a_coordinator_that_lost_its_state_says_so(tmp_path: Path) -> None:
+    code = """
+    session = paceline.join()
+    emit("joined")
+    wait_for_go()
+    try:
+        session.barrier("b", timeout=20.0)
+    except paceline.PacelineError as error:
+        emit_error(error)
+    session.leave()
+    """
+    with coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address):
+        with workers(1, code, COORDINATOR=address) as (worker,):
+            worker.expect("joined")
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            with coordinator_process(address, tmp_path / "another.db"):
+                worker.go()
+                error = worker.expect("error")
+                assert error["type"] == "SessionClosed"
+                assert "state" in error["text"]
+                assert worker.wait() == 0

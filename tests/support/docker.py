@@ -1,0 +1,59 @@
+"""A Docker engine for tests: the one that is there, or one that is started for them where that is asked for.
+
+Nothing is installed or started behind anybody's back: without an engine tests skip. REQUIRE_CONTAINERS=1 says that this
+is a test machine: then an engine is brought up (root), and whatever keeps it from working is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+__all__ = ["compose_command", "engine"]
+
+_HERE = Path(__file__).parent
+
+_UP_TIMEOUT_S = 900.0
+"""Installing an engine and a Debian base takes minutes on a slow mirror."""
+
+
+@contextmanager
+def engine() -> Iterator[None]:
+    """For the block an engine answers; skips the test, or fails it, where there can be none."""
+    if _answers():
+        yield
+        return
+    if os.environ.get("REQUIRE_CONTAINERS") != "1":
+        pytest.skip("no Docker engine answers (REQUIRE_CONTAINERS=1 starts one on a test machine)")
+    state = Path(os.environ.get("PACELINE_LAB", tempfile.gettempdir())) / "paceline-docker"
+    try:
+        up = subprocess.run([_HERE / "docker_up.sh", state], capture_output=True, text=True, timeout=_UP_TIMEOUT_S)
+        if up.returncode:
+            pytest.fail(f"no Docker engine, and none could be started:\n{up.stdout}{up.stderr}")
+        yield
+    finally:
+        subprocess.run([_HERE / "docker_down.sh"], capture_output=True, timeout=60)
+
+
+def compose_command() -> list[str]:
+    """Compose v2 if it is installed, else docker-compose."""
+    if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
+        return ["docker", "compose"]
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    if os.environ.get("REQUIRE_CONTAINERS") == "1":
+        pytest.fail("neither `docker compose` nor docker-compose is installed")
+    pytest.skip("neither `docker compose` nor docker-compose is installed")
+
+
+def _answers() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, timeout=60).returncode == 0

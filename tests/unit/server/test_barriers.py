@@ -1,0 +1,114 @@
+"""Named barriers: passing, timing out, and ending with the generation."""
+
+import pytest
+
+from paceline_server.events import FailBarrier, PassBarrier
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+
+def test_passes_when_all_are_there() -> None:
+    job = PureJob()
+    members = job.form(3)
+    assert job.enter(members[2], call=5) == []
+    assert job.enter(members[0], call=6) == []
+    assert job.enter(members[1], call=7) == [
+        PassBarrier(members[2], 5),
+        PassBarrier(members[0], 6),
+        PassBarrier(members[1], 7),
+    ]
+
+
+def test_names_and_rounds_are_apart() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.enter(first, "a", 0)
+    job.enter(first, "b", 0)
+    assert job.enter(second, "a", 1) == []
+    assert len(job.enter(second, "b", 0)) == 2
+
+
+def test_a_repeat_is_answered_once_under_its_last_call() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.enter(first, call=1)
+    job.enter(first, call=9)
+    assert job.enter(second, call=2) == [PassBarrier(first, 9), PassBarrier(second, 2)]
+
+
+def test_who_missed_the_answer_learns_that_it_was_passed() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.enter(first)
+    job.enter(second)
+    job.cut(first)
+    job.resume(first, 1)
+    assert job.enter(first, call=8) == [PassBarrier(first, 8)]
+
+
+def test_a_timeout_withdraws_one_and_lists_who_is_missing() -> None:
+    job = PureJob()
+    members = job.form(4)
+    job.enter(members[0], timeout=1.0, call=1)
+    job.enter(members[1], timeout=9.0, call=2)
+    assert job.membership.next_deadline() == pytest.approx(job.now + 1.0)
+    job.now += 0.7
+    job.beat(members[2], 1)
+    job.cut(members[3])
+    (failed,) = job.pass_time(0.3)
+    assert failed == FailBarrier(
+        members[0],
+        1,
+        ErrorReason.ERROR_REASON_TIMEOUT,
+        "barrier 'b' (round 0) timed out after 1 s: 2 of 4 members arrived; missing "
+        "rank 2 (host-3): last heard 0.3 s ago; rank 3 (host-4): disconnected 0.3 s ago",
+        (2, 3),
+    )
+    for member in (members[2], members[3]):
+        assert job.enter(member) == []
+    assert len(job.enter(members[0], call=3)) == 4  # it came again; the other has waited all the time
+
+
+def test_a_verdict_ends_all() -> None:
+    job = PureJob()
+    members = job.form(3)
+    job.enter(members[0], "a")
+    job.enter(members[1], "b")
+    effects = job.leave(members[2], cause="boom")
+    failed = [effect for effect in effects if isinstance(effect, FailBarrier)]
+    assert [effect.member_id for effect in failed] == members[:2]
+    assert {effect.reason for effect in failed} == {ErrorReason.ERROR_REASON_PEER_RAISED}
+    assert {effect.text for effect in failed} == {"rank 2 (host-3, pid 1003) raised an error: boom"}
+    (again,) = job.enter(members[0], "a")
+    assert again.reason == ErrorReason.ERROR_REASON_PEER_RAISED
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_leaver_can_be_waited_for_in_vain_only(before: bool) -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    effects = job.enter(first) + job.leave(second) if before else job.leave(second) + job.enter(first)
+    (failed,) = [effect for effect in effects if isinstance(effect, FailBarrier)]
+    assert failed.reason == ErrorReason.ERROR_REASON_PEER_LOST
+    assert failed.text == "barrier 'b' cannot be passed: rank 1 (host-2, pid 1002) left the job"
+    assert failed.missing == (1,)
+
+
+def test_a_candidate_and_another_generation_are_stale() -> None:
+    job = PureJob()
+    candidate = job.join(2, 2)
+    (failed,) = job.enter(candidate)
+    assert failed.reason == ErrorReason.ERROR_REASON_STALE_GENERATION
+    job.join(2, 2)
+    job.state.generation = 9  # what the member says, that is
+    (failed,) = job.enter(candidate)
+    assert failed.text == "barrier 'b' is of generation 9, but the member is in generation 1"
+
+
+def test_open_barriers_are_limited() -> None:
+    job = PureJob(max_open_barriers=2)
+    first, _ = job.form(2)
+    job.enter(first, "a")
+    job.enter(first, "b")
+    (failed,) = job.enter(first, "c")
+    assert failed.reason == ErrorReason.ERROR_REASON_LIMIT

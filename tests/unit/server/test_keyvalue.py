@@ -1,0 +1,139 @@
+"""The key-value store: values, limits, repeats, and those who wait for keys."""
+
+import asyncio
+
+import pytest
+
+from paceline_server.errors import BadRequest, LimitMet, SessionEnded, TimedOut
+from paceline_server.keyvalue import KeyValues
+from paceline_server.settings import ServerSettings
+from paceline_server.storage.base import KeyDeleted, KeySet
+from paceline_server.storeroom import Storeroom
+from support.coordinator import run
+
+
+def values(**limits: int) -> KeyValues:
+    return KeyValues("job", ServerSettings(**limits), {})  # type: ignore[arg-type]
+
+
+def test_set_get_delete() -> None:
+    store = values()
+    assert store.set("k", b"v") == [KeySet("job", "k", b"v")]
+    assert (store.get("k"), "k" in store, len(store)) == (b"v", True, 1)
+    assert store.delete("k") == [KeyDeleted("job", "k")]
+    assert (store.get("k"), store.delete("k")) == (None, [])
+
+
+def test_add_counts_from_nothing_and_below() -> None:
+    store = values()
+    assert store.add("m", 1, "k", 3) == (3, [KeySet("job", "k", b"3")])
+    assert store.add("m", 2, "k", -5)[0] == -2
+    assert store.get("k") == b"-2"
+
+
+def test_a_repeated_call_is_answered_as_the_first_was() -> None:
+    store = values()
+    assert store.add("m", 1, "k", 1) == (1, [KeySet("job", "k", b"1")])
+    assert store.add("other", 1, "k", 1)[0] == 2
+    assert store.add("m", 1, "k", 1) == (1, [])
+    assert store.compare_set("m", 2, "c", None, b"a") == (True, b"a", [KeySet("job", "c", b"a")])
+    assert store.compare_set("m", 2, "c", None, b"a") == (True, b"a", [])
+    store.forget("m")
+    assert store.add("m", 1, "k", 1)[0] == 3
+
+
+def test_losing_a_race_is_an_answer() -> None:
+    store = values()
+    store.set("k", b"theirs")
+    assert store.compare_set("m", 1, "k", None, b"mine") == (False, b"theirs", [])
+    assert store.compare_set("m", 2, "gone", b"x", b"mine") == (False, None, [])
+    assert store.compare_set("m", 3, "k", b"theirs", b"mine")[0]
+
+
+@pytest.mark.parametrize("text", [b"", b"1.5", b"1_0", b" 1", b"0x1", "١".encode()])
+def test_only_decimal_integers_can_be_added_to(text: bytes) -> None:
+    store = values()
+    store.set("k", text)
+    with pytest.raises(BadRequest, match="holds no integer"):
+        store.add("m", 1, "k", 1)
+
+
+def test_sums_fit_into_64_bits() -> None:
+    store = values()
+    store.set("k", b"%d" % (2**63 - 1))
+    with pytest.raises(BadRequest, match="64 bits"):
+        store.add("m", 1, "k", 1)
+
+
+def test_limits() -> None:
+    store = values(max_keys=2, max_value_bytes=4, max_store_bytes=9)
+    with pytest.raises(LimitMet, match="at most 4 bytes, not 5"):
+        store.set("a", b"12345")
+    store.set("a", b"1234")
+    with pytest.raises(LimitMet, match="is full: it takes 9 bytes"):
+        store.set("b", b"1234")
+    store.set("b", b"1")
+    with pytest.raises(LimitMet, match="has 2 keys"):
+        store.set("c", b"")
+    store.set("a", b"")  # shrinking makes room
+    store.set("b", b"1234")
+    store.delete("a")
+    store.set("c", b"123")
+
+
+async def waiter(room: Storeroom, *keys: str, timeout: float = 10.0) -> "asyncio.Task[None]":
+    task = asyncio.create_task(room.until_there("m", keys, timeout))
+    before = room.waiting
+    while room.waiting == before and not task.done():
+        await asyncio.sleep(0)
+    return task
+
+
+def test_a_wait_ends_when_all_keys_are_there() -> None:
+    async def main() -> None:
+        room = Storeroom(values())
+        task = await waiter(room, "a", "b")
+        for key in ("a", "b"):
+            assert not task.done()
+            room.values.set(key, b"")
+            room.wake(key)
+            await asyncio.sleep(0)
+        await task
+        assert room.waiting == 0
+
+    run(main)
+
+
+def test_a_wait_that_ends_in_time_names_what_is_missing() -> None:
+    async def main() -> None:
+        room = Storeroom(values())
+        room.values.set("a", b"")
+        with pytest.raises(TimedOut, match="not set within 0 s: 'b', 'c'"):
+            await room.until_there("m", ["a", "b", "c"], 0.0)
+        assert room.waiting == 0
+
+    run(main)
+
+
+def test_a_wait_ends_with_its_session() -> None:
+    async def main() -> None:
+        room = Storeroom(values())
+        task = await waiter(room, "a")
+        room.end("m", SessionEnded("gone"))
+        with pytest.raises(SessionEnded, match="gone"):
+            await task
+        assert room.waiting == 0
+
+    run(main)
+
+
+def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        room = Storeroom(values())
+        task = await waiter(room, "a")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert room.waiting == 0
+
+    run(main)

@@ -1,0 +1,105 @@
+"""After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen."""
+
+from paceline_server.events import Heard, PushVerdict, StoreView
+from paceline_server.model import Ending, JobSettings, Process, Progress, Seat, Standing, Verdict, View
+from paceline_server.restore import restore
+from paceline_server.storage.base import StoredJob
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+SEATS = tuple(
+    Seat(rank, f"m{rank}", b"token-%d" % rank, Process(f"host-{rank}", 1000 + rank), "", rank) for rank in range(3)
+)
+VIEW = View(7, JobSettings(2, 3, 3.0), False, SEATS)
+
+
+def restarted(verdict: Verdict | None = None, endings: dict[int, Ending] | None = None) -> PureJob:
+    stored = StoredJob("job", 7, VIEW, verdict, endings or {})
+    job = PureJob(restore(100.0, stored))
+    job.pass_time(0.0)
+    return job
+
+
+def test_members_of_the_stored_view_may_resume() -> None:
+    job = restarted()
+    assert job.reason == "generation 7 is running with 3 members; a newcomer waits until it ends"
+    assert [type(effect).__name__ for effect in job.resume("m1", 7)] == ["Welcome"]
+
+
+def test_one_that_has_resumed_vouches_for_the_others() -> None:
+    job = restarted()
+    job.resume("m1", 7)
+    assert job.pass_time(60.0, beating=["m1"]) == []
+    assert job.state.live is not None
+
+
+def test_until_a_report_names_them() -> None:
+    job = restarted()
+    job.resume("m1", 7)
+    effects = job.report("m1", ErrorReason.ERROR_REASON_PEER_LOST, 2)
+    assert [effect.member_id for effect in effects if isinstance(effect, PushVerdict)] == ["m1"]
+    assert job.state.verdict.culprits == (2,)
+    job.pass_time(3.0, beating=["m1"])
+    assert list(job.state.sessions) == ["m1"]  # nobody vouches for members of a void view
+
+
+def test_with_nobody_back_in_time_the_generation_is_over() -> None:
+    job = restarted()
+    job.join(2, 3)
+    job.join(2, 3)
+    assert job.state.generation == 7
+    job.pass_time(2.5, beating=["m1", "m2"])
+    effects = job.pass_time(0.6)
+    assert "was not seen again within 3 s after the coordinator was started again" in job.state.verdict.text
+    assert any(isinstance(effect, StoreView) and effect.view.generation == 8 for effect in effects)
+
+
+def test_a_stall_after_the_restart_gives_them_their_time_again() -> None:
+    job = restarted()
+    assert job.pass_time(5.0, slept=5.0) == []
+    assert job.pass_time(2.5) == []
+    assert job.state.live is not None
+    job.pass_time(0.6)
+    assert job.state.live is None
+
+
+def test_the_last_one_seen_stops_vouching_when_it_goes() -> None:
+    job = restarted()
+    job.resume("m1", 7)
+    job.leave("m1")
+    job.pass_time(3.0)
+    job.pass_time(3.0)
+    assert job.state.sessions == {}
+    assert job.state.view is None
+
+
+def test_members_of_a_void_view_get_its_verdict() -> None:
+    verdict = Verdict(7, ErrorReason.ERROR_REASON_PEER_LOST, (0,), 3, "rank 0 died")
+    job = restarted(verdict, {0: Ending("died", orderly=False)})
+    assert job.state.sessions["m1"].standing is Standing.VOID
+    assert [type(effect).__name__ for effect in job.resume("m1", 7)] == ["Welcome", "PushVerdict"]
+    job.pass_time(3.0, beating=["m1"])
+    assert list(job.state.sessions) == ["m1"]
+
+
+def test_a_view_that_all_have_left_is_not_restored() -> None:
+    state = restore(0.0, StoredJob("job", 7, VIEW, None, {rank: Ending("left the job", True) for rank in range(3)}))
+    assert (state.view, state.generation, state.sessions) == (None, 7, {})
+
+
+def test_missing_members_are_described() -> None:
+    job = restarted()
+    job.resume("m0", 7)
+    job.resume("m1", 7)
+    job.now += 0.1
+    job.cut("m1")
+    job.now += 0.2
+    job.enter("m0", timeout=0.5)
+    job.now += 0.5
+    job.do(Heard("m0", Progress()))
+    (failed,) = job.pass_time(0.0)
+    assert failed.text == (
+        "barrier 'b' (round 0) timed out after 0.5 s: 1 of 3 members arrived; missing rank 1 (host-1): disconnected "
+        "0.7 s ago; rank 2 (host-2): not seen since the coordinator was started again"
+    )
+    assert failed.missing == (1, 2)

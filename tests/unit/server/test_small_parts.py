@@ -1,0 +1,146 @@
+"""Settings, the table of refusals, stalls, wire checks, and the outgoing queue of a stream."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from paceline_server import errors, wire
+from paceline_server.errors import BadRequest, LimitMet, Refused, VersionMismatch
+from paceline_server.model import Process
+from paceline_server.settings import ServerSettings
+from paceline_server.stall import Wakefulness
+from paceline_server.streams import SessionStream
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import run
+
+
+@pytest.mark.parametrize("listen", ["7400", "host:", ":7400", "host:x", "host:99999"])
+def test_an_address_is_host_and_port(listen: str) -> None:
+    with pytest.raises(ValueError, match="listen must be host:port"):
+        ServerSettings(listen=listen)
+
+
+def test_limits_are_above_0() -> None:
+    with pytest.raises(ValueError, match="max_keys must be above 0, not 0"):
+        ServerSettings(max_keys=0)
+
+
+def test_every_refusal_has_a_status_and_a_reason_of_its_own() -> None:
+    kinds = set(Refused.__subclasses__())
+    assert set(errors.STATUS) == kinds
+    assert len({kind.reason for kind in kinds}) == len(kinds)
+    assert {kind.__name__ for kind in kinds} < set(errors.__all__)
+    assert ErrorReason.ERROR_REASON_UNSPECIFIED not in {kind.reason for kind in kinds}
+
+
+def test_a_stall_is_a_gap_of_more_than_two_beats() -> None:
+    wakefulness = Wakefulness(10.0, pulse=0.05)
+    assert wakefulness.awake(10.06) == 0.0
+    assert wakefulness.awake(14.06) == pytest.approx(4.0)
+    assert wakefulness.awake(14.07) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (Process("h", 1, "b", 5), Process("h", 1, "b", 5), True),
+        (Process("h", 1, "b", 5), Process("h", 1), True),
+        (Process("h", 1, "b", 5), Process("h", 1, "b", 6), False),
+        (Process("h", 1, "b", 5), Process("h", 1, "c", 5), False),
+        (Process("h", 1), Process("h", 2), False),
+        (Process("h", 1), Process("g", 1), False),
+    ],
+)
+def test_which_processes_are_one(one: Process, other: Process, same: bool) -> None:
+    assert one.is_same(other) is same
+    assert other.is_same(one) is same
+
+
+@pytest.mark.parametrize("bad", [Duration(seconds=-1), Duration(nanos=-1), Duration(nanos=2_000_000_000)])
+def test_durations_are_checked(bad: Duration) -> None:
+    with pytest.raises(BadRequest, match="x must be a duration"):
+        wire.from_duration(bad, "x")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 3.0, 86_400.25])
+def test_durations_go_both_ways(seconds: float) -> None:
+    assert wire.from_duration(wire.to_duration(seconds), "x") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a\nb", "\x1b[2J"])
+def test_names_of_jobs_are_checked(name: str) -> None:
+    with pytest.raises(BadRequest, match="name of a job"):
+        wire.read_job_name(name, ServerSettings())
+
+
+@pytest.mark.parametrize(
+    "process", [{"pid": 1}, {"host": "h"}, {"host": "h\0", "pid": 1}, {"host": "h", "pid": 1, "boot_id": "x" * 65}]
+)
+def test_identities_are_checked(process: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        wire.read_process(pb.ProcessIdentity(**process), ServerSettings())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"failure_timeout": Duration()}, {"failure_timeout": Duration(seconds=10**9)}]
+)
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="failure_timeout"):
+        wire.read_settings(pb.JobSettings(**settings))
+
+
+def test_versions_are_named() -> None:
+    with pytest.raises(VersionMismatch, match="version 9 of the protocol, the coordinator version 1"):
+        wire.check_version(9)
+
+
+def test_long_texts_are_cut_between_characters() -> None:
+    assert wire.cut("short", 10) == "short"
+    assert wire.cut("ä" * 10, 10) == "äää..."
+
+
+def message(number: int) -> pb.SessionResponse:
+    return pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=number))
+
+
+def drained(stream: SessionStream) -> list[int]:
+    async def main() -> list[int]:
+        return [each.barrier_passed.call async for each in stream.messages()]
+
+    return run(main)
+
+
+def test_a_stream_writes_what_was_pushed_before_it_was_closed() -> None:
+    stream = SessionStream(1, "job", "m", limit=8)
+    stream.push(message(1))
+    stream.push(message(2))
+    stream.close()
+    stream.close(RuntimeError("too late to count"))
+    stream.push(message(3))
+    assert drained(stream) == [1, 2]
+
+
+def test_a_stream_that_nobody_reads_is_ended() -> None:
+    stream = SessionStream(1, "job", "m", limit=2)
+    for number in range(3):
+        stream.push(message(number))
+    with pytest.raises(LimitMet, match="has not read its last 2 messages"):
+        drained(stream)
+
+
+def test_a_waiting_writer_is_woken() -> None:
+    async def main() -> None:
+        stream = SessionStream(1, "job", "m", limit=2)
+        messages = stream.messages()
+        first = asyncio.ensure_future(anext(messages))
+        await asyncio.sleep(0)
+        stream.push(message(4))
+        assert (await first).barrier_passed.call == 4
+        stream.close()
+        with pytest.raises(StopAsyncIteration):
+            await anext(messages)
+
+    run(main)

@@ -1,0 +1,140 @@
+"""What every storage must do, over all of them; and what the file does besides."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline_server.model import Ending, JobSettings, Process, Seat, Verdict, View
+from paceline_server.storage.base import (
+    Change,
+    EndingStored,
+    KeyDeleted,
+    KeySet,
+    StateUnusable,
+    Storage,
+    StoredJob,
+    VerdictStored,
+    ViewForgotten,
+    ViewFormed,
+)
+from paceline_server.storage.memory import MemoryStorage
+from paceline_server.storage.sqlite import SqliteStorage
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import run
+
+Reopen = Callable[[], Storage]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
+    memory = MemoryStorage()
+    return (lambda: memory) if request.param == "memory" else lambda: SqliteStorage(tmp_path / "state.db")
+
+
+def view(generation: int, world: int = 2) -> View:
+    seats = tuple(
+        Seat(rank, f"m{rank}", bytes([rank]) * 32, Process("h", rank + 1, "boot", 5), "h:1", rank + 1)
+        for rank in range(world)
+    )
+    return View(generation, JobSettings(1, 4, 2.5), False, seats)
+
+
+VERDICT = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (0, 1), 9, "rank 0 died")
+
+
+def stored(reopen: Reopen, *changes: Change) -> dict[str, StoredJob]:
+    """What a storage gives back after a restart."""
+
+    async def main() -> list[StoredJob]:
+        storage = reopen()
+        await storage.load()
+        for change in changes:
+            await storage.write([change])
+        await storage.close()
+        again = reopen()
+        jobs = await again.load()
+        await again.close()
+        return jobs
+
+    return {job.name: job for job in run(main)}
+
+
+def test_nothing_at_first(reopen: Reopen) -> None:
+    assert stored(reopen) == {}
+
+
+def test_a_view_comes_back_as_it_was(reopen: Reopen) -> None:
+    jobs = stored(reopen, ViewFormed("a", view(1)), ViewFormed("b", view(4, 3)))
+    assert jobs == {"a": StoredJob("a", 1, view(1)), "b": StoredJob("b", 4, view(4, 3))}
+
+
+def test_verdict_and_endings_belong_to_their_view(reopen: Reopen) -> None:
+    ending = Ending("left the job", orderly=True)
+    changes = [ViewFormed("a", view(1)), EndingStored("a", 1, 1, ending), VerdictStored("a", VERDICT)]
+    assert stored(reopen, *changes)["a"] == StoredJob("a", 1, view(1), VERDICT, {1: ending})
+    late = [ViewFormed("a", view(2)), EndingStored("a", 1, 0, ending), VerdictStored("a", VERDICT)]
+    assert stored(reopen, *late)["a"] == StoredJob("a", 2, view(2))
+
+
+def test_a_forgotten_view_leaves_its_number(reopen: Reopen) -> None:
+    changes = [ViewFormed("a", view(3)), ViewForgotten("a", 2), ViewForgotten("a", 3)]
+    assert stored(reopen, *changes) == {"a": StoredJob("a", 3)}
+
+
+def test_keys(reopen: Reopen) -> None:
+    changes = [KeySet("a", "k", b"1"), KeySet("a", "k", b"2"), KeySet("a", "gone", b""), KeyDeleted("a", "gone")]
+    assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
+
+
+def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
+    async def main() -> None:
+        first, second = SqliteStorage(tmp_path / "s.db"), SqliteStorage(tmp_path / "s.db")
+        await first.load()
+        with pytest.raises(StateUnusable, match=r"cannot use the state file .*s\.db: database is locked"):
+            await second.load()
+        await second.close()
+        await first.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", ["garbage", "other", "future", "folder"])
+def test_a_file_that_is_no_state_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "s.db"
+    if kind == "garbage":
+        path.write_bytes(b"no database at all" * 100)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        connection = sqlite3.connect(path)
+        connection.execute("CREATE TABLE t (x)")
+        if kind == "future":
+            connection.execute(f"PRAGMA application_id={0x50414345}")
+            connection.execute("PRAGMA user_version=99")
+        connection.close()
+
+    async def main() -> None:
+        storage = SqliteStorage(path)
+        with pytest.raises(StateUnusable, match="cannot use the state file"):
+            await storage.load()
+        await storage.close()
+
+    run(main)
+
+
+def test_a_change_that_cannot_be_stored_does_not_take_others_with_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        storage = SqliteStorage(tmp_path / "s.db")
+        await storage.load()
+        written = [storage.write([KeySet("a", key, value)]) for key, value in (("x", b"1"), ("y", None), ("z", b"3"))]  # type: ignore[arg-type]
+        await written[0]
+        with pytest.raises(OSError, match="cannot write the state file"):
+            await written[1]
+        await written[2]
+        await storage.close()
+
+    run(main)
+    reopen = lambda: SqliteStorage(tmp_path / "s.db")  # noqa: E731
+    assert stored(reopen)["a"].keys == {"x": b"1", "z": b"3"}

@@ -1,0 +1,271 @@
+"""Whatever goes wrong in a collective: every rank gets the same typed error, soon, and no array is touched after."""
+
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from paceline.config import Config
+from paceline.errors import (
+    CollectiveMismatch,
+    OperationTimeout,
+    PacelineError,
+    PeerBrokeProtocol,
+    PeerLost,
+    PeerRaised,
+)
+from paceline.group import Group
+from paceline.links.base import LinkEnded
+from paceline.links.faulty import FaultyMesh
+from paceline.links.frame import Frame
+from paceline.links.local import local_meshes
+
+CONFIG = Config(failure_timeout=0.6)
+N = 64
+
+
+def outcomes(world: int, fn: Any, tamper: Any = None, at: int = 0, segment: int = 1 << 20) -> Any:
+    """What each rank raises; `tamper` befalls the frames of rank `at`."""
+    meshes = local_meshes(world, CONFIG)
+    groups = [Group(FaultyMesh(m, tamper) if tamper and m.rank == at else m, CONFIG) for m in meshes]
+    errors: list[BaseException | None] = [None] * world
+
+    def run(rank: int) -> Any:
+        try:
+            fn(groups[rank])
+        except BaseException as error:  # noqa: BLE001  the test looks at it
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", segment):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    for thread in threads:
+        assert not thread.is_alive(), "a rank hangs"
+    for group in groups:
+        group.close()
+    return errors
+
+
+def some_work(group: Group) -> Any:
+    """Five collectives: asynchronous and synchronous, several frames each."""
+    x = np.ones(N)
+    works = [group.all_reduce(x, async_op=True), group.broadcast(x, root=1, async_op=True)]
+    group.all_reduce(x, out=x)
+    for work in works:
+        work.wait()
+    group.barrier()
+
+
+class AtFrame:
+    """Does something at the k-th frame that a rank sends or receives, and counts them."""
+
+    def __init__(self, k: int, act: Any) -> Any:
+        self.k = k
+        self.act = act
+        self.count = 0
+
+    def __call__(self, way: str, peer: int, frame: Frame) -> Any:
+        self.count += 1
+        return self.act(way, frame) if self.count == self.k else frame
+
+
+def end_link(way: str, frame: Frame) -> Any:
+    raise LinkEnded("the test cut it")
+
+
+def raise_in_rank(way: str, frame: Frame) -> Any:
+    raise MemoryError("no room")
+
+
+def interrupt(way: str, frame: Frame) -> Any:
+    raise KeyboardInterrupt
+
+
+def frames_of_some_work(world: int) -> Any:
+    counter = AtFrame(-1, end_link)
+    assert outcomes(world, some_work, counter, segment=64) == [None] * world
+    return counter.count
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("act", "kind"), [(end_link, PeerLost), (raise_in_rank, PeerRaised)])
+def test_a_failure_at_any_frame_is_the_same_error_on_every_rank(world: int, act: Any, kind: str) -> None:
+    for k in range(1, frames_of_some_work(world) + 1):
+        errors = outcomes(world, some_work, AtFrame(k, act), segment=64)
+        if act is raise_in_rank:
+            assert isinstance(errors[0], MemoryError | PeerRaised), "its own error, or the group's thread's news of it"
+            errors = errors[1:]
+        for error in errors:
+            # A rank that was done with everything has nothing to hear of; all others hear the same.
+            assert error is None or type(error) is kind, (k, errors)
+        texts = {str(error) for error in errors if error is not None}
+        assert len(texts) <= 1
+        if act is end_link:
+            assert errors[0] is not None
+            assert errors[0].ranks != ()
+            assert "the test cut it" in texts.pop()
+
+
+def test_later_calls_raise_the_same_error_anew_and_at_once() -> None:
+    def fn(group: Group) -> Any:
+        caught = []
+        for _ in range(3):
+            with pytest.raises(PeerLost) as info:
+                group.all_reduce(np.ones(N))
+            caught.append(info.value)
+        with pytest.raises(PeerLost):
+            group.send(np.ones(1), 0)
+        with pytest.raises(PeerLost):
+            group.recv()
+        assert len({str(error) for error in caught}) == 1
+        assert len({id(error) for error in caught}) == 3
+        raise caught[0]
+
+    errors = outcomes(3, fn, AtFrame(1, end_link))
+    assert len({str(error) for error in errors}) == 1
+
+
+def test_a_rank_that_dies_is_named_by_all() -> None:
+    meshes = local_meshes(3, CONFIG)
+    groups = [Group(mesh, CONFIG) for mesh in meshes]
+    errors: list[PacelineError] = []
+
+    def run(group: Group) -> Any:
+        with pytest.raises(PeerLost, match=r"rank 2 .local. is lost") as info:
+            group.all_reduce(np.ones(N))
+        errors.append(info.value)
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in groups[:2]]
+    for thread in threads:
+        thread.start()
+    meshes[2].cut()
+    for thread in threads:
+        thread.join(20)
+    for group in groups:
+        group.close()
+    assert [error.ranks for error in errors] == [(2,), (2,)]
+    assert [error.operation for error in errors] == [1, 1]
+    assert [error.generation for error in errors] == [1, 1]
+
+
+def test_a_rank_that_has_left_is_named() -> None:
+    meshes = local_meshes(2, CONFIG)
+    groups = [Group(mesh, CONFIG) for mesh in meshes]
+    groups[1].close()
+    with pytest.raises(PeerLost, match=r"rank 1 .local. left"):
+        groups[0].barrier()
+    groups[0].close()
+
+
+def test_a_timeout_says_who_waited_for_whom_for_what() -> None:
+    meshes = local_meshes(2, CONFIG)
+    groups = [Group(mesh, CONFIG) for mesh in meshes]
+    started = time.monotonic()
+    with pytest.raises(OperationTimeout) as info:
+        groups[0].all_reduce(np.ones(N, "f4"), timeout=0.05)
+    assert 0.05 <= time.monotonic() - started < 0.5
+    text = r"operation 1, all_reduce op=sum float32[64]: rank 0 (local) waited 0.05"
+    assert str(info.value).startswith(text)
+    assert "for rank 1 (local) to send frame 0" in str(info.value)
+    assert info.value.ranks == (1,)
+    with pytest.raises(OperationTimeout):
+        groups[1].barrier()
+    for group in groups:
+        group.close()
+
+
+def test_an_abort_wakes_a_blocked_call_within_100_ms() -> None:
+    meshes = local_meshes(2, CONFIG)
+    groups = [Group(mesh, CONFIG) for mesh in meshes]
+    inside = threading.Event()
+    woken = []
+
+    def run() -> Any:
+        inside.set()
+        with pytest.raises(PeerLost):
+            groups[0].all_reduce(np.ones(N))
+        woken.append(time.monotonic())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait(5)
+    while not groups[0].progress().inside:
+        time.sleep(0.001)
+    started = time.monotonic()
+    meshes[1].cut()
+    thread.join(5)
+    assert woken[0] - started < 0.1
+    for group in groups:
+        group.close()
+
+
+def test_an_interrupt_in_a_collective_propagates_and_the_others_are_told() -> None:
+    def fn(group: Group) -> Any:
+        group.all_reduce(np.ones(N))
+
+    errors = outcomes(3, fn, AtFrame(2, interrupt), at=1)
+    assert type(errors[1]) is KeyboardInterrupt
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerRaised)
+        assert error.ranks == (1,)
+        assert "rank 1 (local) raised KeyboardInterrupt" in str(error)
+
+
+def changed(**values: Any) -> Any:
+    def act(way: str, frame: Frame) -> Any:
+        fields = {name: getattr(frame, name) for name in Frame.__slots__}
+        return Frame(**(fields | {name: make(fields[name]) for name, make in values.items()}))
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "what"),
+    [
+        (changed(part=lambda part: part + 1), PeerBrokeProtocol, "frame 1 where frame 0 was due"),
+        (changed(generation=lambda _: 7), PeerBrokeProtocol, "generation 7 in generation 1"),
+        (changed(payload=lambda data: bytes(data)[:-1]), PeerBrokeProtocol, "511 bytes in frame 0 where 512 were due"),
+        (changed(operation=lambda n: n + 5), CollectiveMismatch, "that is operation 6"),
+        (changed(signature=lambda _: b"\xff\x00 random"), CollectiveMismatch, "random"),
+        (lambda way, frame: None, OperationTimeout, "waited"),
+    ],
+)
+def test_frames_that_no_right_rank_sends(act: Any, kind: str, what: Any) -> None:
+    errors = outcomes(2, lambda g: g.all_reduce(np.ones(N), timeout=0.2), AtFrame(1, act), at=1)
+    for error in errors:
+        assert type(error) is kind, errors
+        assert what in str(error)
+    assert len({str(error) for error in errors}) == 1
+
+
+@pytest.mark.parametrize(
+    "signature", [b"broadcast root=1 float32[3", b"broadcast root=1", b"broadcast root=1 object[3]", b"\xff" * 1024]
+)
+def test_a_receiver_that_learns_the_shape_believes_no_garbage(signature: Any) -> None:
+    def fn(group: Group) -> Any:
+        group.broadcast(np.ones(3) if group.rank == 1 else None, root=1)
+        group.barrier()
+
+    errors = outcomes(2, fn, AtFrame(1, changed(signature=lambda _: signature)), at=1)
+    assert all(isinstance(error, PeerBrokeProtocol | CollectiveMismatch) for error in errors), errors
+
+
+def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
+    meshes = local_meshes(2, CONFIG)
+    groups = [Group(mesh, CONFIG) for mesh in meshes]
+    out = np.zeros(N)
+    work = groups[0].all_reduce(np.ones(N), out=out, async_op=True)
+    with pytest.raises(OperationTimeout):
+        work.wait(0.01)
+    out[:] = 7
+    with pytest.raises(PacelineError):
+        groups[1].all_reduce(np.ones(N))
+    assert (out == 7).all()
+    for group in groups:
+        group.close()
