@@ -38,17 +38,18 @@ def check(state: JobState, claim: Registered) -> Session | None:
     others = state.concerned()
     if others:
         _check_agreement(claim, others[0])
-    if claim.claimed_rank is None:
-        return None
-    holder = next((s for s in others if s.claimed_rank == claim.claimed_rank), None)
-    if holder is None:
-        return None
-    if holder.stream is None and holder.standing is Standing.WAITING:
-        return holder
-    raise RankTaken(
-        f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
-        f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
-    )
+    ghost: Session | None = None
+    for holder in others:
+        if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank:
+            continue
+        if holder.stream is not None:
+            raise RankTaken(
+                f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
+                f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
+            )
+        if holder.standing is Standing.WAITING:
+            ghost = holder
+    return ghost
 
 
 def check_report(session: Session, event: Reported) -> None:

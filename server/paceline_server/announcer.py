@@ -26,7 +26,6 @@ class Announcer:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._reason = ""
         self._last_round = -_NEVER
         self.announce_at = _NEVER
 
@@ -43,17 +42,14 @@ class Announcer:
         if newcomer is not None:
             newcomer.told = reason
             effects.append(PushWaiting(newcomer.member_id, reason))
-        if reason == self._reason:
-            self.announce_at = _NEVER
-            return effects
-        if now < self._last_round + self._interval:
+        others = [session for session in candidates if session.told != reason]
+        if others and now < self._last_round + self._interval:
             self.announce_at = self._last_round + self._interval
             return effects
-        others = [session for session in candidates if session.told != reason]
         for session in others:
             session.told = reason
             effects.append(PushWaiting(session.member_id, reason))
         if others:
             self._last_round = now
-        self._reason, self.announce_at = reason, _NEVER
+        self.announce_at = _NEVER
         return effects

@@ -21,7 +21,7 @@ Whereabouts = Callable[[int], str]
 """Says of a rank when it was last seen: "last heard 0.3 s ago", "disconnected 12.1 s ago"."""
 
 _NAMED = 10
-"""So many missing members are described in words; the answer's `missing` has all."""
+"""So many missing members are described in words; the answer's `culprits` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Barriers:
     def fail_all(self, verdict: Verdict) -> list[Effect]:
         """The generation is void."""
         effects: list[Effect] = [
-            FailBarrier(a.seat.member_id, a.call, verdict.reason, verdict.text)
+            FailBarrier(a.seat.member_id, a.call, verdict.reason, verdict.text, verdict.culprits)
             for barrier in self._open.values()
             for a in barrier.arrivals.values()
         ]

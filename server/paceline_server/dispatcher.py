@@ -97,7 +97,7 @@ class Dispatcher:
         self.settings = settings
         self.jobs: dict[str, Job] = {}
         self.draining = False
-        self._storage = storage
+        self.storage = storage
         self._observer = observer
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
@@ -111,7 +111,7 @@ class Dispatcher:
             StateUnusable: the storage cannot be used.
         """
         self._loop = asyncio.get_running_loop()
-        stored_jobs = await self._storage.load()
+        stored_jobs = await self.storage.load()
         now = self._loop.time()
         self._wakefulness = Wakefulness(now, _PULSE)
         for stored in stored_jobs:
@@ -252,12 +252,13 @@ class Dispatcher:
         self._act(job, effects)
 
     def apply_of(self, stream: SessionStream, event: Event) -> None:
-        """Gives an event that came on a stream to the stream's job."""
-        self.apply(self.jobs[stream.job], event)
+        """Gives an event that came on a stream to its job, if the stream still carries its session.
 
-    def write(self, changes: list[Change]) -> asyncio.Future[None]:
-        """Hands changes of a key-value store to the storage; done when they are durable."""
-        return self._storage.write(changes)
+        Raises:
+            Refused: the event must not be; nothing has changed.
+        """
+        if self._streams.get(stream.member_id) is stream:
+            self.apply(self.jobs[stream.job], event)
 
     def _act(self, job: Job, effects: list[Effect]) -> None:
         for effect in effects:
@@ -272,8 +273,8 @@ class Dispatcher:
         match effect:
             case PassBarrier(member_id, call):
                 self._push(member_id, pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call)))
-            case FailBarrier(member_id, call, reason, text, missing):
-                failed = pb.BarrierFailed(call=call, reason=reason, text=text, missing=missing)
+            case FailBarrier(member_id, call, reason, text, culprits):
+                failed = pb.BarrierFailed(call=call, reason=reason, text=text, culprits=culprits)
                 self._push(member_id, pb.SessionResponse(barrier_failed=failed))
             case PushWaiting(member_id, reason_text):
                 self._push(member_id, pb.SessionResponse(waiting=pb.Waiting(reason=reason_text)))
@@ -291,7 +292,7 @@ class Dispatcher:
             case EndSession(member_id, refusal):
                 self._end_session(job, member_id, refusal)
             case StoreView(view):
-                written = self._storage.write([ViewFormed(name, view)])
+                written = self.storage.write([ViewFormed(name, view)])
                 written.add_done_callback(functools.partial(self._view_written, job, view.generation))
             case ForgetView(generation):
                 self._store_unattended(ViewForgotten(name, generation))
@@ -330,7 +331,7 @@ class Dispatcher:
             self.apply(job, StoreFailed(generation, str(error)))
 
     def _store_unattended(self, change: Change) -> None:
-        self._storage.write([change]).add_done_callback(_log_failure)
+        self.storage.write([change]).add_done_callback(_log_failure)
 
     # Streams, jobs, timers --------------------------------------------------------------------------------------------
 

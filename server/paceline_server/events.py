@@ -208,7 +208,7 @@ class FailBarrier:
     call: int
     reason: ErrorReason.ValueType
     text: str
-    missing: tuple[int, ...] = ()
+    culprits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,8 @@ class Membership:
         if event.cause:
             # Its reason is what the others must hear, not that its links have ended.
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
-            self._evidence.add(now, Report(seat.rank, raised, None, session.progress.operation, event.cause))
+            text = f"{seat.label} raised {event.cause}"
+            self._evidence.add(now, Report(seat.rank, raised, None, session.progress.operation, text))
             effects += self._mark(seat.rank, Ending("left the job with an error", orderly=False))
             effects += self._end(session, None)
             effects += self._void(self._evidence.judge(now, {}))

@@ -108,12 +108,10 @@ def describe_exit(exit_code: int) -> str:
 
 
 def _directly(case: Case, reports: list[Report]) -> Verdict:
-    """The first report's accused is to blame, or its reporter if it accuses nobody else."""
+    """The first report's accused is to blame, or its reporter if it accuses nobody else; its text says who and what."""
     first = reports[0]
     culprit = first.reporter if first.accused is None else first.accused
-    seat = case.view.seats[culprit]
-    verb = "broke the protocol" if first.reason == ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL else "raised an error"
-    return _verdict(case, first, {culprit}, f"{seat.label} {verb}: {first.text}")
+    return _verdict(case, first, {culprit}, first.text)
 
 
 def _lost(case: Case, reports: list[Report]) -> Verdict:

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "paceline-test"
+PROJECT = "paceline-test"
 WORKERS = 4
 
 
@@ -41,10 +42,10 @@ def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
 
 
 def test_four_workers_train_the_digits(image: str) -> None:
-    compose = [*compose_command(), "-p", "paceline-test", "-f", "deploy/compose.yaml"]
+    compose = [*compose_command(), "-p", PROJECT, "-f", "deploy/compose.yaml"]
     try:
         run(*compose, "up", "-d", "--no-build", "--scale", f"worker={WORKERS}")
-        workers = run(*compose, "ps", "-q", "worker").split()
+        workers = _containers("worker")
         assert len(workers) == WORKERS
         codes = run("docker", "wait", *workers, timeout=180.0).split()
         logs = {worker: _logs(worker) for worker in workers}
@@ -53,7 +54,7 @@ def test_four_workers_train_the_digits(image: str) -> None:
         told = [float(share) for log in logs.values() for share in re.findall(r"\[0\] accuracy (0\.\d+)", log)]
         assert len(told) == 1, logs
         assert told[0] >= 0.95
-        (coordinator,) = run(*compose, "ps", "-q", "coordinator").split()
+        (coordinator,) = _containers("coordinator")
         run("docker", "exec", coordinator, "python3", "-m", "paceline.cli.health", "127.0.0.1:7400")
         jobs = run("docker", "exec", coordinator, "paceline", "status", "--coordinator", "127.0.0.1:7400", "--json")
         assert '"name": "digits"' in jobs
@@ -62,6 +63,12 @@ def test_four_workers_train_the_digits(image: str) -> None:
         assert "Traceback" not in _logs(coordinator)
     finally:
         run(*compose, "down", "-v", "--remove-orphans")
+
+
+def _containers(service: str) -> list[str]:
+    """By label, for `ps` of Compose v2 leaves out those that have ended."""
+    labels = (f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}")
+    return run("docker", "ps", "-aq", *(word for label in labels for word in ("--filter", f"label={label}"))).split()
 
 
 def _logs(container: str) -> str:

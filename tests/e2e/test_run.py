@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,8 +147,8 @@ def test_a_killed_launcher_takes_its_workers_with_it(loop: str) -> None:
         wait_until_gone(list(pids(run).values()))
 
 
-def _json(*arguments: str) -> dict[str, list[dict[str, object]]]:
+def _json(*arguments: str) -> dict[str, list[dict[str, Any]]]:
     with command(*arguments) as run:
         assert run.wait() == 0, str(run)
-    found: dict[str, list[dict[str, object]]] = json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, list[dict[str, Any]]] = json.loads(run.stdout.splitlines()[-1])
     return found

@@ -41,7 +41,7 @@ from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 
-__all__ = ["PureJob", "RawSession", "duration", "reason_of", "run", "running"]
+__all__ = ["PureJob", "RawSession", "duration", "reason_of", "refused", "run", "running"]
 
 T = TypeVar("T")
 
@@ -87,6 +87,15 @@ def reason_of(error: aio.AioRpcError) -> str:
     assert status.details[0].Unpack(info)
     assert info.domain == ERROR_DOMAIN
     return info.reason
+
+
+async def refused(session: RawSession) -> aio.AioRpcError:
+    """Reads to the end of a session's stream and returns how it was refused."""
+    try:
+        while True:
+            await session.read()
+    except aio.AioRpcError as error:
+        return error
 
 
 class RawSession:
@@ -233,7 +242,7 @@ class PureJob:
         self.membership = Membership(state or JobState("job"), ServerSettings(**settings))
         self.slow_disk = False
         self.effects: list[Effect] = []
-        self._count = 0
+        self._count = len(self.state.sessions)
 
     @property
     def state(self) -> JobState:

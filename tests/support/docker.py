@@ -34,12 +34,14 @@ def engine() -> Iterator[None]:
         pytest.skip("no Docker engine answers (REQUIRE_CONTAINERS=1 starts one on a test machine)")
     state = Path(os.environ.get("PACELINE_LAB", tempfile.gettempdir())) / "paceline-docker"
     try:
-        up = subprocess.run([_HERE / "docker_up.sh", state], capture_output=True, text=True, timeout=_UP_TIMEOUT_S)
+        up = subprocess.run(
+            ["bash", _HERE / "docker_up.sh", state], capture_output=True, text=True, timeout=_UP_TIMEOUT_S
+        )
         if up.returncode:
             pytest.fail(f"no Docker engine, and none could be started:\n{up.stdout}{up.stderr}")
         yield
     finally:
-        subprocess.run([_HERE / "docker_down.sh"], capture_output=True, timeout=60)
+        subprocess.run(["bash", _HERE / "docker_down.sh"], capture_output=True, timeout=60)
 
 
 def compose_command() -> list[str]:

@@ -27,9 +27,7 @@ def test_checked_in_stubs_are_what_the_generator_makes(tmp_path: Path, monkeypat
     kept = ROOT / "protos"
     assert made
     assert made == {
-        path.relative_to(kept): path.read_text()
-        for path in kept.rglob("*_pb2*.py*")
-        if "__pycache__" not in path.parts
+        path.relative_to(kept): path.read_text() for path in kept.rglob("*_pb2*.py*") if "__pycache__" not in path.parts
     }
 
 

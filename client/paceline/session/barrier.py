@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent import futures
 
 from paceline import errors
 from paceline.session.wire import duration, error_type
@@ -25,7 +24,7 @@ class Barriers:
         self._lock = threading.Lock()
         self._calls = itertools.count(1)
         self._rounds: Counter[tuple[int, str]] = Counter()
-        self._waiting: dict[int, tuple[pb.EnterBarrier, Future[None]]] = {}
+        self._waiting: dict[int, tuple[pb.EnterBarrier, futures.Future[None]]] = {}
 
     def enter(self, generation: int, name: str, timeout: float) -> pb.EnterBarrier:
         """Prepares the arrival at the next round of a barrier."""
@@ -37,8 +36,7 @@ class Barriers:
                 round=self._rounds[generation, name],
                 timeout=duration(timeout),
             )
-            self._rounds[generation, name] += 1
-            self._waiting[entry.call] = (entry, Future())
+            self._waiting[entry.call] = (entry, futures.Future())
         return entry
 
     def wait(self, entry: pb.EnterBarrier, timeout: float) -> None:
@@ -50,13 +48,16 @@ class Barriers:
         """
         _, future = self._waiting[entry.call]
         try:
-            future.result(timeout + _SLACK)
-        except FutureTimeout:
-            text = f"barrier {entry.name!r}: the coordinator did not answer within {timeout + _SLACK:.1f} s"
-            raise errors.OperationTimeout(text, generation=entry.generation) from None
+            done, _ = futures.wait([future], timeout + _SLACK)
         finally:
             with self._lock:
                 self._waiting.pop(entry.call, None)
+        if not done:
+            text = f"barrier {entry.name!r}: the coordinator did not answer within {timeout + _SLACK:.1f} s"
+            raise errors.OperationTimeout(text, generation=entry.generation)
+        future.result()
+        with self._lock:  # only a barrier that was passed counts: those who come late to a failed one meet the next try
+            self._rounds[entry.generation, entry.name] += 1
 
     def answer(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """The coordinator's word on one call."""
@@ -69,7 +70,7 @@ class Barriers:
             future.set_result(None)
             return
         error = error_type(failed.reason)
-        future.set_exception(error(failed.text, ranks=tuple(failed.missing), generation=entry.generation))
+        future.set_exception(error(failed.text, ranks=tuple(failed.culprits), generation=entry.generation))
 
     def in_flight(self) -> list[pb.EnterBarrier]:
         """Arrivals without an answer: to be sent again after a reconnect."""
@@ -79,7 +80,7 @@ class Barriers:
     def fail(self, error: errors.PacelineError) -> None:
         """The session is over: every wait ends."""
         with self._lock:
-            futures = [future for _, future in self._waiting.values()]
-        for future in futures:
+            waiting = [future for _, future in self._waiting.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(error)

@@ -244,8 +244,12 @@ class ControlStream:
             try:
                 call = await self._connect(request, min(deadline, time.monotonic() + 5.0))
             except aio.AioRpcError as error:
-                if not is_transient(error):
-                    self._end(error_from_status(error, f"the coordinator at {self.target}"))
+                typed = error_from_status(error, f"the coordinator at {self.target}")
+                if isinstance(typed, errors.SessionClosed) and self.generation == 0 and request.HasField("resume"):
+                    # Candidates are not stored: to a coordinator that was started again this one is new.
+                    request = pb.SessionRequest(register=self._register)
+                elif not is_transient(error):
+                    self._end(typed)
                     return None
             except TimeoutError:
                 pass  # this attempt; the deadline below ends them

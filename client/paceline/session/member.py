@@ -13,8 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent import futures
 
 from paceline import errors
 from paceline._fork import protect
@@ -81,7 +80,7 @@ class MemberConnection:
         self._thread = thread
         self._door = Door(wanted.job)
         self._barriers = Barriers()
-        self._joined: Future[None] = Future()
+        self._joined: futures.Future[None] = futures.Future()
         self._reason = "the coordinator has not answered yet"
         self._control: ControlStream | None = None
         self._ended: errors.PacelineError | None = None
@@ -98,12 +97,11 @@ class MemberConnection:
         deadline = time.monotonic() + timeout
         try:
             self._thread.run(self._register(timeout))
-            try:
-                self._joined.result(max(0.0, deadline - time.monotonic()))
-            except FutureTimeout:
-                raise errors.OperationTimeout(
-                    f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
-                ) from None
+            done, _ = futures.wait([self._joined], max(0.0, deadline - time.monotonic()))
+            if not done:
+                text = f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
+                raise errors.OperationTimeout(text)
+            self._joined.result()
         except BaseException:
             self.close()
             raise

@@ -565,16 +565,16 @@ class BarrierFailed(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
-    MISSING_FIELD_NUMBER: _builtins.int
+    CULPRITS_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """Number from `EnterBarrier`."""
     reason: _errors_pb2.ErrorReason.ValueType
-    """TIMEOUT, STALE_GENERATION, BAD_REQUEST or the reason of the generation's verdict."""
+    """TIMEOUT, STALE_GENERATION, BAD_REQUEST, LIMIT or the reason of the generation's verdict."""
     text: _builtins.str
     """For a timeout: who is missing (rank, host, since when)."""
     @_builtins.property
-    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks that are missing, ascending."""
+    def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks to blame, ascending: those that are missing, or the culprits of the generation's verdict."""
 
     def __init__(
         self,
@@ -582,11 +582,11 @@ class BarrierFailed(_message.Message):
         call: _builtins.int = ...,
         reason: _errors_pb2.ErrorReason.ValueType = ...,
         text: _builtins.str = ...,
-        missing: _abc.Iterable[_builtins.int] | None = ...,
+        culprits: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "missing", b"missing", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "culprits", b"culprits", "reason", b"reason", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

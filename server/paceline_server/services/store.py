@@ -77,7 +77,7 @@ class StoreHandlers(StoreServiceServicer):
         job, key = self._caller(request.caller), self._key(request.key)
         changes = job.store.values.delete(key)
         if changes:
-            await self._dispatcher.write(changes)
+            await self._dispatcher.storage.write(changes)
         return pb.DeleteResponse(existed=bool(changes))
 
     def _caller(self, caller: pb.Caller) -> Job:
@@ -98,6 +98,6 @@ class StoreHandlers(StoreServiceServicer):
 
     async def _write(self, job: Job, key: str, changes: list[Change]) -> None:
         if changes:
-            stored = self._dispatcher.write(changes)
+            stored = self._dispatcher.storage.write(changes)
             job.store.wake(key)
             await stored

@@ -4,6 +4,7 @@ import pytest
 
 from paceline_server.errors import InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
 from paceline_server.events import EndSession
+from paceline_server.model import Standing
 from support.coordinator import PureJob
 
 
@@ -73,6 +74,17 @@ def test_a_candidate_that_lost_its_stream_gives_its_rank_up() -> None:
     assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]
     job.join(2, 2, rank=1)
     assert len(job.state.view.seats) == 2
+
+
+def test_who_comes_for_the_rank_of_a_suspect_waits() -> None:
+    job = PureJob()
+    dead = job.join(2, 2, rank=0)
+    job.join(2, 2, rank=1)
+    job.cut(dead)
+    again = job.join(2, 2, rank=0)
+    assert job.state.sessions[again].standing is Standing.WAITING
+    with pytest.raises(RankTaken):
+        job.join(2, 2, rank=0)
 
 
 def test_settings_are_forgotten_with_the_last_member() -> None:

@@ -78,7 +78,7 @@ def test_a_verdict_ends_all() -> None:
     failed = [effect for effect in effects if isinstance(effect, FailBarrier)]
     assert [effect.member_id for effect in failed] == members[:2]
     assert {effect.reason for effect in failed} == {ErrorReason.ERROR_REASON_PEER_RAISED}
-    assert {effect.text for effect in failed} == {"rank 2 (host-3, pid 1003) raised an error: boom"}
+    assert {effect.text for effect in failed} == {"rank 2 (host-3, pid 1003) raised boom"}
     (again,) = job.enter(members[0], "a")
     assert again.reason == ErrorReason.ERROR_REASON_PEER_RAISED
 
@@ -91,7 +91,7 @@ def test_a_leaver_can_be_waited_for_in_vain_only(before: bool) -> None:
     (failed,) = [effect for effect in effects if isinstance(effect, FailBarrier)]
     assert failed.reason == ErrorReason.ERROR_REASON_PEER_LOST
     assert failed.text == "barrier 'b' cannot be passed: rank 1 (host-2, pid 1002) left the job"
-    assert failed.missing == (1,)
+    assert failed.culprits == (1,)
 
 
 def test_a_candidate_and_another_generation_are_stale() -> None:

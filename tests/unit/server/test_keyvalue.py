@@ -50,7 +50,7 @@ def test_losing_a_race_is_an_answer() -> None:
     assert store.compare_set("m", 3, "k", b"theirs", b"mine")[0]
 
 
-@pytest.mark.parametrize("text", [b"", b"1.5", b"1_0", b" 1", b"0x1", "١".encode()])
+@pytest.mark.parametrize("text", [b"", b"1.5", b"1_0", b" 1", b"0x1", "\u0661".encode()])
 def test_only_decimal_integers_can_be_added_to(text: bytes) -> None:
     store = values()
     store.set("k", text)
@@ -83,9 +83,8 @@ def test_limits() -> None:
 
 async def waiter(room: Storeroom, *keys: str, timeout: float = 10.0) -> "asyncio.Task[None]":
     task = asyncio.create_task(room.until_there("m", keys, timeout))
-    before = room.waiting
-    while room.waiting == before and not task.done():
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it runs as far as it can
+    assert room.waiting == 1
     return task
 
 

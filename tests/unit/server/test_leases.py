@@ -1,6 +1,6 @@
 """After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen."""
 
-from paceline_server.events import Heard, PushVerdict, StoreView
+from paceline_server.events import Heard, PushVerdict, StoreVerdict, StoreView
 from paceline_server.model import Ending, JobSettings, Process, Progress, Seat, Standing, Verdict, View
 from paceline_server.restore import restore
 from paceline_server.storage.base import StoredJob
@@ -45,12 +45,12 @@ def test_until_a_report_names_them() -> None:
 
 def test_with_nobody_back_in_time_the_generation_is_over() -> None:
     job = restarted()
-    job.join(2, 3)
-    job.join(2, 3)
+    newcomers = [job.join(2, 3), job.join(2, 3)]
     assert job.state.generation == 7
-    job.pass_time(2.5, beating=["m1", "m2"])
+    job.pass_time(2.5, beating=newcomers)
     effects = job.pass_time(0.6)
-    assert "was not seen again within 3 s after the coordinator was started again" in job.state.verdict.text
+    (text,) = [effect.verdict.text for effect in effects if isinstance(effect, StoreVerdict)]
+    assert "rank 0 (host-0, pid 1000) was not seen again within 3 s after the coordinator was started again" in text
     assert any(isinstance(effect, StoreView) and effect.view.generation == 8 for effect in effects)
 
 
@@ -102,4 +102,4 @@ def test_missing_members_are_described() -> None:
         "barrier 'b' (round 0) timed out after 0.5 s: 1 of 3 members arrived; missing rank 1 (host-1): disconnected "
         "0.7 s ago; rank 2 (host-2): not seen since the coordinator was started again"
     )
-    assert failed.missing == (1, 2)
+    assert failed.culprits == (1, 2)

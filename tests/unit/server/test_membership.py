@@ -90,9 +90,7 @@ def test_the_next_view_forms_from_candidates_when_the_last_is_void() -> None:
     assert job.state.live.generation == 2
     # m2 has yet to go. It is told of its own generation still, and disturbs nothing when it goes.
     assert kinds(job.cut(old[1])) == []
-    assert verdicts(job.resume(old[1], 1)) == {
-        old[1]: "rank 0 (host-1, pid 1001) raised an error: ValueError: bad batch"
-    }
+    assert verdicts(job.resume(old[1], 1)) == {old[1]: "rank 0 (host-1, pid 1001) raised ValueError: bad batch"}
     job.leave(old[1])
     assert not job.state.endings
 
@@ -221,7 +219,7 @@ def test_reports_gather_before_they_are_judged() -> None:
     assert job.report(members[2], RAISED, None, "KeyError: 'x'") == []
     assert job.membership.next_deadline() == pytest.approx(job.now + 0.01)
     effects = job.pass_time(0.01)
-    assert set(verdicts(effects).values()) == {"rank 2 (host-3, pid 1003) raised an error: KeyError: 'x'"}
+    assert set(verdicts(effects).values()) == {"KeyError: 'x'"}
     assert set(verdicts(effects)) == set(members)
 
 
@@ -315,9 +313,7 @@ def test_leaving_with_a_cause_names_it() -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.leave(second, cause="ZeroDivisionError: division by zero")
-    assert verdicts(effects) == {
-        first: "rank 1 (host-2, pid 1002) raised an error: ZeroDivisionError: division by zero"
-    }
+    assert verdicts(effects) == {first: "rank 1 (host-2, pid 1002) raised ZeroDivisionError: division by zero"}
     assert job.state.verdict.reason == RAISED
 
 

@@ -79,14 +79,14 @@ def test_causes_go_before_what_they_cause() -> None:
 
     verdict = judge(0.0, Case(VIEW, (*lost, late, broke, mismatch, raised), suspects={1}))
     assert (verdict.reason, verdict.culprits) == (RAISED, (1,))
-    assert verdict.text == "rank 1 (host-b, pid 4712) raised an error: ValueError: bad batch"
+    assert verdict.text == "ValueError: bad batch"
 
     verdict = judge(0.0, Case(VIEW, (*lost, late, broke, mismatch)))
     assert (verdict.reason, verdict.culprits, verdict.text) == (MISMATCH, (0, 3), mismatch.text)
 
     verdict = judge(0.0, Case(VIEW, (*lost, late, broke)))
     assert (verdict.reason, verdict.culprits) == (BROKE, (3,))
-    assert verdict.text == "rank 3 (host-d, pid 4714) broke the protocol: a frame of 9 GiB"
+    assert verdict.text == "a frame of 9 GiB"
 
     assert judge(0.0, Case(VIEW, (late, *lost))).reason == LOST
 

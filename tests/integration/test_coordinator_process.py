@@ -1,0 +1,129 @@
+"""The coordinator as a process: it says where it listens, drains on SIGTERM, and numbers grow across restarts (I3)."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paceline_server._grpc import aio, grpc
+from pacelinepb.v1 import store_pb2
+from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
+from support.coordinator import RawSession, duration, reason_of, refused, run, running
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@asynccontextmanager
+async def process(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """`python -m paceline_server` and its address; killed at the end if it still runs."""
+    started = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "paceline_server",
+        "--listen",
+        "127.0.0.1:0",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert started.stdout is not None
+        line = (await started.stdout.readline()).decode()
+        assert line.startswith("listening on ")
+        yield started, line.split()[-1]
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+def test_numbers_grow_across_restarts(tmp_path: Path) -> None:
+    async def one_run(how_it_ends: signal.Signals) -> int:
+        async with process("--state", str(tmp_path / "s.db")) as (server, address):
+            async with aio.insecure_channel(address) as channel:
+                session = await RawSession.register(channel, least=1, most=1)
+                generation = (await session.view()).generation
+                await session.leave()
+            server.send_signal(how_it_ends)
+            await server.wait()
+            return generation
+
+    async def main() -> None:
+        assert await one_run(signal.SIGTERM) == 1
+        assert await one_run(signal.SIGKILL) == 2
+        assert await one_run(signal.SIGTERM) == 3
+
+    run(main)
+
+
+def test_sigterm_drains() -> None:
+    async def main() -> None:
+        async with process() as (server, address), aio.insecure_channel(address) as channel:
+            session = await RawSession.register(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="pacelinepb.v1.SessionService"))
+            assert (await watch.read()).status == SERVING
+            request = store_pb2.GetRequest(caller=session.caller, key="never", timeout=duration(60))
+            getting = StoreServiceStub(channel).Get(request)
+            await health.Check(health_pb2.HealthCheckRequest())  # so the call before it has arrived
+            server.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            with pytest.raises(aio.AioRpcError) as caught:
+                await getting
+            assert reason_of(caught.value) == "DRAINING"
+            assert (await refused(session)).code() == grpc.StatusCode.UNAVAILABLE
+            watch.cancel()
+            assert await server.wait() == 0
+
+    run(main)
+
+
+def test_a_coordinator_that_was_frozen_evicts_nobody() -> None:
+    async def main() -> None:
+        async with process() as (server, address), aio.insecure_channel(address) as channel:
+            sessions = [await RawSession.register(channel, failure_timeout=0.2) for _ in range(2)]
+            for session in sessions:
+                await session.view()
+            server.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.5)  # the freeze itself: longer than failure_timeout
+            server.send_signal(signal.SIGCONT)
+            for session in sessions:
+                await session.enter_barrier("b")
+            for session in sessions:
+                await session.barrier_passed()
+
+    run(main)
+
+
+def test_a_port_in_use_is_a_sentence_and_exit_code_1() -> None:
+    async def main() -> None:
+        async with process() as (_, address):
+            second = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "paceline_server", "--listen", address, stderr=asyncio.subprocess.PIPE
+            )
+            _, stderr = await second.communicate()
+            assert second.returncode == 1
+            assert f"{address} is in use" in stderr.decode()
+            assert "Traceback" not in stderr.decode()
+
+    run(main)
+
+
+def test_reflection_lists_the_services() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            answer = await call.read()
+            names = {service.name for service in answer.list_services_response.service}
+            assert {"pacelinepb.v1.SessionService", "pacelinepb.v1.StoreService", "grpc.health.v1.Health"} <= names
+
+    run(main)

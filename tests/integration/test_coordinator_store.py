@@ -1,0 +1,132 @@
+"""The store over gRPC: waiting, repeats, refusals, and what a restart keeps."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from paceline_server._grpc import aio, grpc
+from pacelinepb.v1 import store_pb2 as pb
+from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
+from support.coordinator import RawSession, duration, reason_of, run, running
+
+
+class Store:
+    """A member's store calls."""
+
+    def __init__(self, channel: aio.Channel, session: RawSession) -> None:
+        self.stub: Any = StoreServiceStub(channel)
+        self.caller = session.caller
+
+    async def set(self, key: str, value: bytes = b"v") -> None:
+        await self.stub.Set(pb.SetRequest(caller=self.caller, key=key, value=value))
+
+    async def get(self, key: str, timeout: float = 0.0) -> bytes:
+        request = pb.GetRequest(caller=self.caller, key=key, timeout=duration(timeout))
+        value = (await self.stub.Get(request)).value
+        assert isinstance(value, bytes)
+        return value
+
+    async def add(self, key: str, amount: int, call: int) -> int:
+        answer = await self.stub.Add(pb.AddRequest(caller=self.caller, key=key, amount=amount, call=call))
+        return int(answer.value)
+
+
+def test_what_one_sets_the_other_waits_for() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            first, second = [Store(channel, await RawSession.register(channel)) for _ in range(2)]
+            getting = asyncio.ensure_future(first.get("a", 10.0))
+            waiting = asyncio.ensure_future(
+                first.stub.Wait(pb.WaitRequest(caller=first.caller, keys=["a", "b"], timeout=duration(10)))
+            )
+            await second.set("a", b"1")
+            assert await getting == b"1"
+            await second.set("b")
+            await waiting
+            assert (await second.stub.Delete(pb.DeleteRequest(caller=second.caller, key="a"))).existed
+            assert not (await second.stub.Delete(pb.DeleteRequest(caller=second.caller, key="a"))).existed
+
+    run(main)
+
+
+def test_calls_that_change_by_what_is_there_may_be_repeated() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            store = Store(channel, await RawSession.register(channel))
+            assert [await store.add("n", 5, call=1), await store.add("n", 5, call=1)] == [5, 5]
+            assert await store.add("n", -7, call=2) == -2
+            swap = pb.CompareSetRequest(caller=store.caller, key="c", desired=b"x", call=3)
+            for _ in range(2):
+                answer = await store.stub.CompareSet(swap)
+                assert (answer.swapped, answer.value) == (True, b"x")
+            lost = await store.stub.CompareSet(
+                pb.CompareSetRequest(caller=store.caller, key="none", expected=b"", desired=b"x", call=4)
+            )
+            assert (lost.swapped, lost.HasField("value")) == (False, False)
+
+    run(main)
+
+
+def test_refusals() -> None:
+    async def main() -> None:
+        async with running(max_value_bytes=8) as channel:
+            session = await RawSession.register(channel)
+            store = Store(channel, session)
+            await store.set("text", b"hello")
+            stolen = pb.Caller(job="job", member_id=session.member_id, session_token=b"x")
+            nobody = pb.Caller(job="other", member_id=session.member_id, session_token=session.token)
+            for method, request, reason in [
+                ("Get", pb.GetRequest(caller=store.caller, key="gone", timeout=Duration()), "TIMEOUT"),
+                ("Get", pb.GetRequest(caller=store.caller, key="gone"), "BAD_REQUEST"),
+                ("Wait", pb.WaitRequest(caller=store.caller, keys=["gone"], timeout=duration(0.01)), "TIMEOUT"),
+                ("Wait", pb.WaitRequest(caller=store.caller, keys=["k"] * 1001, timeout=duration(1)), "LIMIT"),
+                ("Set", pb.SetRequest(caller=store.caller, key=""), "BAD_REQUEST"),
+                ("Set", pb.SetRequest(caller=store.caller, key="k" * 1025), "BAD_REQUEST"),
+                ("Set", pb.SetRequest(caller=store.caller, key="k", value=b"123456789"), "LIMIT"),
+                ("Add", pb.AddRequest(caller=store.caller, key="text", amount=1), "BAD_REQUEST"),
+                ("Set", pb.SetRequest(caller=stolen, key="k"), "SESSION_ENDED"),
+                ("Set", pb.SetRequest(caller=nobody, key="k"), "SESSION_ENDED"),
+                ("Set", pb.SetRequest(key="k"), "SESSION_ENDED"),
+            ]:
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await getattr(store.stub, method)(request)
+                assert reason_of(caught.value) == reason, request
+
+    run(main)
+
+
+def test_the_end_of_a_session_ends_its_waits_and_its_writes() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            session = await RawSession.register(channel)
+            store = Store(channel, session)
+            getting = asyncio.ensure_future(store.get("never", 10.0))
+            await store.set("k")  # the call before it has arrived too: one connection, in order
+            await session.leave()
+            for call in (getting, store.set("k")):
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await call
+                assert reason_of(caught.value) == "SESSION_ENDED"
+                assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+    run(main)
+
+
+def test_a_restart_keeps_the_store(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "state.db"
+        async with running(state_path=path) as channel:
+            sessions = [await RawSession.register(channel) for _ in range(2)]
+            for session in sessions:
+                await session.view()
+            store = Store(channel, sessions[0])
+            await store.set("k", b"kept")
+            await asyncio.gather(*(store.add("n", 1, call) for call in range(1, 51)))
+        async with running(state_path=path) as channel:
+            store = Store(channel, await RawSession.resume(channel, sessions[0], 1))
+            assert (await store.get("k"), await store.get("n")) == (b"kept", b"50")
+
+    run(main)
