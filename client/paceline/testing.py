@@ -23,7 +23,7 @@ from paceline.links.base import Purpose
 from paceline.links.conformance import LinkPair, check_link
 from paceline.links.local import local_meshes
 
-__all__ = ["LinkPair", "check_link", "local_groups", "local_link_pair", "run_groups", "run_ranks"]
+__all__ = ["LinkPair", "check_link", "coordinator", "local_groups", "local_link_pair", "run_groups", "run_ranks"]
 
 T = TypeVar("T")
 

@@ -1,9 +1,11 @@
-"""The figures of issue 2 that the coordinator must hold."""
+"""The figures that the coordinator must hold at 1,000 members: the median of three runs."""
 
-import importlib.util
-from pathlib import Path
+from __future__ import annotations
+
+import statistics
 
 import pytest
+from benchmarks import coordinator_scale
 
 LIMITS = {
     "view_and_members_after_last_connect_s": 2.0,
@@ -14,18 +16,9 @@ LIMITS = {
 
 
 @pytest.mark.benchmark
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_thousand_sessions() -> None:
-    spec = importlib.util.spec_from_file_location("coordinator_scale", Path(__file__).with_name("coordinator_scale.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    scale = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scale)
-    best: dict[str, float] = {}
-    for _ in range(3):  # others may use the machine: what it can do is the best that it did
-        for name, figure in scale.measure().items():
-            best[name] = min(best.get(name, figure), figure)
-        if all(best[name] <= limit for name, limit in LIMITS.items()):
-            break
-    print(best)
-    assert {name: best[name] for name, limit in LIMITS.items() if best[name] > limit} == {}
+    runs = [coordinator_scale.measure() for _ in range(3)]
+    figures = {name: statistics.median(run[name] for run in runs) for name in LIMITS}
+    print(f"\n1,000 sessions, median of {len(runs)} runs: {figures}")
+    assert {name: figure for name, figure in figures.items() if figure > LIMITS[name]} == {}

@@ -1,4 +1,4 @@
-"""`paceline demo` and `paceline bench` as processes: the contracts of design 4.3."""
+"""`paceline demo` and `paceline bench` as processes: what they promise on the command line."""
 
 from __future__ import annotations
 

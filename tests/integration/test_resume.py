@@ -46,21 +46,23 @@ def expect_all(started: list[Worker], event: str) -> list[dict[str, object]]:
 
 def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_path: Path) -> None:
     state = tmp_path / "state.db"
-    with coordinator_process("127.0.0.1:0", state) as (first, address):
-        with workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2", FAILURE_TIMEOUT="2") as started:
-            assert {event["generation"] for event in expect_all(started, "joined")} == {1}
-            first.send_signal(signal.SIGKILL)
-            first.wait()
+    with (
+        coordinator_process("127.0.0.1:0", state) as (first, address),
+        workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2", FAILURE_TIMEOUT="2") as started,
+    ):
+        assert {event["generation"] for event in expect_all(started, "joined")} == {1}
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        for worker in started:
+            worker.go()
+        assert {event["total"] for event in expect_all(started, "sum")} == {2.0}
+        with coordinator_process(address, state):
             for worker in started:
                 worker.go()
-            assert {event["total"] for event in expect_all(started, "sum")} == {2.0}
-            with coordinator_process(address, state):
-                for worker in started:
-                    worker.go()
-                assert {event["value"] for event in expect_all(started, "passed")} == {"before"}
-                assert [worker.wait() for worker in started] == [0, 0]
-                with workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2") as later:
-                    assert {event["generation"] for event in expect_all(later, "joined")} == {2}
+            assert {event["value"] for event in expect_all(started, "passed")} == {"before"}
+            assert [worker.wait() for worker in started] == [0, 0]
+            with workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2") as later:
+                assert {event["generation"] for event in expect_all(later, "joined")} == {2}
 
 
 def test_a_coordinator_that_lost_its_state_says_so(tmp_path: Path) -> None:
@@ -74,14 +76,16 @@ def test_a_coordinator_that_lost_its_state_says_so(tmp_path: Path) -> None:
         emit_error(error)
     session.leave()
     """
-    with coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address):
-        with workers(1, code, COORDINATOR=address) as (worker,):
-            worker.expect("joined")
-            first.send_signal(signal.SIGKILL)
-            first.wait()
-            with coordinator_process(address, tmp_path / "another.db"):
-                worker.go()
-                error = worker.expect("error")
-                assert error["type"] == "SessionClosed"
-                assert "state" in error["text"]
-                assert worker.wait() == 0
+    with (
+        coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address),
+        workers(1, code, COORDINATOR=address) as (worker,),
+    ):
+        worker.expect("joined")
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with coordinator_process(address, tmp_path / "another.db"):
+            worker.go()
+            error = worker.expect("error")
+            assert error["type"] == "SessionClosed"
+            assert "state" in error["text"]
+            assert worker.wait() == 0

@@ -18,7 +18,7 @@ def test_the_environment_beats_the_defaults() -> None:
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
 def test_a_variable_that_is_no_time_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="(?i)failure_timeout"):
+    with pytest.raises(ValueError, match=r"(?i)failure_timeout"):
         Config.from_environment({"PACELINE_FAILURE_TIMEOUT": text})
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from paceline.cli.output import UsageError
-from paceline.session.address import Endpoint, parse_endpoint
+from paceline.session.address import DEFAULT_PORT, Endpoint, parse_endpoint
 
-__all__ = ["DEFAULT_PORT", "endpoint"]
-
-DEFAULT_PORT = 7400
-"""Where a coordinator listens unless told otherwise."""
+__all__ = ["endpoint"]
 
 
 def endpoint(text: str) -> Endpoint:

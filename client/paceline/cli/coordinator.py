@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cli.address import DEFAULT_PORT, endpoint
+from paceline.cli.address import endpoint
 from paceline.cli.output import say
+from paceline.session.address import DEFAULT_PORT
 
 __all__ = ["run_coordinator"]
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.cli.address import endpoint
-from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import Launcher, Listener, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.output import UsageError
 from paceline.config import Config
+from paceline.embedded import coordinator as embedded_coordinator
 
 __all__ = ["launch", "run_workers"]
 

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import WorkerSettings
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch
 from paceline.demo.progress import Progress
 from paceline.demo.view import DemoListener, LiveView, PlainView, View
+from paceline.embedded import coordinator as embedded_coordinator
 
 __all__ = ["GOOD_ACCURACY", "as_result", "run_demo"]
 
@@ -51,7 +51,7 @@ def run_demo(workers: int, *, as_json: bool) -> int:
 
 
 def as_result(progress: Progress) -> dict[str, Any]:
-    """The result in the form that `--json` gives it (design 4.3)."""
+    """The result in the form that `--json` gives it."""
     assert progress.result is not None
     return {
         "accuracy": round(progress.result["accuracy"], 4),

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import paceline
-from paceline.cli.launcher.news import tell_launcher
 from paceline.demo.data import load_digits
 from paceline.demo.training import Plan, train
+from paceline.session.launcher import tell_launcher
 
 __all__ = ["main"]
 

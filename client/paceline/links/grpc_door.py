@@ -165,7 +165,7 @@ class Door:
         assert task is not None
         self._streams.add(task)
         inbox = inside.inbox(peer.rank, purpose)
-        frames = 0
+        frames, whole = 0, False
         try:
             await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
             while (data := await context.read()) is not EOF:
@@ -179,9 +179,13 @@ class Door:
                     _relay(inside.fault, peer, frame)
                 else:
                     await inbox.put(frame)
-            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+            whole = True
             inbox.end(LinkEnded(f"{peer} left", orderly=True))
+            # Last of all: whoever reads this word may hang up at once, and that cancels what still runs here.
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
         except asyncio.CancelledError:
+            if whole:
+                raise
             if not self._closing.is_set():  # the connection broke under the stream
                 inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 raise

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from paceline.errors import CoordinatorUnreachable
 
-__all__ = ["Endpoint", "parse_endpoint", "reachable_endpoint", "resolve"]
+__all__ = ["DEFAULT_PORT", "Endpoint", "parse_endpoint", "reachable_endpoint", "resolve"]
+
+DEFAULT_PORT = 7400
+"""Where a coordinator listens unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

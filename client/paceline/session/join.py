@@ -10,13 +10,12 @@ from paceline._fork import check_process
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize
-from paceline.session.address import parse_endpoint
+from paceline.session.address import DEFAULT_PORT, parse_endpoint
 from paceline.session.member import MemberConnection, Membership
 from paceline.session.session import CoordinatedSession, Session, SoloSession
 
 __all__ = ["join"]
 
-DEFAULT_PORT = 7400
 DEFAULT_JOB = "default"
 
 

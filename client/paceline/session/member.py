@@ -7,7 +7,6 @@ his own thread.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import threading
@@ -28,6 +27,7 @@ from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoin
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.identity import process_identity
+from paceline.session.launcher import tell_launcher
 from paceline.session.store import CoordinatorStore
 from paceline.session.view import fetch_peers
 from paceline.session.wire import duration, error_from_status
@@ -228,7 +228,8 @@ class MemberConnection:
         self.store = CoordinatorStore(self._thread, self._control.channel, caller, self._config.call_timeout)
         self._ready.set()
         self._door.enter(self.mesh)
-        _tell_launcher(view, self.job)
+        facts = {"job": self.job, "rank": view.rank, "world_size": view.world_size, "generation": view.generation}
+        tell_launcher("view", {**facts, "pid": os.getpid()})
         _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, view.world_size, view.generation)
         self._joined.set_result(None)
 
@@ -263,24 +264,3 @@ class MemberConnection:
         addresses = await resolve({endpoint.host for endpoint in endpoints})
         dialled = {(address, endpoint.port) for endpoint in endpoints for address in addresses[endpoint.host]}
         protect(id(self), listening_port=self._listening_port, dialled=dialled)
-
-
-def _tell_launcher(view: pb.ViewFormed, job: str) -> None:
-    """Writes a line about the view to the pipe that `paceline run` gave to its workers, if it did."""
-    fd = os.environ.get("PACELINE_LAUNCHER_FD")
-    if fd is None:
-        return
-    line = json.dumps(
-        {
-            "kind": "view",
-            "job": job,
-            "pid": os.getpid(),
-            "rank": view.rank,
-            "world_size": view.world_size,
-            "generation": view.generation,
-        }
-    )
-    try:
-        os.write(int(fd), line.encode() + b"\n")
-    except (OSError, ValueError) as error:
-        _log.warning("cannot tell the launcher of the view (PACELINE_LAUNCHER_FD=%s): %s", fd, error)

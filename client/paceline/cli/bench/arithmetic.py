@@ -21,7 +21,7 @@ _ELEMENT_BYTES = 4  # float32
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One result; the field names are the command line's contract (design 4.3).
+    """One result; the field names are the command line's contract.
 
     Attributes:
         collective: "all_reduce", "broadcast" or "barrier".

@@ -9,11 +9,11 @@ from rich.console import Console as RichConsole
 
 from paceline.cli.bench.arithmetic import COLLECTIVES, Row, make_row, parse_sizes, size_text
 from paceline.cli.bench.measure import measure
-from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import Worker, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.output import UsageError, print_json
 from paceline.cli.run import launch
+from paceline.embedded import coordinator as embedded_coordinator
 from paceline.group import Group
 
 __all__ = ["run_bench"]

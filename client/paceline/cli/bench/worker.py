@@ -7,7 +7,7 @@ import sys
 import paceline
 from paceline.cli.bench.arithmetic import make_row
 from paceline.cli.bench.measure import measure
-from paceline.cli.launcher.news import tell_launcher
+from paceline.session.launcher import tell_launcher
 
 __all__ = ["main"]
 

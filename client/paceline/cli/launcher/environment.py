@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LAUNCHER_FD", "WorkerSettings", "worker_bounds", "worker_environment"]
+from paceline.session.launcher import LAUNCHER_FD
 
-LAUNCHER_FD = "PACELINE_LAUNCHER_FD"
-"""Number of the inherited pipe on which a worker tells its launcher of views, one JSON object a line."""
+__all__ = ["WorkerSettings", "worker_bounds", "worker_environment"]
 
 _THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

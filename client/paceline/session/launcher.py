@@ -12,9 +12,10 @@ import select
 import time
 from typing import Any
 
-from paceline.cli.launcher.environment import LAUNCHER_FD
+__all__ = ["LAUNCHER_FD", "tell_launcher"]
 
-__all__ = ["tell_launcher"]
+LAUNCHER_FD = "PACELINE_LAUNCHER_FD"
+"""Variable that names the descriptor of the pipe."""
 
 _MAX_RECORD_BYTES = 4096
 """PIPE_BUF on Linux: a write up to this goes through whole or not at all, whatever other threads write."""
