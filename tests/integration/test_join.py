@@ -81,7 +81,7 @@ def test_two_claims_to_one_rank_name_both_hosts() -> None:
 def test_members_that_disagree_are_told_the_setting(mine: dict[str, int], theirs: dict[str, int], setting: str) -> None:
     with coordinator() as address, ThreadPoolExecutor(1) as pool:
         store = paceline.join(address, job="watch", min_workers=1, config=QUICK)
-        waiting = pool.submit(paceline.join, address, job="disagree", timeout=3.0, config=QUICK, **mine)  # type: ignore[arg-type]
+        waiting = pool.submit(paceline.join, address, job="disagree", timeout=1.0, config=QUICK, **mine)  # type: ignore[arg-type]
         wait_for_candidates(address, "disagree", 1)
         with pytest.raises(paceline.SettingsMismatch, match=setting):
             paceline.join(address, job="disagree", timeout=3.0, config=QUICK, **theirs)  # type: ignore[arg-type]
