@@ -73,6 +73,11 @@ class Group:
         """The generation whose members these are."""
         return self._mesh.generation
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this member has sent to the others in this generation."""
+        return self._mesh.bytes_sent
+
     def progress(self) -> Progress:
         """Where this member is."""
         return self._lane.progress

@@ -90,12 +90,13 @@ def test_a_generation_that_is_over_is_refused_typed() -> None:
 
 def test_frames_without_a_ticket_are_refused_and_a_ticket_is_good_once() -> None:
     frame = encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"))
+    close = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))
 
     async def talk(channel: aio.Channel) -> list[grpc.StatusCode]:
         ticket = await knock(channel, hello())
         return [
             await deliver(channel, os.urandom(16), frame),
-            await deliver(channel, ticket, frame),
+            await deliver(channel, ticket, frame, close),
             await deliver(channel, ticket, frame),
         ]
 

@@ -2,7 +2,7 @@
 
 Most disagreements show in the first frame that arrives. Some show in none: where two ranks name different roots, both
 may wait for each other, or for a rank that has nothing to send. So a member that has waited for `PATIENCE` tells the
-one it waits for which call it is in, and looks at what all others have sent. Somewhere in every circle of waiting
+one it waits for which call it is in, and looks at what others have sent it. Somewhere in every circle of waiting
 stands a member that holds the proof, and there the disagreement is found.
 """
 
@@ -18,7 +18,7 @@ from paceline.links.frame import Frame, FrameKind
 __all__ = ["PATIENCE", "WAITING", "Disagreement", "Inbox"]
 
 PATIENCE = 2.0
-"""Seconds to wait before asking around. Longer than most honest steps: asking opens links to all ranks."""
+"""Seconds to wait before asking around; longer than most honest steps."""
 
 WAITING = 0xFFFF_FFFF
 """Part number of the frame "I wait for you in this operation"; it has a signature and no payload."""
@@ -98,8 +98,8 @@ class Inbox:
             link.send(note, monotonic())
 
     def _look_around(self, awaited: int) -> None:
-        for peer in range(self._mesh.size):
-            if peer in (self._mesh.rank, awaited) or peer in self._early:
+        for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
+            if peer == awaited or peer in self._early:
                 continue
             try:
                 frame = self.link(peer).recv(monotonic())

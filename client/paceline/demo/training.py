@@ -139,10 +139,6 @@ class _Pace:
                 "total": self._total,
                 "samples": self.samples,
                 "rate": rate,
-                "bytes_sent": _bytes_sent(self._group),
+                "bytes_sent": self._group.bytes_sent,
             },
         )
-
-
-def _bytes_sent(group: Any) -> int:
-    return int(group._mesh.bytes_sent)

@@ -133,8 +133,17 @@ class Mesh(abc.ABC):
         """
 
     @abc.abstractmethod
+    def linked(self, purpose: Purpose) -> Sequence[int]:
+        """Ranks to which a link for this purpose exists already, opened by either side."""
+
+    @abc.abstractmethod
     def close(self, deadline: float) -> None:
         """Closes every link (`Link.close`)."""
+
+    @property
+    @abc.abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes that this member has handed to its links so far."""
 
     @property
     def size(self) -> int:

@@ -72,7 +72,7 @@ class Fault:
     """
 
     def __init__(self, generation: int, rank: int, verdict_timeout: float) -> None:
-        self._generation = generation
+        self.generation = generation
         self._rank = rank
         self._verdict_timeout = verdict_timeout
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class Fault:
             return verdict.to_error()
         assert suspicion is not None, "error() before anything failed"
         culprits = (self._rank if suspicion.accused is None else suspicion.accused,)
-        return Verdict(self._generation, suspicion.reason, culprits, suspicion.operation, suspicion.text).to_error()
+        return Verdict(self.generation, suspicion.reason, culprits, suspicion.operation, suspicion.text).to_error()
 
     def _wake(self) -> None:
         for wake in list(self._wakers):

@@ -8,7 +8,7 @@ group = Group(FaultyMesh(mesh, lose_third), config)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from paceline.links.base import Link, Mesh, Purpose
@@ -40,6 +40,15 @@ class FaultyMesh(Mesh):
     def link(self, peer: int, purpose: Purpose) -> Link:
         """The link to a rank, with faults (`Mesh.link`)."""
         return _FaultyLink(self._mesh.link(peer, purpose), self._tamper)
+
+    def linked(self, purpose: Purpose) -> Sequence[int]:
+        """Ranks with a link (`Mesh.linked`)."""
+        return self._mesh.linked(purpose)
+
+    @property
+    def bytes_sent(self) -> int:
+        """What the mesh that does the work has sent (`Mesh.bytes_sent`)."""
+        return self._mesh.bytes_sent
 
     def close(self, deadline: float) -> None:
         """Closes every link (`Mesh.close`)."""

@@ -31,6 +31,10 @@ class FrameKind(IntEnum):
 
     DATA = 1
     ABORT = 2
+    CLOSE = 3
+
+
+_KINDS = frozenset(FrameKind)
 
 
 class FrameError(ValueError):
@@ -42,7 +46,7 @@ class Frame:
     """One frame.
 
     Attributes:
-        kind: data, or the news that the sender's generation has failed.
+        kind: data, the news that the sender's generation has failed, or the word that nothing follows.
         generation: the generation that it acts on.
         operation: number of the operation within (generation, purpose), from 1.
         part: number of the frame within (operation, sender, receiver), from 0.
@@ -93,7 +97,7 @@ def decode(data: bytes) -> Frame:
     t1, kind, t2, generation, t3, operation, t4, part, t5, low, high = _HEAD.unpack_from(data)
     if (t1, t2, t3, t4, t5) != (_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE) or low < 0x80 or high > 0x7F:
         raise FrameError("the header is not that of a frame")
-    if kind not in (FrameKind.DATA, FrameKind.ABORT):
+    if kind not in _KINDS:
         raise FrameError(f"unknown kind of frame {kind}")
     words = low & 0x7F | high << 7
     start = _HEAD.size + words + _TAIL.size

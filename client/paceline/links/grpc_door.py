@@ -175,11 +175,15 @@ class Door:
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
                 frames += 1
-                if frame.kind is FrameKind.ABORT:
+                if frame.kind is FrameKind.CLOSE:
+                    whole = True
+                elif frame.kind is FrameKind.ABORT:
                     _relay(inside.fault, peer, frame)
                 else:
                     await inbox.put(frame)
-            whole = True
+            if not whole:
+                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                return
             inbox.end(LinkEnded(f"{peer} left", orderly=True))
             # Last of all: whoever reads this word may hang up at once, and that cancels what still runs here.
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
-from paceline.links.frame import Frame, encode
+from paceline.links.frame import Frame, FrameKind, encode
 
 __all__ = ["Inbox", "Outbox", "GrpcLink", "INBOX_BYTES", "OUTBOX_FRAMES"]
 
@@ -75,10 +75,12 @@ class Outbox:
             self._room.notify_all()
         self._loop.call_soon_threadsafe(self._ready.set)
 
-    def close(self) -> None:
-        """No more frames; the writer half-closes the stream when it has written what is here."""
+    def close(self, last: bytes) -> None:
+        """No more frames after this one; the writer half-closes the stream when it has written what is here."""
         with self._room:
-            self._closing = True
+            if not self._closing:
+                self._closing = True
+                self._frames.append(last)
         self._loop.call_soon_threadsafe(self._ready.set)
 
     async def take(self) -> bytes | None:
@@ -182,9 +184,13 @@ class GrpcLink(Link):
         notify()
 
     def close(self, deadline: float) -> None:
-        """See `Link.close`: half-closes the stream and waits for the peer's word that it has taken in everything."""
-        self.outbox.close()
+        """See `Link.close`: says that nothing follows, and waits for the peer's word that it has taken in all."""
+        self.half_close()
         self.drained.wait(max(0.0, deadline - time.monotonic()))
+
+    def half_close(self) -> None:
+        """Says that nothing follows, without waiting."""
+        self.outbox.close(encode(Frame(FrameKind.CLOSE, self._fault.generation, 0, 0, b"", b"")))
 
     def _wake(self) -> None:
         self.inbox.wake()

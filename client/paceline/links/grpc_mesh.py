@@ -80,13 +80,18 @@ class GrpcMesh(Mesh):
             self._thread.loop.call_soon_threadsafe(self._start, link, purpose)
         return link
 
+    def linked(self, purpose: Purpose) -> list[int]:
+        """See `Mesh.linked`."""
+        with self._lock:
+            return sorted(rank for rank, kind in self._links if kind is purpose)
+
     def close(self, deadline: float) -> None:
         """See `Mesh.close`."""
         with self._lock:
             self._closed = True
             links = list(self._dialled)
         for link in links:
-            link.outbox.close()
+            link.half_close()
         if not self.fault.failed:
             for link in links:
                 link.close(deadline)
@@ -94,7 +99,7 @@ class GrpcMesh(Mesh):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of frames handed to the links so far."""
+        """Bytes of frames, with their headers, so far (`Mesh.bytes_sent`)."""
         with self._lock:
             return sum(link.outbox.sent_bytes for link in self._links.values())
 

@@ -35,12 +35,14 @@ class LocalLink(Link):
         self._outgoing = outgoing
         self._incoming = incoming
         self._closed = False
+        self.bytes_sent = 0
         fault.on_failure(outgoing.wake)
         fault.on_failure(incoming.wake)
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Sends a copy of the frame (`Link.send`)."""
         self._check_open()
+        self.bytes_sent += len(frame.payload)
         self._outgoing.put(replace(frame, payload=bytes(frame.payload)), deadline, self._fault)
 
     def recv(self, deadline: float) -> Frame:
@@ -93,6 +95,16 @@ class LocalMesh(Mesh):
                 link = LocalLink(self.peers[peer], self.fault, outgoing, incoming)
                 self._links[peer, purpose] = link
             return link
+
+    def linked(self, purpose: Purpose) -> list[int]:
+        """Ranks that have sent, or been sent to (`Mesh.linked`)."""
+        return self._board.linked(self.rank, purpose)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of payload so far (`Mesh.bytes_sent`)."""
+        with self._lock:
+            return sum(link.bytes_sent for link in self._links.values())
 
     def close(self, deadline: float) -> None:
         """Closes the links to all peers, those that were never used too (`Mesh.close`)."""
@@ -216,6 +228,10 @@ class _Board:
     def pipe(self, source: int, target: int, purpose: Purpose) -> _Pipe:
         with self.lock:
             return self._pipes.setdefault((source, target, purpose), _Pipe())
+
+    def linked(self, rank: int, purpose: Purpose) -> list[int]:
+        with self.lock:
+            return sorted(source for source, target, kind in self._pipes if target == rank and kind is purpose)
 
 
 def _nothing() -> None:

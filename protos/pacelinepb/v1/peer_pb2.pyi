@@ -77,6 +77,10 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """The sender's generation has failed: the payload is a `Verdict` as the sender suspects it. The receiver MUST end
     its blocked calls and pass it on once.
     """
+    FRAME_KIND_CLOSE: _FrameKind.ValueType  # 3
+    """Nothing follows: the sender has left in good order. A stream that ends without it has broken; its end alone says
+    nothing, for a half-close and a lost connection can look alike to the receiver.
+    """
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
     """What a frame is."""
@@ -88,6 +92,10 @@ FRAME_KIND_DATA: FrameKind.ValueType  # 1
 FRAME_KIND_ABORT: FrameKind.ValueType  # 2
 """The sender's generation has failed: the payload is a `Verdict` as the sender suspects it. The receiver MUST end
 its blocked calls and pass it on once.
+"""
+FRAME_KIND_CLOSE: FrameKind.ValueType  # 3
+"""Nothing follows: the sender has left in good order. A stream that ends without it has broken; its end alone says
+nothing, for a half-close and a lost connection can look alike to the receiver.
 """
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
@@ -229,7 +237,7 @@ class FramesResponse(_message.Message):
 
     @_builtins.property
     def drained(self) -> Global___Drained:
-        """Everything up to the caller's half-close has been taken in; the last message."""
+        """Everything up to the caller's CLOSE frame has been taken in; the last message."""
 
     def __init__(
         self,

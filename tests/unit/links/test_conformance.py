@@ -1,0 +1,137 @@
+"""The published check passes on local links, and fails, by the rule's name, on links that break one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from paceline.links.base import Link, LinkEnded, LinkTimeout
+from paceline.links.frame import Frame
+from paceline.testing import LinkPair, check_link, local_link_pair
+
+
+def test_local_links_keep_the_rules() -> None:
+    check_link(local_link_pair)
+
+
+class Broken(Link):
+    """A good link, wrapped so that it breaks one rule."""
+
+    def __init__(self, link: Link) -> None:
+        self.peer = link.peer
+        self.kind = link.kind
+        self.link = link
+        self.held: Frame | None = None
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        self.link.send(frame, deadline)
+
+    def recv(self, deadline: float) -> Frame:
+        return self.link.recv(deadline)
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        self.link.on_readable(notify)
+
+    def close(self, deadline: float) -> None:
+        self.link.close(deadline)
+
+
+class Twice(Broken):
+    def send(self, frame: Frame, deadline: float) -> None:
+        self.link.send(frame, deadline)
+        self.link.send(frame, deadline)
+
+
+class Swapped(Broken):
+    def send(self, frame: Frame, deadline: float) -> None:
+        if self.held is None:
+            self.held = frame
+            return
+        self.link.send(frame, deadline)
+        self.link.send(self.held, deadline)
+        self.held = None
+
+
+class Truncated(Broken):
+    def recv(self, deadline: float) -> Frame:
+        frame = self.link.recv(deadline)
+        return replace(frame, payload=bytes(frame.payload)[:-1])
+
+
+class Aliased(Broken):
+    """Keeps the caller's buffer for the first frame, and sends it with the second."""
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        if self.held is None and isinstance(frame.payload, memoryview):
+            self.held = frame
+            return
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.link.send(held, deadline)
+        self.link.send(frame, deadline)
+
+
+class Impatient(Broken):
+    def recv(self, deadline: float) -> Frame:
+        return self.link.recv(0.0)
+
+
+class Silent(Broken):
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        notify()
+
+
+class Deaf(Broken):
+    """Does not hear of the failure until its deadline."""
+
+    def recv(self, deadline: float) -> Frame:
+        while True:
+            try:
+                return self.link.recv(min(deadline, time.monotonic() + 0.01))
+            except LinkTimeout:
+                if time.monotonic() >= deadline:
+                    raise
+            except LinkEnded:
+                raise
+            except ConnectionError:  # the generation's error
+                time.sleep(0.3)
+                raise
+
+
+class Disorderly(Broken):
+    def recv(self, deadline: float) -> Frame:
+        try:
+            return self.link.recv(deadline)
+        except LinkEnded as error:
+            raise LinkEnded(str(error), orderly=not error.orderly) from error
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (Twice, "rule_1"),
+        (Swapped, "rule_1"),
+        (Truncated, "rule_1"),
+        (Aliased, "rule_2"),
+        (Impatient, "rule_3"),
+        (Silent, "rule_3"),
+        (Deaf, "rule_4"),
+        (Disorderly, "rule_4_cut"),
+    ],
+)
+def test_a_link_that_breaks_a_rule_is_found_out(
+    broken: type[Broken], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.links.conformance._LONG", 1.0)  # what a good link never needs
+
+    @contextmanager
+    def pair() -> Iterator[LinkPair]:
+        with local_link_pair() as good:
+            yield replace(good, a=broken(good.a), b=broken(good.b))
+
+    with pytest.raises(AssertionError, match=rule):
+        check_link(pair)

@@ -1,0 +1,168 @@
+"""send and recv: by tag, from one or from any, to oneself; a timeout consumes nothing and voids nothing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paceline.config import Config
+from paceline.errors import InvalidRank, OperationTimeout, PeerLost, SizeMismatch
+from paceline.group import Group
+from paceline.links.local import local_meshes
+from paceline.testing import local_groups, run_ranks
+
+
+def test_a_message_arrives_with_its_dtype_shape_and_source() -> None:
+    x = np.arange(6, dtype=np.int16).reshape(2, 3)
+
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            group.send(x, 1)
+            return None
+        return group.recv(0)
+
+    received, source = run_ranks(2, rank)[1]
+    assert source == 0
+    assert received.dtype == x.dtype
+    np.testing.assert_array_equal(received, x)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.float64(3.5),
+        np.empty((0, 4), np.float32),
+        np.arange(10)[::3],
+        np.arange(4, dtype=">i4"),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+        np.array([1.5, -2], ml_dtypes.bfloat16),
+        np.arange(700_000, dtype=np.float32),
+    ],
+    ids=["0-d", "empty", "strided", "big-endian", "bool", "complex", "bfloat16", "several frames"],
+)
+def test_any_array_travels(x: Any) -> None:
+    def rank(group: Group) -> Any:
+        if group.rank == 1:
+            group.send(x, 0, tag=7)
+            return None
+        return group.recv(1, tag=7)[0]
+
+    np.testing.assert_array_equal(run_ranks(2, rank)[0], x)
+
+
+def test_tags_are_matched_in_any_order_and_one_tag_is_first_in_first_out() -> None:
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            for value, tag in ((1, 5), (2, 6), (3, 5)):
+                group.send(np.int64(value), 1, tag=tag)
+            return None
+        return [int(group.recv(0, tag=tag)[0]) for tag in (6, 5, 5)]
+
+    assert run_ranks(2, rank)[1] == [2, 1, 3]
+
+
+def test_from_any() -> None:
+    def rank(group: Group) -> Any:
+        if group.rank:
+            group.send(np.int64(group.rank), 0)
+            return None
+        return sorted((int(value), source) for value, source in (group.recv() for _ in range(3)))
+
+    assert run_ranks(4, rank)[0] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_to_oneself() -> None:
+    def rank(group: Group) -> Any:
+        group.send(np.arange(3), group.rank)
+        return group.recv(group.rank)[0].tolist(), group.recv.__name__
+
+    assert run_ranks(1, rank) == [([0, 1, 2], "recv")]
+    assert run_ranks(2, rank) == [([0, 1, 2], "recv")] * 2
+
+
+def test_ranks_may_send_much_to_each_other_before_either_receives() -> None:
+    x = np.ones(30 << 20, np.uint8)
+
+    def rank(group: Group) -> Any:
+        group.send(x, 1 - group.rank, timeout=30.0)
+        return int(group.recv(1 - group.rank, timeout=30.0)[0].sum())
+
+    assert run_ranks(2, rank) == [x.size, x.size]
+
+
+def test_messages_do_not_mix_with_collectives() -> None:
+    def rank(group: Group) -> Any:
+        work = group.all_reduce(np.full(1000, group.rank), async_op=True)
+        group.send(np.int64(group.rank), 1 - group.rank)
+        value = int(group.recv(1 - group.rank)[0])
+        return value, int(work.wait()[0])
+
+    assert run_ranks(2, rank) == [(1, 1), (0, 1)]
+
+
+def test_out_and_its_mismatch() -> None:
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            group.send(np.arange(3.0), 1)
+            return None
+        with pytest.raises(SizeMismatch):
+            group.recv(0, out=np.empty(4))
+        out = np.empty(3)
+        assert group.recv(0, out=out)[0] is out
+        return out.tolist()
+
+    assert run_ranks(2, rank)[1] == [0.0, 1.0, 2.0]
+
+
+def test_a_timeout_consumes_nothing_and_voids_nothing() -> None:
+    late = threading.Event()
+
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            assert late.wait(10)
+            group.send(np.int64(9), 1)
+        else:
+            with pytest.raises(OperationTimeout, match="rank 0"):
+                group.recv(0, timeout=0.05)
+            with pytest.raises(OperationTimeout):
+                group.recv(timeout=0.0)
+            late.set()
+            assert int(group.recv(0)[0]) == 9
+        return int(group.all_reduce(np.int64(1)))
+
+    assert run_ranks(2, rank) == [2, 2]
+
+
+def test_the_sources_death_ends_a_recv_and_names_it() -> None:
+    meshes = local_meshes(3, Config(failure_timeout=0.6))
+    groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in meshes]
+    errors: list[PeerLost] = []
+
+    def wait(src: int | None) -> None:
+        with pytest.raises(PeerLost) as caught:
+            groups[0].recv(src, timeout=10.0)
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=wait, args=(2,))
+    thread.start()
+    meshes[2].cut()
+    thread.join(5)
+    assert [error.ranks for error in errors] == [(2,)]
+    for group in groups:
+        group.close()
+
+
+def test_ranks_are_checked() -> None:
+    groups = local_groups(2)
+    for bad in (2, -1, 1.5):
+        with pytest.raises(InvalidRank):
+            groups[0].send(np.ones(1), bad)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRank):
+            groups[0].recv(bad)  # type: ignore[arg-type]
+    for group in groups:
+        group.close()
