@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
 from paceline._loop import loop_thread
 from paceline.config import Config
@@ -79,6 +80,7 @@ def join(
                 f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
             )
         return SoloSession(job, config)
+    keep_frame_memory()
     connection = MemberConnection(
         parse_endpoint(coordinator, default_port=DEFAULT_PORT),
         wanted,

@@ -1,0 +1,20 @@
+"""malloc's thresholds are set once, unless the user has set his own."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from paceline._allocator import keep_frame_memory
+
+
+def test_the_users_own_thresholds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert not keep_frame_memory()
+
+
+def test_glibc_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    assert keep_frame_memory() == (platform.libc_ver()[0] == "glibc")
