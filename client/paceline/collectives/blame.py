@@ -9,7 +9,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["broke_protocol", "disagrees", "link_ended", "raised", "timed_out"]
+__all__ = ["broke_protocol", "disagrees", "link_ended", "not_begun", "raised", "timed_out"]
 
 
 def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, frame: Frame) -> Suspicion:
@@ -40,6 +40,12 @@ def timed_out(
     """The peer did not come, or did not take what was sent, in time."""
     text = f"operation {operation}, {mine}: {peers[me]} waited {seconds:.3g} s for {peers[peer]} to {waited_for}"
     return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, peer, operation, text)
+
+
+def not_begun(peers: Sequence[Peer], me: int, operation: int, mine: str, seconds: float) -> Suspicion:
+    """The time was over before this member had anything to wait for."""
+    text = f"operation {operation}, {mine}: not begun by {peers[me]} in {seconds:.3g} s"
+    return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, operation, text)
 
 
 def raised(peers: Sequence[Peer], me: int, operation: int, mine: str, error: BaseException) -> Suspicion:

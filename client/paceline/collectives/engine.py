@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.arrays import Array, as_bytes, from_bytes
 from paceline.collectives import blame
-from paceline.collectives.inbox import Disagreement, Inbox
+from paceline.collectives.exchange import Disagreement, Exchange
 from paceline.collectives.ops import Reduction
 from paceline.collectives.program import Do, Move, Program
 from paceline.errors import PacelineError
@@ -26,11 +26,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
 
-__all__ = ["SEGMENT_BYTES", "Call", "Engine"]
-
-SEGMENT_BYTES = 1 << 20
-"""Bytes per frame. Source: measured on gRPC streams, see `program.AHEAD`."""
-
+__all__ = ["Call", "Engine"]
 
 T = TypeVar("T")
 
@@ -64,9 +60,10 @@ class Engine:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._inbox = Inbox(mesh)
+        self._exchange = Exchange(mesh)
         self._call: Call | None = None
-        self._at: Move | None = None  # the move that is being carried out, for blame
+        self._program: Program | None = None
+        self._at: Move | None = None  # the move of it that is being carried out, for blame
 
     def run(
         self,
@@ -90,19 +87,20 @@ class Engine:
         Raises:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
-        mesh, inbox, operation, deadline = self.mesh, self._inbox, call.operation, call.deadline
+        mesh, exchange, operation, deadline = self.mesh, self._exchange, call.operation, call.deadline
         generation, world, size = mesh.generation, mesh.size, base.itemsize
         base_bytes, out_bytes = as_bytes(base), as_bytes(out)
+        self._program = program
         for move in program.moves:
             self._at = move
             do, peer, part, lo, hi, fresh = move
             signature = b"" if part else call.signature
             if do is Do.SEND:
                 payload = (base_bytes if fresh else out_bytes)[lo * size : hi * size]
-                inbox.link(peer).send(Frame(FrameKind.DATA, generation, operation, part, signature, payload), deadline)
+                exchange.send(peer, Frame(FrameKind.DATA, generation, operation, part, signature, payload), deadline)
                 continue
             if first is None:
-                frame = inbox.next(peer, deadline)
+                frame = exchange.recv(peer, deadline)
             else:
                 frame, first = first, None
             if (
@@ -133,15 +131,17 @@ class Engine:
             asked: kind and detail, which must agree.
         """
         self._at = Move(Do.STORE, peer, 0, 0, 0, True)
-        frame = self._inbox.next(peer, call.deadline)
+        frame = self._exchange.recv(peer, call.deadline)
         if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
             self._refuse(call, peer, 0, len(frame.payload), frame)
         try:
             told = Signature.decode(frame.signature)
         except ValueError as error:
             self._breach(call, peer, str(error))
-        if told[:2] != asked[:2] or told.dtype is None or told.shape is None:
+        if told[:2] != asked[:2]:
             self._refuse(call, peer, 0, len(frame.payload), frame)
+        if told.dtype is None or told.shape is None:
+            self._breach(call, peer, "no description of the array")
         return frame, told.dtype, told.shape
 
     def attempt(self, call: Call, body: Callable[[Call], T]) -> T:
@@ -152,10 +152,10 @@ class Engine:
             BaseException: what the body raised by itself, after the others were told.
         """
         mesh, fault = self.mesh, self.mesh.fault
-        self._at, self._call = None, call
+        self._call, self._program, self._at = call, None, None
         try:
             fault.check()
-            self._inbox.begin(call.operation, call.signature)
+            self._exchange.begin(call.operation, call.signature)
             return body(call)
         except PacelineError as error:
             if not fault.failed:
@@ -178,7 +178,7 @@ class Engine:
             cause: a TimeoutError accuses whom the running operation waits for; anything else is this member's own.
         """
         mesh, call, at = self.mesh, self._call, self._at
-        if isinstance(cause, TimeoutError) and call is not None and at is not None:
+        if isinstance(cause, TimeoutError) and call is not None:
             mesh.fault.suspect(self._late(call, at))
         else:
             name = str(call) if call is not None and call.operation == operation else "in line"
@@ -187,10 +187,10 @@ class Engine:
     def _refuse(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
         """Tells apart a peer that is in another call from one that breaks the protocol."""
         mesh = self.mesh
-        self._inbox.compare(peer, frame)  # a frame of an earlier operation shows where the two parted
         if frame.generation != mesh.generation:
-            what = f"a frame of generation {frame.generation} in generation {mesh.generation}"
-        elif frame.operation != call.operation or (part == frame.part == 0 and frame.signature != call.signature):
+            self._breach(call, peer, f"a frame of generation {frame.generation} in generation {mesh.generation}")
+        self._exchange.compare(peer, frame)  # a frame of an earlier operation shows where the two parted
+        if frame.operation != call.operation or (part == frame.part == 0 and frame.signature != call.signature):
             self._raise(blame.disagrees(mesh.peers, mesh.rank, peer, call.operation, str(call), frame))
         elif frame.part != part:
             what = f"frame {frame.part} where frame {part} was due"
@@ -209,9 +209,14 @@ class Engine:
             return blame.link_ended(mesh.peers, mesh.rank, at.peer, call.operation, str(call), error)
         return self._late(call, at)
 
-    def _late(self, call: Call, at: Move) -> Suspicion:
+    def _late(self, call: Call, at: Move | None) -> Suspicion:
         mesh, seconds = self.mesh, monotonic() - call.started
-        what = f"{'take' if at.do is Do.SEND else 'send'} frame {at.part}"
+        if at is None:
+            return blame.not_begun(mesh.peers, mesh.rank, call.operation, str(call), seconds)
+        sending = at.do is Do.SEND
+        moves = self._program.moves if self._program is not None else ()
+        total = sum(move.peer == at.peer and (move.do is Do.SEND) is sending for move in moves)
+        what = f"{'take' if sending else 'send'} frame {at.part + 1}{f' of {total}' if total else ''}"
         return blame.timed_out(mesh.peers, mesh.rank, at.peer, call.operation, str(call), what, seconds)
 
     def _raise(self, suspicion: Suspicion) -> NoReturn:

@@ -45,14 +45,16 @@ class Outbox:
             while len(self._frames) >= OUTBOX_FRAMES and self._ended is None and not fault.failed:
                 if not self._room.wait(deadline - time.monotonic()):
                     raise LinkTimeout("the peer took nothing")
-            fault.check()
-            if self._ended is not None or self._closing:
-                raise self._ended or LinkEnded("the link is closed", orderly=True)
-            self._frames.append(data)
-            self.sent_bytes += len(data)
-            wake = len(self._frames) == 1
+            accepted = self._ended is None and not self._closing and not fault.failed
+            if accepted:
+                self._frames.append(data)
+                self.sent_bytes += len(data)
+            wake = accepted and len(self._frames) == 1
         if wake:
             self._loop.call_soon_threadsafe(self._ready.set)
+        if not accepted:
+            fault.check()  # not under the lock: it may wait for a verdict, which comes through the loop
+            raise self._ended or LinkEnded("the link is closed", orderly=True)
 
     def put_last(self, data: bytes) -> None:
         """Drops what waits and sends this frame instead: the news that the generation has failed."""

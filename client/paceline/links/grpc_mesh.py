@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 from paceline._grpc import aio
@@ -21,6 +22,9 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
 
 __all__ = ["GrpcMesh"]
+
+_ABORT_GRACE = 0.2
+"""Seconds for the ABORT frames of a failed generation to go out before its links are closed."""
 
 
 class GrpcMesh(Mesh):
@@ -92,9 +96,10 @@ class GrpcMesh(Mesh):
             links = list(self._dialled)
         for link in links:
             link.half_close()
-        if not self.fault.failed:
-            for link in links:
-                link.close(deadline)
+        if self.fault.failed:  # the others will not drain; but they shall hear of it before the links break
+            deadline = min(deadline, time.monotonic() + _ABORT_GRACE)
+        for link in links:
+            link.close(deadline)
         self._thread.run(self._end_tasks())
 
     @property

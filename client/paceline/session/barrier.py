@@ -63,7 +63,7 @@ class Barriers:
         """The coordinator's word on one call."""
         with self._lock:
             found = self._waiting.get(call)
-        if found is None:
+        if found is None or found[1].done():
             return
         entry, future = found
         if failed is None:

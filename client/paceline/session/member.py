@@ -85,6 +85,7 @@ class MemberConnection:
         self._control: ControlStream | None = None
         self._ended: errors.PacelineError | None = None
         self._ready = threading.Event()
+        self._closed = False
 
     def open(self, timeout: float) -> None:
         """Connects, registers, and waits for the first view.
@@ -158,6 +159,7 @@ class MemberConnection:
         await self._control.open(timeout)
 
     async def _leave(self, cause: str) -> None:
+        self._closed = True
         if self._control is not None:
             await self._control.leave(cause, CLOSE_TIMEOUT)
         await self._door.close()
@@ -217,6 +219,8 @@ class MemberConnection:
             self._fail_join(error)
             return
         await self._protect([parse_endpoint(peer.address) for peer in peers])
+        if self._closed:  # whoever called join has given up meanwhile
+            return
         fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
         fault.on_suspicion(self._report)
         self.mesh = GrpcMesh(

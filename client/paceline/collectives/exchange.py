@@ -1,4 +1,4 @@
-"""Frames of collectives as they arrive, by sender; and what a member does that has waited for long.
+"""Frames of collectives, out and in; and what a member does that has waited for long.
 
 Most disagreements show in the first frame that arrives. Some show in none: where two ranks name different roots, both
 may wait for each other, or for a rank that has nothing to send. So a member that has waited for `PATIENCE` tells the
@@ -15,7 +15,7 @@ from time import monotonic
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
 from paceline.links.frame import Frame, FrameKind
 
-__all__ = ["PATIENCE", "WAITING", "Disagreement", "Inbox"]
+__all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange"]
 
 PATIENCE = 2.0
 """Seconds to wait before asking around; longer than most honest steps."""
@@ -43,8 +43,8 @@ class Disagreement(Exception):
         self.frame = frame
 
 
-class Inbox:
-    """The receiving side of all links for collectives. One thread uses it at a time."""
+class Exchange:
+    """Sends and receives over all links for collectives. One thread uses it at a time."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -63,7 +63,27 @@ class Inbox:
             link = self._links[peer] = self._mesh.link(peer, Purpose.COLLECTIVE)
         return link
 
-    def next(self, peer: int, deadline: float) -> Frame:
+    def send(self, peer: int, frame: Frame, deadline: float) -> None:
+        """Sends a frame to a rank.
+
+        Raises:
+            Disagreement: some rank is in another call than this member.
+            LinkTimeout: the deadline has passed.
+            LinkEnded: the link is gone.
+            PacelineError: the generation has failed.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        while True:
+            try:
+                link.send(frame, min(deadline, monotonic() + PATIENCE))
+            except LinkTimeout:
+                if monotonic() >= deadline:
+                    raise
+                self._look_around()  # two ranks that both send, where one should receive, find out here
+            else:
+                return
+
+    def recv(self, peer: int, deadline: float) -> Frame:
         """The next frame from a rank.
 
         Raises:
@@ -97,7 +117,8 @@ class Inbox:
         with suppress(LinkTimeout):  # if it cannot go out, what is on its way already says as much
             link.send(note, monotonic())
 
-    def _look_around(self, awaited: int) -> None:
+    def _look_around(self, awaited: int | None = None) -> None:
+        """Takes in what others than the one awaited have sent, one frame each, and compares."""
         for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
             if peer == awaited or peer in self._early:
                 continue
