@@ -21,12 +21,12 @@ _REPORTABLE = {
 }
 
 
-def check(state: JobState, claim: Registered) -> Session | None:
+def check(state: JobState, claim: Registered) -> list[Session]:
     """Checks a claim against itself and against the live and waiting members of its job.
 
     Returns:
-        The candidate without a stream that held the claimed rank and gives way to the newcomer, if there is one: a
-        worker that died before the first view and was started again must not find its own ghost in its place.
+        The candidates without a stream that stand in the newcomer's way, with its rank or with other settings, and give
+        way to it: a worker that died before the first view and was started again must not find its own ghost there.
 
     Raises:
         InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.
@@ -35,21 +35,18 @@ def check(state: JobState, claim: Registered) -> Session | None:
         RankTaken: a live member claims the same rank.
     """
     _check_alone(claim)
-    others = state.concerned()
+    ghosts = [other for other in state.concerned() if other.stream is None and other.standing is Standing.WAITING]
+    others = [other for other in state.concerned() if other not in ghosts]
     if others:
         _check_agreement(claim, others[0])
-    ghost: Session | None = None
     for holder in others:
-        if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank:
+        if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank or holder.stream is None:
             continue
-        if holder.stream is not None:
-            raise RankTaken(
-                f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
-                f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
-            )
-        if holder.standing is Standing.WAITING:
-            ghost = holder
-    return ghost
+        raise RankTaken(
+            f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
+            f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
+        )
+    return [ghost for ghost in ghosts if _in_the_way(claim, ghost)]
 
 
 def check_report(session: Session, event: Reported) -> None:
@@ -80,12 +77,18 @@ def _check_alone(claim: Registered) -> None:
         raise InvalidRank(f"rank {claim.claimed_rank} is outside the world of {most}: ranks go from 0 to {most - 1}")
 
 
+def _in_the_way(claim: Registered, ghost: Session) -> bool:
+    if claim.settings != ghost.settings or (claim.claimed_rank is None) != (ghost.claimed_rank is None):
+        return True
+    return claim.claimed_rank is not None and claim.claimed_rank == ghost.claimed_rank
+
+
 def _check_agreement(claim: Registered, other: Session) -> None:
     for name, mine, theirs in _settings_side_by_side(claim.settings, other.settings):
         if mine != theirs:
             raise SettingsDisagree(
-                f"{name} is {mine} at {claim.process.host} (pid {claim.process.pid}) but {theirs} at the job's "
-                f"other members, for one {other.process.host} (pid {other.process.pid})"
+                f"{name} is {mine} at {claim.process.host} (pid {claim.process.pid}) but {theirs} at "
+                f"{other.process.host} (pid {other.process.pid}) and the job's other members"
             )
     if (claim.claimed_rank is None) != (other.claimed_rank is None):
         explicit, free = (claim, other) if claim.claimed_rank is not None else (other, claim)

@@ -365,9 +365,11 @@ class Dispatcher:
     def _arm(self, job: Job) -> None:
         """Sets the job's timer to its next deadline, and lets go of a job of which nothing is left."""
         state = job.membership.state
-        if not state.sessions and not state.generation and not len(job.store.values):
-            self.jobs.pop(state.name, None)
         deadline = job.membership.next_deadline()
+        if not state.sessions and not state.generation and not len(job.store.values):
+            if self.jobs.get(state.name) is job:
+                del self.jobs[state.name]
+            deadline = float("inf")  # a job of this name that comes later is another one
         if job.timer is not None:
             if job.timer.when() == deadline and not job.timer.cancelled():
                 return

@@ -137,10 +137,9 @@ class Membership:
     # Coming -----------------------------------------------------------------------------------------------------------
 
     def _register(self, now: float, event: Registered) -> list[Effect]:
-        ghost = admission.check(self.state, event)
         effects: list[Effect] = []
-        if ghost is not None:
-            text = f"rank {ghost.claimed_rank} was taken over by {event.process.host} (pid {event.process.pid})"
+        for ghost in admission.check(self.state, event):
+            text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
             effects += self._end(ghost, SessionEnded(text))
         self._arrivals += 1
         session = Session(

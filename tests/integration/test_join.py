@@ -166,6 +166,14 @@ def test_a_job_that_stays_too_small_says_what_it_waits_for() -> None:
         paceline.join(address, job="small", min_workers=3, timeout=0.8, config=QUICK)
 
 
+def test_a_job_that_was_given_up_before_its_first_view_can_be_tried_again() -> None:
+    with coordinator() as address:
+        for timeout in (0.3, 1.2):  # the second outlasts every timer that the first may have left
+            with pytest.raises(paceline.OperationTimeout, match="1 more worker"):
+                paceline.join(address, job="retry", min_workers=2, timeout=timeout, config=QUICK)
+        leave(joined(address, 2, job="retry"))
+
+
 def test_without_anything_the_world_is_this_process() -> None:
     with paceline.join() as session:
         assert (session.rank, session.size) == (0, 1)

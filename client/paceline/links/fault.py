@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from paceline import errors
 from paceline._fork import check_process
+from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Fault", "Suspicion", "Verdict"]
+__all__ = ["Fault", "Suspicion", "Verdict", "read_verdict"]
 
 _ERRORS: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_PEER_LOST: errors.PeerLost,
@@ -60,6 +61,11 @@ class Verdict:
         """A new error of the type that the reason stands for."""
         kind = _ERRORS.get(self.reason, errors.PeerLost)
         return kind(self.text, ranks=self.culprits, operation=self.operation, generation=self.generation)
+
+
+def read_verdict(word: session_pb2.Verdict) -> Verdict:
+    """The coordinator's verdict as it came over the wire."""
+    return Verdict(word.generation, word.reason, tuple(word.culprits), word.operation, word.text)
 
 
 class Fault:

@@ -1,9 +1,11 @@
 """A mesh whose frames can be lost, changed or refused on purpose: declared faults, for tests.
 
-def lose_third(way, peer, frame):
-    return None if way == "send" and frame.part == 2 else frame
+    def lose_third(way, peer, frame):
+        return None if way == "send" and frame.part == 2 else frame
 
-group = Group(FaultyMesh(mesh, lose_third), config)
+    group = Group(FaultyMesh(mesh, lose_third), config)
+
+It serves over every kind of link.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.config import Config
 from paceline.group import Group
-from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.fault import Fault, Suspicion, Verdict, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoint, resolve
@@ -178,11 +178,9 @@ class MemberConnection:
     def on_verdict(self, verdict: pb.Verdict) -> None:
         """See `Listener`."""
         if self._ready.is_set() and verdict.generation == self.mesh.generation:
-            self.mesh.fault.settle(
-                Verdict(verdict.generation, verdict.reason, tuple(verdict.culprits), verdict.operation, verdict.text)
-            )
+            self.mesh.fault.settle(read_verdict(verdict))
         elif not self._joined.done():
-            self._fail_join(errors.PeerLost(verdict.text, ranks=tuple(verdict.culprits)))
+            self._fail_join(read_verdict(verdict).to_error())
 
     def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """See `Listener`."""
@@ -219,7 +217,7 @@ class MemberConnection:
             self._fail_join(error)
             return
         await self._protect([parse_endpoint(peer.address) for peer in peers])
-        if self._closed:  # whoever called join has given up meanwhile
+        if self._closed or self._joined.done():  # join has been given up, or the generation is over already
             return
         fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
         fault.on_suspicion(self._report)

@@ -76,6 +76,15 @@ def test_a_candidate_that_lost_its_stream_gives_its_rank_up() -> None:
     assert len(job.state.view.seats) == 2
 
 
+def test_a_candidate_that_lost_its_stream_does_not_hold_others_to_its_settings() -> None:
+    job = PureJob()
+    ghost = job.join(3, 3)
+    job.cut(ghost)
+    job.join(1, 1)
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]
+    assert len(job.state.view.seats) == 1
+
+
 def test_who_comes_for_the_rank_of_a_suspect_waits() -> None:
     job = PureJob()
     dead = job.join(2, 2, rank=0)
