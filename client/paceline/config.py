@@ -74,7 +74,9 @@ class Config:
                 try:
                     found[field.name] = float(text)
                 except ValueError:
-                    raise ValueError(f"{name} must be a number of seconds, not {text!r}") from None
+                    found[field.name] = 0.0
+                if not found[field.name] > 0:
+                    raise ValueError(f"{name} must be a number of seconds above 0, not {text!r}")
         return replace(cls(), **found)
 
     @property

@@ -136,17 +136,18 @@ class Coordinator:
 
 
 def _bind(server: aio.Server, address: str) -> int:
+    _check_free(address)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        # grpc says only that it failed: ask the kernel why.
-        raise _why_not(address, error) from None
+        raise OSError(f"cannot listen on {address}: {error}") from None
     if not port:
         raise OSError(f"cannot listen on {address}")
     return port
 
 
-def _why_not(address: str, error: RuntimeError) -> OSError:
+def _check_free(address: str) -> None:
+    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -157,6 +158,5 @@ def _why_not(address: str, error: RuntimeError) -> OSError:
                 probe.listen()
     except OSError as cause:
         if cause.errno == errno.EADDRINUSE:
-            return PortInUse(cause.errno, f"{address} is in use: is a coordinator running there already?")
-        return OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}")
-    return OSError(f"cannot listen on {address}: {error}")
+            raise PortInUse(cause.errno, f"{address} is in use: is a coordinator running there already?") from None
+        raise OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}") from None

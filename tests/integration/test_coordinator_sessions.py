@@ -369,7 +369,7 @@ def test_a_state_file_in_use_is_named(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "state.db"
         async with running(state_path=path):
-            with pytest.raises(StateUnusable, match=r"state\.db: database is locked"):
+            with pytest.raises(StateUnusable, match=r"state\.db: another coordinator"):
                 await Coordinator(ServerSettings(listen="127.0.0.1:0", state_path=path)).start()
 
     run(main)

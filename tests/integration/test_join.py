@@ -115,6 +115,14 @@ def test_arguments_are_checked_before_anything_is_sent() -> None:
         paceline.join(nowhere, rank=0, world_size=0)
     with pytest.raises(paceline.InvalidWorldSize):
         paceline.join(nowhere, min_workers=3, max_workers=2)
+    for rank in ("0", 1.5, True):
+        with pytest.raises(paceline.InvalidRank, match="whole number"):
+            paceline.join(nowhere, rank=rank, world_size=4)  # type: ignore[arg-type]
+    with pytest.raises(paceline.InvalidWorldSize, match="whole number"):
+        paceline.join(nowhere, min_workers=2.0)  # type: ignore[arg-type]
+    for job in ("", "x" * 129, 5):
+        with pytest.raises(ValueError, match="job's name"):
+            paceline.join(nowhere, job=job)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="address"):
         paceline.join("host:port")
     with pytest.raises(paceline.InvalidWorldSize, match="PACELINE_COORDINATOR"):

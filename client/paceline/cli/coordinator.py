@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from paceline.cli.address import endpoint
 from paceline.cli.output import say
-from paceline.session.address import DEFAULT_PORT
 
 __all__ = ["run_coordinator"]
 
@@ -22,13 +22,14 @@ def run_coordinator(listen: str, state: Path | None) -> None:
     from paceline_server.settings import ServerSettings
 
     where = endpoint(listen)
+    # Jobs, views and losses, as they come: what whoever started this wants to see.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("paceline_server.app").setLevel(logging.WARNING)  # start and stop are said below
 
     def announce(address: str) -> None:
         say(f"the coordinator listens on {address}")
         if where.is_loopback:
-            say(
-                f"only this machine can reach it; --listen 0.0.0.0:{DEFAULT_PORT} lets others in, authenticating nobody"
-            )
+            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets others in, authenticating nobody")
 
     serve(ServerSettings(listen=str(where), state_path=state), announce)
     say("the coordinator has stopped")

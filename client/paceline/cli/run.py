@@ -55,8 +55,15 @@ def run_workers(
 
 
 def launch(command: Sequence[str], workers: int, settings: WorkerSettings, listener: Listener) -> int:
-    """Runs workers and tells their coordinator how they end; returns the exit code."""
-    grace = Config.from_environment().failure_timeout + _GRACE_S
+    """Runs workers and tells their coordinator how they end; returns the exit code.
+
+    Raises:
+        UsageError: a PACELINE_* variable does not hold what it should.
+    """
+    try:
+        grace = Config.from_environment().failure_timeout + _GRACE_S
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     with ExitReports(settings.coordinator, settings.job) as reports:
         return Launcher(command, workers, settings, listener, grace=grace, report_exit=reports.report).run()
 

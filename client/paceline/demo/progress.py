@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,18 @@ class Progress:
     def ended(self, index: int, end: Exit) -> None:
         """A worker ended."""
         row = self.rows.setdefault(index, WorkerRow(end.pid))
-        row.state = "done" if end.returncode == 0 else "failed"
+        row.state = _state_at_the_end(end)
+
+
+def _state_at_the_end(end: Exit) -> str:
+    """One word that tells a victim from those who gave up because of it."""
+    if end.returncode == 0:
+        return "done"
+    if end.returncode == -signal.SIGTERM:
+        return "stopped"
+    if end.returncode < 0:
+        return "killed"
+    return "gave up" if end.follows else "failed"
 
 
 def sparkline(values: list[float], width: int, *, unicode: bool = True) -> str:

@@ -19,7 +19,15 @@ from paceline.demo.progress import Progress, sparkline
 
 __all__ = ["DemoListener", "LiveView", "PlainView", "View", "picture"]
 
-_STATE_STYLE = {"training": "green", "joined": "cyan", "done": "bold green", "failed": "bold red"}
+_STATE_STYLE = {
+    "training": "green",
+    "joined": "cyan",
+    "done": "bold green",
+    "stopped": "yellow",
+    "gave up": "yellow",
+    "failed": "bold red",
+    "killed": "bold red",
+}
 
 _LINE_EVERY_S = 1.0
 """Plain lines come at most this often."""

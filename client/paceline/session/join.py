@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import SupportsIndex
 
 from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
@@ -18,6 +19,8 @@ from paceline.session.session import CoordinatedSession, Session, SoloSession
 __all__ = ["join"]
 
 DEFAULT_JOB = "default"
+MAX_JOB_BYTES = 128
+"""Longest name of a job (session.proto)."""
 
 
 def join(
@@ -56,9 +59,13 @@ def join(
         OperationTimeout: no view formed in time; the text says what was waited for.
         SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
         InvalidRank, InvalidWorldSize: of the arguments.
+        ValueError: the address, the job's name or a PACELINE_* variable is malformed.
         ForkedSession: this process was forked from one that has joined.
     """
     check_process()
+    name: object = job
+    if name is not None and not (isinstance(name, str) and 0 < len(name.encode()) <= MAX_JOB_BYTES):
+        raise ValueError(f"a job's name is a text of 1 to {MAX_JOB_BYTES} bytes, not {job!r:.80}")
     environ = os.environ
     config = config or Config.from_environment(environ)
     if timeout is not None:
@@ -103,9 +110,18 @@ def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int |
         raise ValueError(f"{name} must be an integer, not {text!r}") from None
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
 def _membership(
     job: str, min_workers: int | None, max_workers: int | None, rank: int | None, world_size: int | None
 ) -> Membership:
+    for name, value in (("world_size", world_size), ("min_workers", min_workers), ("max_workers", max_workers)):
+        if value is not None and not _is_whole(value):
+            raise InvalidWorldSize(f"{name} must be a whole number, not {value!r}")
+    if rank is not None and not _is_whole(rank):
+        raise InvalidRank(f"rank must be a whole number, not {rank!r}")
     if (rank is None) != (world_size is None):
         raise InvalidRank("rank and world_size go together: give both, or neither")
     if rank is not None and world_size is not None:
@@ -118,6 +134,8 @@ def _membership(
         return Membership(job, world_size, world_size, rank)
     least = 1 if min_workers is None else min_workers
     most = least if max_workers is None else max_workers
-    if least < 1 or most < least:
-        raise InvalidWorldSize(f"min_workers ({least}) must be at least 1 and max_workers ({most}) no less")
+    if least < 1:
+        raise InvalidWorldSize(f"min_workers must be at least 1, not {least}")
+    if most < least:
+        raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
     return Membership(job, least, most, None)

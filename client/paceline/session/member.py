@@ -40,6 +40,9 @@ __all__ = ["MemberConnection", "Membership"]
 
 _log = logging.getLogger("paceline.session")
 
+_PATIENT = 1.0
+"""Seconds to wait for a view before somebody is told: most form sooner."""
+
 CLOSE_TIMEOUT = 2.0
 """Seconds for peers to take in what was sent, and again for the coordinator to answer the goodbye."""
 
@@ -81,7 +84,8 @@ class MemberConnection:
         self._door = Door(wanted.job)
         self._barriers = Barriers()
         self._joined: futures.Future[None] = futures.Future()
-        self._reason = "the coordinator has not answered yet"
+        self._reason = f"no coordinator answers at {coordinator} yet"
+        self._opened = time.monotonic()
         self._control: ControlStream | None = None
         self._ended: errors.PacelineError | None = None
         self._ready = threading.Event()
@@ -137,7 +141,14 @@ class MemberConnection:
 
     # On the loop.
 
+    def _tell_waiting(self) -> None:
+        """A launcher that has a person before it shows what is waited for."""
+        if not self._joined.done():
+            tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}"})
+
     async def _register(self, timeout: float) -> None:
+        self._opened = time.monotonic()
+        asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         where = await reachable_endpoint(self._coordinator, self._advertise)
         port = await self._door.start("0.0.0.0" if self._advertise else where.host, where.port)  # noqa: S104  # asked for
         me = Endpoint(where.host, where.port or port)
@@ -166,9 +177,12 @@ class MemberConnection:
 
     def on_waiting(self, reason: str) -> None:
         """See `Listener`."""
-        if reason != self._reason:
-            _log.info("job %r: %s", self.job, reason)
+        if reason == self._reason:
+            return
+        _log.info("job %r: %s", self.job, reason)
         self._reason = reason
+        if time.monotonic() - self._opened > _PATIENT:
+            self._tell_waiting()
 
     def on_view(self, view: pb.ViewFormed) -> None:
         """See `Listener`."""

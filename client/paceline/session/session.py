@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CoordinatedSession", "Session", "SoloSession"]
 
+MAX_NAME_BYTES = 256
+"""Longest name of a barrier (session.proto)."""
+
 _log = logging.getLogger("paceline.session")
 
 
@@ -140,6 +143,8 @@ class CoordinatedSession(Session):
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`."""
         check_process()
+        if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+            raise ValueError(f"a barrier's name has 1 to {MAX_NAME_BYTES} bytes, not {len(name.encode())}")
         if self._left:
             raise errors.SessionClosed("the session has ended")
         self._connection.barrier(name, self._config.call_timeout if timeout is None else timeout)

@@ -84,7 +84,9 @@ class SqliteStorage:
         except (sqlite3.Error, schema.NotAStateFile) as error:
             if connection is not None:
                 connection.close()
-            loaded.set_exception(StateUnusable(f"cannot use the state file {self._path}: {error}"))
+            taken = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+            why = "another coordinator is using it" if taken else str(error)
+            loaded.set_exception(StateUnusable(f"cannot use the state file {self._path}: {why}"))
             self._closed.set_result(None)
             return
         loaded.set_result(jobs)

@@ -55,7 +55,7 @@ def test_ends_show() -> None:
     progress = a_run()
     progress.ended(0, Exit("rank 1", 100, 0))
     progress.ended(1, Exit("rank 0", 101, -9))
-    assert [row.state for row in progress.rows.values()] == ["done", "failed"]
+    assert [row.state for row in progress.rows.values()] == ["done", "killed"]
 
 
 def test_the_result_has_the_contract_s_names() -> None:

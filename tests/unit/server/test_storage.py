@@ -92,7 +92,7 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = SqliteStorage(tmp_path / "s.db"), SqliteStorage(tmp_path / "s.db")
         await first.load()
-        with pytest.raises(StateUnusable, match=r"cannot use the state file .*s\.db: database is locked"):
+        with pytest.raises(StateUnusable, match=r"cannot use the state file .*s\.db: another coordinator"):
             await second.load()
         await second.close()
         await first.close()

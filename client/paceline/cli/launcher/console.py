@@ -85,6 +85,7 @@ class Console:
         self._err = sys.stderr if err is None else err
         plain = bool(os.environ.get("NO_COLOR"))  # https://no-color.org
         self._colour = {stream: stream.isatty() and not plain for stream in (self._out, self._err)}
+        self._waiting_for: object = None
         self._pending: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="paceline-console", daemon=True)
         self._writer.start()
@@ -97,7 +98,10 @@ class Console:
             self._logs.write(worker, line)
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """Keeps in the log under which rank the lines that follow were printed."""
+        """Shows what workers wait for; keeps in the log under which rank the lines that follow were printed."""
+        if record.get("kind") == "waiting" and record.get("reason") != self._waiting_for:
+            self._waiting_for = record.get("reason")  # each worker tells; once is enough
+            self.say(str(self._waiting_for))
         if self._logs is not None and record.get("kind") == "view":
             view = f"rank {record.get('rank')} of {record.get('world_size')}, generation {record.get('generation')}"
             self._logs.note(worker, view)
