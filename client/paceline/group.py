@@ -277,11 +277,13 @@ class Group:
         self._mesh.fault.check()
 
     def _deadline(self, timeout: float | None) -> float:
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"a timeout is a number of seconds from 0, not {timeout!r}")
         return monotonic() + (self._config.step_timeout if timeout is None else timeout)
 
     def _check_rank(self, what: str, rank: object) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise InvalidRank(f"{what} {rank} lies outside the world of {self.size}, at rank {self.rank}")
+            raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
 
     @overload
     def _issue(self, task: Task[T], timeout: float | None, async_op: Literal[False]) -> T: ...

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from paceline.config import Config
 from paceline.embedded import coordinator
+from paceline.errors import PacelineError
 from paceline.group import Group
 from paceline.links.base import Purpose
 from paceline.links.conformance import LinkPair, check_link
@@ -63,7 +64,8 @@ def run_ranks(world: int, fn: Callable[[Group], T], *, config: Config | None = N
         The results by rank.
 
     Raises:
-        Exception: the first error that a rank raised, with a note that names the rank.
+        Exception: the first error that a rank raised, with a note that names the rank; a rank's own before the others'
+            news of it.
         TimeoutError: some ranks were not done in time; the text names them.
     """
     return run_groups(local_groups(world, config), fn, timeout=timeout)
@@ -88,10 +90,17 @@ def run_groups(groups: list[Group], fn: Callable[[Group], T], *, timeout: float 
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - monotonic()))
-    if failures:
-        rank, first = failures[0]
+    late = [thread.name for thread in threads if thread.is_alive()]
+    causes = list(failures)  # what closing makes the late ones raise is not among them
+    for group in groups if late else []:
+        group.close(0.0)  # ends what they wait for
+    for thread in threads:
+        thread.join(1.0)
+    if causes:
+        # The cause before its news: a rank's own error reaches the others as one of ours, perhaps sooner.
+        rank, first = min(causes, key=lambda failure: isinstance(failure[1], PacelineError))
         first.add_note(f"raised by rank {rank}")
         raise first
-    if late := [thread.name for thread in threads if thread.is_alive()]:
+    if late:
         raise TimeoutError(f"not done after {timeout} s: {', '.join(late)}")
     return [results[group.rank] for group in groups]

@@ -112,9 +112,9 @@ class Lane:
         """Runs a task in its turn and returns its result; `task(operation)` is given its number."""
         with self._changed:
             self._check_open()
-            first = not self._busy and not self._queue
             self._issued += 1
             operation = self._issued
+            first = not self._busy and not self._queue
             self._busy = self._busy or first
             work = None if first else self._enqueue(operation, task)
         if work is not None:

@@ -172,7 +172,7 @@ def test_a_timeout_says_who_waited_for_whom_for_what() -> None:
     assert 0.05 <= time.monotonic() - started < 0.5
     text = r"operation 1, all_reduce op=sum float32[64]: rank 0 (local) waited 0.05"
     assert str(info.value).startswith(text)
-    assert "for rank 1 (local) to send frame 0" in str(info.value)
+    assert "for rank 1 (local) to send frame 1 of 1" in str(info.value)
     assert info.value.ranks == (1,)
     with pytest.raises(OperationTimeout):
         groups[1].barrier()

@@ -166,3 +166,65 @@ def test_ranks_are_checked() -> None:
             groups[0].recv(bad)  # type: ignore[arg-type]
     for group in groups:
         group.close()
+
+
+def test_a_send_that_times_out_half_way_voids_nothing() -> None:
+    """Nobody receives: the link fills, the sender gives up; the next message is received all the same."""
+    sent = threading.Event()
+
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            with pytest.raises(OperationTimeout, match="did not take"):
+                group.send(np.zeros(80 << 20, np.uint8), 1, timeout=0.3)
+            sent.set()
+            group.send(np.int64(5), 1)
+        else:
+            assert sent.wait(20)
+            assert int(group.recv(0)[0]) == 5
+        return int(group.all_reduce(np.int64(1)))
+
+    assert run_ranks(2, rank) == [2, 2]
+
+
+def test_messages_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.collectives.mailbox.MAX_WAITING_BYTES", 8 << 10)
+    groups = local_groups(2)
+    for i in range(30):
+        groups[0].send(np.full(100, i), 1, tag=1)
+    with pytest.raises(OperationTimeout, match="other tags wait"):
+        groups[1].recv(0, tag=2, timeout=0.02)
+    assert len(groups[1]._mailbox._messages) < 10
+    assert [int(groups[1].recv(0, tag=1)[0][0]) for _ in range(30)] == list(range(30))
+    for group in groups:
+        group.close()
+
+
+def test_many_threads_may_wait_at_once() -> None:
+    groups = local_groups(3)
+    got: list[tuple[int, int]] = []
+
+    def wait(tag: int) -> None:
+        value, _ = groups[0].recv(None if tag % 2 else 1 + tag % 3 % 2, tag=tag, timeout=20.0)
+        got.append((tag, int(value)))
+
+    threads = [threading.Thread(target=wait, args=(tag,)) for tag in range(12)]
+    for thread in threads:
+        thread.start()
+    for tag in reversed(range(12)):
+        groups[1 + tag % 3 % 2].send(np.int64(tag * 10), 0, tag=tag)
+    for thread in threads:
+        thread.join(20)
+    for group in groups:
+        group.close()
+    assert sorted(got) == [(tag, tag * 10) for tag in range(12)]
+
+
+def test_what_was_sent_before_leaving_is_received_and_then_nobody_is_there() -> None:
+    groups = local_groups(3, Config(failure_timeout=0.6))
+    for group in groups[1:]:
+        group.send(np.int64(group.rank), 0)
+        group.close()
+    assert sorted(groups[0].recv()[1] for _ in range(2)) == [1, 2]
+    with pytest.raises(PeerLost, match="left"):
+        groups[0].recv(timeout=20.0)
+    groups[0].close()

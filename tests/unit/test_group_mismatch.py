@@ -82,7 +82,7 @@ def test_roots_that_differ(roots: Any, known: Any) -> None:
         except PacelineError as error:
             errors[rank] = error
 
-    with mock.patch("paceline.collectives.inbox.PATIENCE", 0.05):
+    with mock.patch("paceline.collectives.exchange.PATIENCE", 0.05):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(roots))]
         for thread in threads:
             thread.start()
@@ -93,6 +93,32 @@ def test_roots_that_differ(roots: Any, known: Any) -> None:
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
     assert "root=" in str(errors[0])
+
+
+def test_two_roots_that_both_send_more_than_links_hold() -> None:
+    groups = local_groups(2, Config(failure_timeout=0.6))
+    errors: list[BaseException | None] = [None] * 2
+
+    def run(rank: int) -> None:
+        try:
+            groups[rank].broadcast(np.ones(1000), root=rank)
+        except PacelineError as error:
+            errors[rank] = error
+
+    with (
+        mock.patch("paceline.collectives.exchange.PATIENCE", 0.05),
+        mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", 64),
+    ):
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    for group in groups:
+        group.close()
+    assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
+    assert "root=0" in str(errors[0])
+    assert "root=1" in str(errors[0])
 
 
 def test_an_honest_straggler_is_no_disagreement() -> None:
@@ -107,7 +133,7 @@ def test_an_honest_straggler_is_no_disagreement() -> None:
             groups[rank].broadcast(X if rank == i else None, root=i)
             results[rank] += float(groups[rank].all_reduce(X)[0])
 
-    with mock.patch("paceline.collectives.inbox.PATIENCE", 0.01):
+    with mock.patch("paceline.collectives.exchange.PATIENCE", 0.01):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
         for thread in threads:
             thread.start()

@@ -42,9 +42,9 @@ def timed_out(
     return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, peer, operation, text)
 
 
-def not_begun(peers: Sequence[Peer], me: int, operation: int, mine: str, seconds: float) -> Suspicion:
-    """The time was over before this member had anything to wait for."""
-    text = f"operation {operation}, {mine}: not begun by {peers[me]} in {seconds:.3g} s"
+def not_begun(peers: Sequence[Peer], me: int, operation: int) -> Suspicion:
+    """The time was over before this member had come to the operation."""
+    text = f"operation {operation}: {peers[me]} had not come to it when the time was over"
     return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, operation, text)
 
 

@@ -152,7 +152,7 @@ class Engine:
             BaseException: what the body raised by itself, after the others were told.
         """
         mesh, fault = self.mesh, self.mesh.fault
-        self._call, self._program, self._at = call, None, None
+        self._call, self._program = call, None
         try:
             fault.check()
             self._exchange.begin(call.operation, call.signature)
@@ -169,6 +169,8 @@ class Engine:
         except BaseException as error:
             fault.suspect(blame.raised(mesh.peers, mesh.rank, call.operation, str(call), error))
             raise
+        finally:
+            self._call = self._at = None
 
     def abort(self, operation: int, cause: BaseException) -> None:
         """Ends the generation from another thread, because nobody waits for this operation any longer.
@@ -178,8 +180,11 @@ class Engine:
             cause: a TimeoutError accuses whom the running operation waits for; anything else is this member's own.
         """
         mesh, call, at = self.mesh, self._call, self._at
-        if isinstance(cause, TimeoutError) and call is not None:
-            mesh.fault.suspect(self._late(call, at))
+        if isinstance(cause, TimeoutError):
+            if call is None or at is None:
+                mesh.fault.suspect(blame.not_begun(mesh.peers, mesh.rank, operation))
+            else:
+                mesh.fault.suspect(self._late(call, at))
         else:
             name = str(call) if call is not None and call.operation == operation else "in line"
             mesh.fault.suspect(blame.raised(mesh.peers, mesh.rank, operation, name, cause))
@@ -209,10 +214,8 @@ class Engine:
             return blame.link_ended(mesh.peers, mesh.rank, at.peer, call.operation, str(call), error)
         return self._late(call, at)
 
-    def _late(self, call: Call, at: Move | None) -> Suspicion:
+    def _late(self, call: Call, at: Move) -> Suspicion:
         mesh, seconds = self.mesh, monotonic() - call.started
-        if at is None:
-            return blame.not_begun(mesh.peers, mesh.rank, call.operation, str(call), seconds)
         sending = at.do is Do.SEND
         moves = self._program.moves if self._program is not None else ()
         total = sum(move.peer == at.peer and (move.do is Do.SEND) is sending for move in moves)

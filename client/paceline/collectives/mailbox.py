@@ -97,7 +97,7 @@ class Mailbox:
                 message.unpack(result)
                 return deliver(result, out), message.source
             try:
-                self._check_sources(sources, peers, tag)
+                self._check_sources(peers, tag)
                 self._drain(self._doorbell.get(timeout=max(0.0, deadline - monotonic())))
             except queue.Empty:
                 self._recv_late(src, tag, started)
@@ -193,12 +193,12 @@ class Mailbox:
                 return message
         return None
 
-    def _check_sources(self, sources: list[int], peers: list[int], tag: int) -> None:
+    def _check_sources(self, peers: list[int], tag: int) -> None:
         """Raises if no message can come any more: the generation has failed, or all peers asked for have gone."""
         self._mesh.fault.check()
         for peer in peers:
             end = self._ended.get(peer)
-            if end is not None and (not end.orderly or all(rank in self._ended for rank in sources)):
+            if end is not None and (not end.orderly or all(other in self._ended for other in peers)):
                 self._lost(peer, f"recv tag={tag}", end)
 
     def _lost(self, peer: int, mine: str, end: LinkEnded) -> NoReturn:
@@ -215,7 +215,8 @@ class Mailbox:
     def _recv_late(self, src: int | None, tag: int, started: float) -> NoReturn:
         mesh, seconds = self._mesh, monotonic() - started
         source = "any rank" if src is None else str(mesh.peers[src])
-        others = sum(src is None or message.source == src for message in self._messages)
+        with self._changed:
+            others = sum(src is None or message.source == src for message in self._messages)
         text = f"recv tag={tag}: nothing from {source} to {mesh.peers[mesh.rank]} in {seconds:.3g} s"
         text += f"; {others} messages with other tags wait" if others else ""
         raise OperationTimeout(text, ranks=() if src is None else (src,), generation=mesh.generation) from None

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 
 from paceline.arrays import Array, as_bytes, as_flat, native
+from paceline.collectives.program import SEGMENT_BYTES
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
 
-__all__ = ["SEGMENT_BYTES", "Assembler", "Message", "to_frames"]
-
-SEGMENT_BYTES = 1 << 20
-"""Bytes per frame, as for collectives."""
+__all__ = ["Assembler", "Message", "to_frames"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Message:
     """A message, whole or on its way.
 

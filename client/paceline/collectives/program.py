@@ -20,6 +20,7 @@ from paceline.collectives.schedules import Action, Row
 
 __all__ = [
     "AHEAD",
+    "SEGMENT_BYTES",
     "Do",
     "Move",
     "Program",
@@ -28,6 +29,9 @@ __all__ = [
     "broadcast_program",
     "compile_rows",
 ]
+
+SEGMENT_BYTES = 1 << 20
+"""Bytes per frame, of collectives and of messages. Source: as for `AHEAD`."""
 
 AHEAD = 4
 """A row that sends and receives is never more segments ahead with sending than this. So the sender keeps the pace of

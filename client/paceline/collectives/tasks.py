@@ -14,9 +14,9 @@ import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
 from paceline.collectives.choose import Chooser
-from paceline.collectives.engine import SEGMENT_BYTES, Call, Engine
+from paceline.collectives.engine import Call, Engine
 from paceline.collectives.ops import reduction
-from paceline.collectives.program import all_reduce_program, barrier_program, broadcast_program
+from paceline.collectives.program import SEGMENT_BYTES, all_reduce_program, barrier_program, broadcast_program
 from paceline.collectives.schedules import tree_parent
 from paceline.errors import UnsupportedOp
 from paceline.signature import Signature

@@ -97,12 +97,12 @@ class Link(abc.ABC):
             PacelineError: the generation has failed.
         """
 
+    @abc.abstractmethod
     def on_readable(self, notify: Callable[[], None]) -> None:
         """Has `notify` called, once now and then whenever `recv` may have got something to return or to raise.
 
         Called in any thread, sometimes for nothing; it must not block. One reader only: the last one registered.
         """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def close(self, deadline: float) -> None:

@@ -198,7 +198,10 @@ class FramesRequest(_message.Message):
     this sender to this receiver.
     """
     part: _builtins.int
-    """Number of the frame within (operation, sender, receiver), from 0."""
+    """Number of the frame within (operation, sender, receiver), from 0. 0xFFFFFFFF is no part of the operation: the sender
+    has waited for the receiver for long, and its signature says in which operation. The receiver compares that with
+    its own operation of this number.
+    """
     signature: _builtins.bytes
     """The operation in words: kind, arguments, dtype and shape; in part 0 only, at most 1,024 bytes. The receiver
     compares it with its own.

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paceline.collectives.choose import STAR_MAX_BYTES, STAR_MAX_WORLD, choose_all_reduce
+from paceline.collectives.choose import STAR_MAX_BYTES, STAR_MAX_TRAFFIC, choose_all_reduce
 from paceline.collectives.ops import reduction
 from paceline.errors import UnsupportedOp
 
@@ -48,7 +48,8 @@ def test_bool_stays_bool(op: str, result: Any) -> None:
 
 def test_the_choice_depends_on_bytes_and_world_alone() -> None:
     assert choose_all_reduce(1024, 2).schedule == "star"
-    assert choose_all_reduce(STAR_MAX_BYTES, STAR_MAX_WORLD).schedule == "star"
+    assert choose_all_reduce(STAR_MAX_BYTES, 8).schedule == "star"
+    assert choose_all_reduce(STAR_MAX_TRAFFIC // 999, 1000).schedule == "star"
     assert choose_all_reduce(STAR_MAX_BYTES + 1, 2).schedule == "ring"
-    assert choose_all_reduce(4, STAR_MAX_WORLD + 1).schedule == "ring"
+    assert choose_all_reduce(STAR_MAX_TRAFFIC // 999 + 1, 1000).schedule == "ring"
     assert "steps" in choose_all_reduce(4, 2).reason

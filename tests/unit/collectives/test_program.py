@@ -92,6 +92,41 @@ def test_barrier(world: int) -> None:
     carry_out(programs, [[] for _ in programs], [[] for _ in programs], capacity=1)
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), world=st.integers(1, 6), count=st.integers(1, 6))
+def test_one_program_after_another_on_the_same_links(data: Any, world: int, count: int) -> None:
+    """Ranks may be in different operations at once; links that hold `AHEAD` frames must be enough still."""
+    calls = []
+    for _ in range(count):
+        kind = data.draw(st.sampled_from(["ring", "star", "broadcast", "barrier"]))
+        calls.append((kind, data.draw(st.integers(0, 40)), data.draw(st.integers(0, world - 1))))
+
+    def program(call: tuple[str, int, int], rank: int) -> Program:
+        kind, n, root = call
+        if kind == "barrier":
+            return barrier_program(rank, world)
+        if kind == "broadcast":
+            return broadcast_program(rank, world, root, n, 1)
+        return all_reduce_program(kind, rank, world, n, 1)
+
+    todo = [deque(move for call in calls for move in program(call, rank).moves) for rank in range(world)]
+    wires: dict[tuple[int, int], int] = defaultdict(int)
+    moved = True
+    while moved:
+        moved = False
+        rank = data.draw(st.integers(0, world - 1))  # whoever is run first; then all others
+        for at in [rank, *range(world)]:
+            while todo[at]:
+                move = todo[at][0]
+                wire, change = ((at, move.peer), 1) if move.do is Do.SEND else ((move.peer, at), -1)
+                if not 0 <= wires[wire] + change <= AHEAD:
+                    break
+                wires[wire] += change
+                todo[at].popleft()
+                moved = True
+    assert not any(todo), f"{calls} come to a stop"
+
+
 @pytest.mark.parametrize(("world", "n", "segment"), [(2, 1000, 7), (5, 1003, 4), (7, 64, 1)])
 def test_a_ring_is_never_far_ahead_and_overlaps(world: int, n: int, segment: int) -> None:
     for rank in range(world):
