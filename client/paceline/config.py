@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Config", "ENVIRONMENT"]
+__all__ = ["ENVIRONMENT", "Config", "checked_timeout"]
 
 ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_COORDINATOR": "address of the coordinator, host:port; without it the world is this process alone",
@@ -34,9 +34,9 @@ ENVIRONMENT: Mapping[str, str] = {
 class Config:
     """Timeouts in seconds. All of them must be above 0.
 
-    `failure_timeout` is the one knob for silence: heartbeats go out six times as often, and what waits for the
-    coordinator's verdict waits for a sixth of it. It must exceed the longest time for which the process can hold the
-    GIL in one call.
+    `failure_timeout` is the one knob for silence. Heartbeats go out six times as often; a failure waits a sixth of it,
+    half a second at most, for the coordinator's verdict. It must exceed the longest time for which the process can hold
+    the GIL in one call.
     """
 
     failure_timeout: float = 3.0
@@ -87,4 +87,18 @@ class Config:
     @property
     def verdict_timeout(self) -> float:
         """Seconds to wait for the coordinator's verdict before a failure is raised as this member sees it."""
-        return self.failure_timeout / 6
+        return min(0.5, self.failure_timeout / 6)
+
+
+_LONGEST = 1e8  # three years; a lock waits for no infinity
+
+
+def checked_timeout(seconds: float) -> float:
+    """A timeout that every wait can take: infinity becomes some years.
+
+    Raises:
+        ValueError: it is negative or no number.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"a timeout is a number of seconds from 0, not {seconds!r}")
+    return min(seconds, _LONGEST)

@@ -20,7 +20,7 @@ from paceline.collectives.engine import Call, Engine
 from paceline.collectives.mailbox import Mailbox
 from paceline.collectives.tasks import Task, all_reduce_task, barrier_task, broadcast_task
 from paceline.collectives.trees import Fusion
-from paceline.config import Config
+from paceline.config import Config, checked_timeout
 from paceline.errors import InvalidRank, UnsupportedOp
 from paceline.links.base import Mesh
 from paceline.work import Lane, Progress, Work
@@ -266,20 +266,22 @@ class Group:
         """A new array that links can use without a copy; its contents are undefined."""
         return np.empty(shape, dtype)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Ends what is in line, then closes the links: the others see that this member left. Idempotent."""
-        deadline = monotonic() + timeout
-        self._lane.close(deadline)
-        self._mesh.close(deadline)
+    def close(self, timeout: float = 5.0, *, drain: float | None = None) -> None:
+        """Ends what is in line, then closes the links: the others see that this member left. Idempotent.
+
+        Args:
+            timeout: seconds for what is in line to end.
+            drain: seconds for the others to take in what was sent to them; as `timeout` if left out.
+        """
+        self._lane.close(monotonic() + timeout)
+        self._mesh.close(monotonic() + (timeout if drain is None else drain))
 
     def _enter(self) -> None:
         """Every public call passes here first: refuses a generation that has failed."""
         self._mesh.fault.check()
 
     def _deadline(self, timeout: float | None) -> float:
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"a timeout is a number of seconds from 0, not {timeout!r}")
-        return monotonic() + (self._config.step_timeout if timeout is None else timeout)
+        return monotonic() + checked_timeout(self._config.step_timeout if timeout is None else timeout)
 
     def _check_rank(self, what: str, rank: object) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.size:

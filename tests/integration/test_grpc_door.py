@@ -20,6 +20,8 @@ from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
 from paceline.session.wire import error_from_status
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, peer_pb2_grpc
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.session_pb2 import Verdict
 from support.grpc_pair import JOB, GrpcWorld, grpc_world
 
 
@@ -76,10 +78,11 @@ async def deliver(channel: aio.Channel, ticket: bytes, *frames: bytes) -> grpc.S
     ],
 )
 def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: grpc.StatusCode) -> None:
-    with grpc_world() as world, pytest.raises(aio.AioRpcError) as caught:
-        at_door_1(world, lambda channel: knock(channel, hello(**changes)))
+    with grpc_world() as world:
+        with pytest.raises(aio.AioRpcError) as caught:
+            at_door_1(world, lambda channel: knock(channel, hello(**changes)))
+        assert not world.faults[1].failed
     assert caught.value.code() is code
-    assert not world.faults[1].failed
 
 
 def test_a_generation_that_is_over_is_refused_typed() -> None:
@@ -106,14 +109,42 @@ def test_frames_without_a_ticket_are_refused_and_a_ticket_is_good_once() -> None
     assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED]
 
 
-def test_a_frame_of_another_generation_is_refused_and_harms_nobody() -> None:
+def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None:
     async def talk(channel: aio.Channel) -> grpc.StatusCode:
         ticket = await knock(channel, hello())
         return await deliver(channel, ticket, encode(Frame(FrameKind.DATA, 2, 1, 0, b"", b"x")))
 
     with grpc_world() as world:
         assert at_door_1(world, talk) is grpc.StatusCode.FAILED_PRECONDITION
-        assert not world.faults[1].failed
+        with pytest.raises(errors.PeerBrokeProtocol, match="generation 2") as caught:
+            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+    assert caught.value.ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xff\xff no verdict",
+        Verdict(generation=1, reason=ErrorReason.ERROR_REASON_PEER_LOST, culprits=[999]).SerializeToString(),
+        Verdict(generation=7, reason=ErrorReason.ERROR_REASON_PEER_LOST, culprits=[1]).SerializeToString(),
+    ],
+    ids=["unreadable", "nobody", "another generation"],
+)
+def test_an_abort_that_makes_no_sense_names_its_sender(payload: bytes) -> None:
+    async def talk(channel: aio.Channel) -> None:
+        await deliver(channel, await knock(channel, hello()), encode(Frame(FrameKind.ABORT, 1, 0, 0, b"", payload)))
+
+    with grpc_world() as world:
+        at_door_1(world, talk)
+        with pytest.raises(errors.PeerBrokeProtocol, match="abort") as caught:
+            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+    assert caught.value.ranks == (0,)
+
+
+def test_strangers_are_not_kept_waiting_for_a_generation_that_will_not_come() -> None:
+    with grpc_world() as world, pytest.raises(aio.AioRpcError) as caught:
+        at_door_1(world, lambda channel: knock(channel, hello(job="another", generation=10**9)))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(
@@ -123,8 +154,9 @@ def test_a_frame_of_another_generation_is_refused_and_harms_nobody() -> None:
         os.urandom(300),
         encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x" * 99))[:-1],
         bytes(MAX_FRAME_BYTES + 1),
+        bytes(10 * MAX_FRAME_BYTES),
     ],
-    ids=["empty", "random", "truncated", "too long"],
+    ids=["empty", "random", "truncated", "too long", "far too long"],
 )
 def test_bytes_that_are_no_frame_name_their_sender(data: bytes) -> None:
     async def talk(channel: aio.Channel) -> None:
@@ -132,7 +164,7 @@ def test_bytes_that_are_no_frame_name_their_sender(data: bytes) -> None:
 
     with grpc_world() as world:
         at_door_1(world, talk)
-        with pytest.raises(errors.PeerLost, match="rank 0") as caught:
+        with pytest.raises(errors.PeerBrokeProtocol, match="rank 0") as caught:
             world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 
@@ -152,7 +184,6 @@ def test_what_is_not_grpc_at_all_harms_nobody() -> None:
 
 def test_an_abort_travels_along_the_links() -> None:
     from paceline.links.fault import Suspicion
-    from pacelinepb.v1.errors_pb2 import ErrorReason
 
     with grpc_world(3) as world:
         for rank in range(3):  # the ring's links are up

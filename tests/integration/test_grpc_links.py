@@ -19,7 +19,7 @@ def grpc_pair() -> Iterator[LinkPair]:
 
         def cut() -> None:
             """What the death of a process does to its sockets: both streams end without a word."""
-            loop_thread().run(world.meshes[1]._end_tasks())
+            loop_thread().run(world.meshes[1].end())
             server = world.doors[1]._server
             assert server is not None
             loop_thread().run(server.stop(None))

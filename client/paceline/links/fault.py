@@ -8,6 +8,7 @@ in time the member raises what it saw itself: nobody needs the coordinator to st
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,16 +17,32 @@ from paceline._fork import check_process
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Fault", "Suspicion", "Verdict", "read_verdict"]
+__all__ = ["Fault", "Suspicion", "Verdict", "error_type", "read_verdict"]
 
-_ERRORS: dict[int, type[errors.PacelineError]] = {
+_TYPES: dict[int, type[errors.PacelineError]] = {
+    ErrorReason.ERROR_REASON_BAD_REQUEST: errors.PacelineError,
+    ErrorReason.ERROR_REASON_NOT_FOUND: errors.PacelineError,
+    ErrorReason.ERROR_REASON_STALE_GENERATION: errors.StaleGeneration,
+    ErrorReason.ERROR_REASON_SESSION_ENDED: errors.SessionClosed,
+    ErrorReason.ERROR_REASON_RANK_TAKEN: errors.SettingsMismatch,
+    ErrorReason.ERROR_REASON_INVALID_RANK: errors.InvalidRank,
+    ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE: errors.InvalidWorldSize,
+    ErrorReason.ERROR_REASON_SETTINGS_DISAGREE: errors.SettingsMismatch,
+    ErrorReason.ERROR_REASON_CONFLICT: errors.StoreConflict,
+    ErrorReason.ERROR_REASON_LIMIT: errors.LimitExceeded,
+    ErrorReason.ERROR_REASON_DRAINING: errors.CoordinatorUnreachable,
+    ErrorReason.ERROR_REASON_TIMEOUT: errors.OperationTimeout,
     ErrorReason.ERROR_REASON_PEER_LOST: errors.PeerLost,
     ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL: errors.PeerBrokeProtocol,
-    ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
     ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: errors.CollectiveMismatch,
-    ErrorReason.ERROR_REASON_TIMEOUT: errors.OperationTimeout,
-    ErrorReason.ERROR_REASON_STALE_GENERATION: errors.StaleGeneration,
+    ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
+    ErrorReason.ERROR_REASON_VERSION: errors.CoordinatorUnreachable,
 }
+
+
+def error_type(reason: int) -> type[errors.PacelineError]:
+    """The exception that a reason stands for; the root of the tree for one that is new to this version."""
+    return _TYPES.get(reason, errors.PacelineError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +76,9 @@ class Verdict:
 
     def to_error(self) -> errors.PacelineError:
         """A new error of the type that the reason stands for."""
-        kind = _ERRORS.get(self.reason, errors.PeerLost)
-        return kind(self.text, ranks=self.culprits, operation=self.operation, generation=self.generation)
+        return error_type(self.reason)(
+            self.text, ranks=self.culprits, operation=self.operation, generation=self.generation
+        )
 
 
 def read_verdict(word: session_pb2.Verdict) -> Verdict:
@@ -84,9 +102,16 @@ class Fault:
         self._lock = threading.Lock()
         self._settled = threading.Event()
         self._suspicion: Suspicion | None = None
+        self._answer_by = 0.0  # `time.monotonic()` value until which a verdict is waited for
         self._verdict: Verdict | None = None
         self._wakers: list[Callable[[], None]] = []
         self._reporters: list[Callable[[Suspicion], None]] = []
+
+    @property
+    def is_own(self) -> bool:
+        """True if this member's own error was the first thing to go wrong that it knows of."""
+        suspicion = self._suspicion
+        return suspicion is not None and suspicion.accused is None and not suspicion.relayed
 
     @property
     def failed(self) -> bool:
@@ -116,6 +141,7 @@ class Fault:
             if self.failed:
                 return
             self._suspicion = suspicion
+            self._answer_by = time.monotonic() + self._verdict_timeout
         self._wake()
         for report in self._reporters:
             report(suspicion)
@@ -138,7 +164,7 @@ class Fault:
     def error(self) -> errors.PacelineError:
         """The error to raise; waits up to `verdict_timeout` for the verdict, then tells what this member saw."""
         if self._verdict is None:
-            self._settled.wait(self._verdict_timeout)
+            self._settled.wait(max(0.0, self._answer_by - time.monotonic()))
         verdict, suspicion = self._verdict, self._suspicion
         if verdict is not None:
             return verdict.to_error()

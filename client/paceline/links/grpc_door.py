@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
 from typing import Any, NoReturn, Protocol
 
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -31,6 +33,12 @@ __all__ = ["Door", "Household"]
 TICKET_LIFETIME = 10.0
 """Seconds for which a ticket is good (peer.proto)."""
 
+MAX_TEXT = 2000
+"""Characters of a peer's sentence that are believed."""
+
+MAX_WAITING = 4096
+"""Callers that wait for this worker to hear of its view."""
+
 MAX_TICKETS = 4096
 """Unused tickets that a door remembers; one more and the oldest are forgotten."""
 
@@ -43,6 +51,10 @@ class Household(Protocol):
     generation: int
     member_id: str
     fault: Fault
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
 
     def peer_by_id(self, member_id: str) -> Peer | None:
         """The member with this id, None if it is not of this generation."""
@@ -69,6 +81,7 @@ class Door:
         self._tickets: dict[bytes, tuple[Household, Peer, Purpose, float]] = {}
         self._streams: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
+        self._waiting = 0
 
     async def start(self, host: str, port: int) -> int:
         """Listens.
@@ -79,8 +92,8 @@ class Door:
         Raises:
             LinkUnavailable: the address cannot be bound.
         """
-        # A frame somewhat too long is ours to refuse, by name of its sender; of a longer one grpc breaks the stream.
-        options = [("grpc.max_receive_message_length", 2 * MAX_FRAME_BYTES), ("grpc.so_reuseport", 0)]
+        # A frame that is too long is ours to refuse, by name of its sender; of a far longer one grpc breaks the stream.
+        options = [("grpc.max_receive_message_length", 16 * MAX_FRAME_BYTES), ("grpc.so_reuseport", 0)]
         self._server = aio.server(options=options)
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(
@@ -95,11 +108,12 @@ class Door:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        _check_free(host, port, where)
         try:
             bound = self._server.add_insecure_port(where)
         except RuntimeError as error:
             raise LinkUnavailable(f"cannot listen for peers on {where}: {error}") from error
-        await self._server.start()
+        await asyncio.shield(self._server.start())  # a server whose start was cancelled cannot be stopped
         return bound
 
     def enter(self, inside: Household) -> None:
@@ -120,15 +134,15 @@ class Door:
         if request.protocol_version != PROTOCOL_VERSION:
             text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
-        while not self._closing.is_set() and (self._inside is None or self._inside.generation < request.generation):
-            self._entered.clear()  # the caller heard of its view first; ours is on its way
-            await self._entered.wait()
-        inside = self._inside
-        if self._closing.is_set() or inside is None:
-            text = "this worker is leaving"
+        if request.job != self._job:
+            text = f"this is a member of job {self._job!r}, not of {request.job!r}"
+            await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        inside = await self._inside_by(request.generation)
+        if inside is None:
+            text = "this worker is leaving" if self._closing.is_set() else "this worker has not heard of that view yet"
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
-        if request.job != self._job or request.to_member != inside.member_id:
-            text = f"this is member {inside.member_id} of job {self._job!r}, not {request.to_member} of {request.job!r}"
+        if request.to_member != inside.member_id:
+            text = f"this is member {inside.member_id}, not {request.to_member}"
             await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if request.generation != inside.generation:
             text = f"generation {request.generation} is over; this worker is in {inside.generation}"
@@ -144,6 +158,25 @@ class Door:
         return peer_pb2.HelloResponse(
             chosen=peer_pb2.LINK_KIND_GRPC, ticket=self._issue(inside, peer, Purpose(request.purpose))
         )
+
+    async def _inside_by(self, generation: int) -> Household | None:
+        """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
+
+        The caller may have heard of its view first; ours is on its way then. A stranger must not wait here for ever.
+        """
+        if self._waiting >= MAX_WAITING:
+            return None
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(TICKET_LIFETIME):
+                while not self._closing.is_set() and (self._inside is None or self._inside.generation < generation):
+                    self._entered.clear()
+                    await self._entered.wait()
+        except TimeoutError:
+            return None
+        finally:
+            self._waiting -= 1
+        return None if self._closing.is_set() else self._inside
 
     def _issue(self, inside: Household, peer: Peer, purpose: Purpose) -> bytes:
         now = time.monotonic()
@@ -172,13 +205,14 @@ class Door:
                 frame = decode(data)
                 if frame.generation != inside.generation:
                     text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
                 frames += 1
                 if frame.kind is FrameKind.CLOSE:
                     whole = True
                 elif frame.kind is FrameKind.ABORT:
-                    _relay(inside.fault, peer, frame)
+                    _relay(inside, peer, frame)
                 else:
                     await inbox.put(frame)
             if not whole:
@@ -195,22 +229,41 @@ class Door:
                 raise
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
         except FrameError as error:
-            _accuse(inside.fault, peer, f"{peer} sent what is no frame: {error}")
+            _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
             text = f"no frame: {error}"
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         finally:
             self._streams.discard(task)
 
 
-def _relay(fault: Fault, peer: Peer, frame: Frame) -> None:
-    """Takes over what a peer suspects."""
+def _relay(inside: Household, peer: Peer, frame: Frame) -> None:
+    """Takes over what a peer suspects, if it makes sense."""
     try:
         word = Verdict.FromString(bytes(frame.payload))
-    except ValueError:
-        _accuse(fault, peer, f"{peer} sent an abort that cannot be read")
+    except (DecodeError, ValueError):
+        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that cannot be read")
         return
     accused = word.culprits[0] if word.culprits else peer.rank
-    fault.suspect(Suspicion(word.reason, accused, word.operation, word.text, relayed=True))
+    if accused >= inside.size or word.generation != inside.generation:
+        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that makes no sense")
+        return
+    text = word.text[:MAX_TEXT]
+    inside.fault.suspect(Suspicion(word.reason, accused, word.operation, text, relayed=True))
+
+
+def _check_free(host: str, port: int, where: str) -> None:
+    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
+    if not port:
+        return
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        for family, kind, protocol, _, target in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+                probe.listen()
+    except OSError as error:
+        raise LinkUnavailable(f"cannot listen for peers on {where}: {error.strerror or error}") from None
 
 
 def _accuse(fault: Fault, peer: Peer, text: str) -> None:

@@ -23,6 +23,9 @@ __all__ = ["Inbox", "Outbox", "GrpcLink", "INBOX_BYTES", "OUTBOX_FRAMES"]
 INBOX_BYTES = 32 << 20
 """Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
 
+FRAME_COST = 1024
+"""Bytes that a frame counts on top of its payload, so that empty ones are bounded too."""
+
 OUTBOX_FRAMES = 8
 """Frames that wait to be written before `send` blocks: twice what a schedule runs ahead."""
 
@@ -85,6 +88,12 @@ class Outbox:
                 self._frames.append(last)
         self._loop.call_soon_threadsafe(self._ready.set)
 
+    def wait_empty(self, deadline: float) -> None:
+        """Waits until the writer has taken all frames, or until the deadline."""
+        with self._room:
+            while self._frames and self._ended is None and self._room.wait(max(0.0, deadline - time.monotonic())):
+                pass
+
     async def take(self) -> bytes | None:
         """The next frame to write; None when the outbox is closed and empty. On the loop only."""
         while True:
@@ -114,7 +123,7 @@ class Inbox:
     async def put(self, frame: Frame) -> None:
         """Adds a frame; waits while more than INBOX_BYTES wait unread. On the loop only."""
         with self._lock:
-            self._waiting_bytes += len(frame.payload)
+            self._waiting_bytes += len(frame.payload) + FRAME_COST
             full = self._waiting_bytes > INBOX_BYTES
             if full:
                 self._room.clear()
@@ -145,7 +154,7 @@ class Inbox:
             except queue.Empty:
                 raise LinkTimeout("nothing came") from None
             if isinstance(item, Frame):
-                self._took(len(item.payload))
+                self._took(len(item.payload) + FRAME_COST)
                 return item
             if item is not None:
                 self._ended = item
@@ -197,6 +206,7 @@ class GrpcLink(Link):
     def _wake(self) -> None:
         self.inbox.wake()
         self.outbox.wake()
+        self.drained.set()  # nobody will drain it any more
 
 
 def _nothing() -> None:

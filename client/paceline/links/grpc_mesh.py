@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -11,17 +12,18 @@ from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.errors import SessionClosed
 from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
-from paceline.links.fault import Fault, Suspicion
+from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_dial import dial
 from paceline.links.grpc_link import GrpcLink, Inbox, Outbox
 from paceline.session.wire import CHANNEL_OPTIONS
 from pacelinepb import PROTOCOL_VERSION
-from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from pacelinepb.v1.session_pb2 import Verdict
 
 __all__ = ["GrpcMesh"]
+
+_log = logging.getLogger("paceline.links")
 
 _ABORT_GRACE = 0.2
 """Seconds for the ABORT frames of a failed generation to go out before its links are closed."""
@@ -67,7 +69,8 @@ class GrpcMesh(Mesh):
         self._dialled: set[GrpcLink] = set()
         self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
-        self._closed = False
+        self._closed = False  # no new links
+        self._ended = False  # no links at all
         fault.on_suspicion(self._pass_on)
         if self.size > 1:  # the ring's next member: its link is up before the first collective, and watched from now on
             self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
@@ -96,11 +99,15 @@ class GrpcMesh(Mesh):
             links = list(self._dialled)
         for link in links:
             link.half_close()
-        if self.fault.failed:  # the others will not drain; but they shall hear of it before the links break
-            deadline = min(deadline, time.monotonic() + _ABORT_GRACE)
         for link in links:
             link.close(deadline)
-        self._thread.run(self._end_tasks())
+        if self.fault.failed:  # the others shall hear of it before the links break
+            grace = time.monotonic() + _ABORT_GRACE
+            for link in links:
+                link.outbox.wait_empty(grace)
+        text = "the session has ended: this member left"
+        self.fault.settle(Verdict(self.generation, ErrorReason.ERROR_REASON_SESSION_ENDED, (), 0, text))
+        self._thread.run(self.end())
 
     @property
     def bytes_sent(self) -> int:
@@ -139,6 +146,9 @@ class GrpcMesh(Mesh):
             return link
 
     def _start(self, link: GrpcLink, purpose: Purpose) -> None:
+        if self._ended:
+            link.drained.set()
+            return
         task = asyncio.ensure_future(self._serve(link, purpose))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -156,14 +166,18 @@ class GrpcMesh(Mesh):
             purpose=peer_pb2.Purpose.ValueType(purpose),
             offered=[peer_pb2.LINK_KIND_GRPC],
         )
-        ended = await dial(link, self._channels[rank], hello, self._patience)
+        try:
+            ended = await dial(link, self._channels[rank], hello, self._patience)
+        except Exception as error:  # noqa: BLE001  logged, and the generation ends: a link must not die unseen
+            _log.exception("the link to %s failed in a way that it should not", link.peer)
+            ended = LinkEnded(f"the link to {link.peer} failed: {error}")
         link.drained.set()
         self.peer_ended(rank, ended)
 
     def _pass_on(self, suspicion: Suspicion) -> None:
         """Tells the peers, once: nobody needs the coordinator to stop."""
         accused = self.rank if suspicion.accused is None else suspicion.accused
-        word = Verdict(
+        word = session_pb2.Verdict(
             generation=self.generation,
             reason=suspicion.reason,
             culprits=[accused],
@@ -176,7 +190,9 @@ class GrpcMesh(Mesh):
         for link in links:
             link.outbox.put_last(data)
 
-    async def _end_tasks(self) -> None:
+    async def end(self) -> None:
+        """Drops every link at once, as it is. On the loop; idempotent."""
+        self._closed = self._ended = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

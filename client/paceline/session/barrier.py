@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent import futures
+from contextlib import contextmanager
 
 from paceline import errors
-from paceline.session.wire import duration, error_type
+from paceline.links.fault import error_type
+from paceline.session.wire import duration
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["Barriers"]
@@ -24,11 +27,35 @@ class Barriers:
         self._lock = threading.Lock()
         self._calls = itertools.count(1)
         self._rounds: Counter[tuple[int, str]] = Counter()
+        self._turns: dict[tuple[int, str], threading.Lock] = {}
+        self._ended: errors.PacelineError | None = None
         self._waiting: dict[int, tuple[pb.EnterBarrier, futures.Future[None]]] = {}
 
-    def enter(self, generation: int, name: str, timeout: float) -> pb.EnterBarrier:
-        """Prepares the arrival at the next round of a barrier."""
+    @contextmanager
+    def turn(self, generation: int, name: str, timeout: float) -> Iterator[None]:
+        """One thread at a time in a barrier of this name: two would be in the same round.
+
+        Raises:
+            OperationTimeout: another thread was in it all the time.
+        """
         with self._lock:
+            lock = self._turns.setdefault((generation, name), threading.Lock())
+        if not lock.acquire(timeout=timeout):
+            raise errors.OperationTimeout(f"barrier {name!r}: another thread of this member was in it for {timeout} s")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def enter(self, generation: int, name: str, timeout: float) -> pb.EnterBarrier:
+        """Prepares the arrival at the next round of a barrier.
+
+        Raises:
+            PacelineError: the session has ended.
+        """
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
             entry = pb.EnterBarrier(
                 call=next(self._calls),
                 generation=generation,
@@ -78,8 +105,9 @@ class Barriers:
             return [entry for entry, _ in self._waiting.values()]
 
     def fail(self, error: errors.PacelineError) -> None:
-        """The session is over: every wait ends."""
+        """The session is over: every wait ends, and nobody enters any more."""
         with self._lock:
+            self._ended = self._ended or error
             waiting = [future for _, future in self._waiting.values()]
         for future in waiting:
             if not future.done():

@@ -96,7 +96,7 @@ class ControlStream:
         while True:
             try:
                 call = await self._connect(pb.SessionRequest(register=self._register), start + timeout)
-                self._task = asyncio.create_task(self._run(call))
+                self._task = asyncio.create_task(self._guard(call))
                 return
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
@@ -152,6 +152,14 @@ class ControlStream:
             )
         self.registered = answer.registered
         return call
+
+    async def _guard(self, call: _Call) -> None:
+        """A session must not die unseen, whatever goes wrong here."""
+        try:
+            await self._run(call)
+        except Exception as error:  # noqa: BLE001  logged, and the session ends
+            _log.exception("the session with %s failed in a way that it should not", self.target)
+            self._end(errors.PacelineError(f"the session failed: {type(error).__name__}: {error}"))
 
     async def _run(self, call: _Call) -> None:
         while not self._left.is_set():

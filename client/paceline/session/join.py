@@ -10,7 +10,7 @@ from typing import SupportsIndex
 from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
 from paceline._loop import loop_thread
-from paceline.config import Config
+from paceline.config import Config, checked_timeout
 from paceline.errors import InvalidRank, InvalidWorldSize
 from paceline.session.address import DEFAULT_PORT, parse_endpoint
 from paceline.session.member import MemberConnection, Membership
@@ -95,7 +95,7 @@ def join(
         config,
         loop_thread(),
     )
-    connection.open(config.join_timeout)
+    connection.open(checked_timeout(config.join_timeout))
     return CoordinatedSession(connection, config)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import stat
 import time
 from typing import Any
 
@@ -36,7 +37,7 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
         ValueError: the record is too long.
     """
     fd = os.environ.get(LAUNCHER_FD)
-    if fd is None:
+    if fd is None or not _is_pipe(fd):
         return False
     line = json.dumps({"kind": kind, **record}).encode() + b"\n"
     if len(line) > _MAX_RECORD_BYTES:
@@ -53,3 +54,11 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
             return False
         else:
             return True
+
+
+def _is_pipe(fd: str) -> bool:
+    """A descriptor that a script has closed may be a file of its own by now: nothing is written there."""
+    try:
+        return stat.S_ISFIFO(os.fstat(int(fd)).st_mode)
+    except (OSError, ValueError):
+        return False

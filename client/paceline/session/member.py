@@ -16,9 +16,8 @@ from concurrent import futures
 
 from paceline import errors
 from paceline._fork import protect
-from paceline._grpc import aio
 from paceline._loop import LoopThread
-from paceline.config import Config
+from paceline.config import Config, checked_timeout
 from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion, Verdict, read_verdict
 from paceline.links.grpc_door import Door
@@ -30,7 +29,7 @@ from paceline.session.identity import process_identity
 from paceline.session.launcher import tell_launcher
 from paceline.session.store import CoordinatorStore
 from paceline.session.view import fetch_peers
-from paceline.session.wire import duration, error_from_status
+from paceline.session.wire import duration
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
@@ -87,9 +86,9 @@ class MemberConnection:
         self._reason = f"no coordinator answers at {coordinator} yet"
         self._opened = time.monotonic()
         self._control: ControlStream | None = None
-        self._ended: errors.PacelineError | None = None
         self._ready = threading.Event()
         self._closed = False
+        self._adoption: asyncio.Task[None] | None = None
 
     def open(self, timeout: float) -> None:
         """Connects, registers, and waits for the first view.
@@ -108,19 +107,22 @@ class MemberConnection:
                 raise errors.OperationTimeout(text)
             self._joined.result()
         except BaseException:
-            self.close()
+            try:
+                self.close()
+            except Exception:  # noqa: BLE001  logged; the first error is the one that matters
+                _log.exception("could not close what join had opened")
             raise
 
     def barrier(self, name: str, timeout: float) -> None:
         """Enters a named barrier and waits."""
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0 s, not {timeout}")
-        if self._ended is not None:
-            raise self._ended
+        timeout = checked_timeout(timeout)
         self.mesh.fault.check()
-        entry = self._barriers.enter(self.mesh.generation, name, timeout)
-        self._thread.loop.call_soon_threadsafe(self._send, pb.SessionRequest(enter_barrier=entry))
-        self._barriers.wait(entry, timeout)
+        with self._barriers.turn(self.mesh.generation, name, timeout):
+            entry = self._barriers.enter(self.mesh.generation, name, timeout)
+            self._thread.loop.call_soon_threadsafe(self._send, pb.SessionRequest(enter_barrier=entry))
+            self._barriers.wait(entry, timeout)
 
     def close(self, cause: str = "") -> None:
         """Leaves: links first, so that peers get what was sent, then the coordinator, then the door.
@@ -128,16 +130,19 @@ class MemberConnection:
         Args:
             cause: this member's own error in words, for the others; empty for an orderly end.
         """
-        if self._ready.is_set():
-            if cause:
-                me = self.mesh.peers[self.mesh.rank]
-                text = f"{me} raised {cause}"
-                operation = self.group.progress().operation
-                self.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
-            self.group.close(CLOSE_TIMEOUT)
-            self.store.close()
-        self._thread.run(self._leave(cause))
-        protect(id(self), listening_port=0, dialled=set())
+        try:
+            if self._ready.is_set():
+                if cause:
+                    me = self.mesh.peers[self.mesh.rank]
+                    text = f"{me} raised {cause}"
+                    operation = self.group.progress().operation
+                    self.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
+                # A slow peer is given its time to take in what was sent; a lost one ends the wait.
+                self.group.close(CLOSE_TIMEOUT, drain=self._config.step_timeout)
+                self.store.close()
+        finally:  # an interrupt ends the wait above, not the goodbye: nobody shall wait for this member
+            self._barriers.fail(errors.SessionClosed("the session has ended"))
+            self._thread.start(self._leave(cause)).result()
 
     # On the loop.
 
@@ -171,9 +176,15 @@ class MemberConnection:
 
     async def _leave(self, cause: str) -> None:
         self._closed = True
+        if self._adoption is not None:
+            self._adoption.cancel()
+            await asyncio.gather(self._adoption, return_exceptions=True)
+        if self._ready.is_set():
+            await self.mesh.end()
         if self._control is not None:
             await self._control.leave(cause, CLOSE_TIMEOUT)
         await self._door.close()
+        protect(id(self), listening_port=0, dialled=set())
 
     def on_waiting(self, reason: str) -> None:
         """See `Listener`."""
@@ -187,7 +198,7 @@ class MemberConnection:
     def on_view(self, view: pb.ViewFormed) -> None:
         """See `Listener`."""
         if not self._joined.done():
-            self._adoption = asyncio.ensure_future(self._adopt(view))
+            self._adoption = asyncio.create_task(self._adopt(view))
 
     def on_verdict(self, verdict: pb.Verdict) -> None:
         """See `Listener`."""
@@ -202,7 +213,6 @@ class MemberConnection:
 
     def on_ended(self, error: errors.PacelineError) -> None:
         """See `Listener`: the coordinator has ended the session, or it cannot be reached any more."""
-        self._ended = error
         self._barriers.fail(error)
         if not self._joined.done():
             self._fail_join(error)
@@ -224,13 +234,10 @@ class MemberConnection:
         assert self._control.registered is not None
         try:
             peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
-        except aio.AioRpcError as error:
-            self._fail_join(error_from_status(error, f"the members of generation {view.generation}"))
-            return
-        except errors.PacelineError as error:
+            await self._protect([parse_endpoint(peer.address) for peer in peers])
+        except Exception as error:  # noqa: BLE001  whoever waits in join shall hear of it, whatever it is
             self._fail_join(error)
             return
-        await self._protect([parse_endpoint(peer.address) for peer in peers])
         if self._closed or self._joined.done():  # join has been given up, or the generation is over already
             return
         fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
@@ -249,7 +256,7 @@ class MemberConnection:
         _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, view.world_size, view.generation)
         self._joined.set_result(None)
 
-    def _fail_join(self, error: errors.PacelineError) -> None:
+    def _fail_join(self, error: Exception) -> None:
         if not self._joined.done():
             self._joined.set_exception(error)
 

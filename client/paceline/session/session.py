@@ -159,7 +159,8 @@ class CoordinatedSession(Session):
         atexit.unregister(self._leave_at_exit)
         start = time.monotonic()
         # An error that the failed generation raised here is no news; one of this member's own is.
-        own = cause is not None and not isinstance(cause, SystemExit) and not self._connection.mesh.fault.failed
+        fault = self._connection.mesh.fault
+        own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
         self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
 
@@ -168,5 +169,7 @@ class CoordinatedSession(Session):
             check_process()
         except errors.ForkedSession:
             return  # a forked child that exits: the session is the parent's
-        # Set by the interpreter when a script ends by an uncaught exception: the others shall be told of it.
-        self.leave(getattr(sys, "last_value", None))
+        # Set by the interpreter when a script ends by an uncaught exception: the others shall be told of it. In an
+        # interactive session it is any earlier error, which ended nothing.
+        interactive = sys.flags.interactive or hasattr(sys, "ps1")
+        self.leave(None if interactive else getattr(sys, "last_value", None))

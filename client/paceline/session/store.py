@@ -7,12 +7,14 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 from paceline import errors
 from paceline._fork import check_process
 from paceline._grpc import aio
 from paceline._loop import LoopThread
+from paceline.config import checked_timeout
 from paceline.session.wire import duration, error_from_status, is_transient
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc
@@ -103,7 +105,7 @@ class CoordinatorStore(Store):
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """See `Store.get`."""
-        wait = self._call_timeout if timeout is None else timeout
+        wait = checked_timeout(self._call_timeout if timeout is None else timeout)
         request = pb.GetRequest(caller=self._caller, key=key, timeout=duration(wait))
         answer: pb.GetResponse = self._call(f"get {key!r}", self._stub.Get, request, wait)
         return answer.value
@@ -124,7 +126,7 @@ class CoordinatorStore(Store):
 
     def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
         """See `Store.wait`."""
-        wait = self._call_timeout if timeout is None else timeout
+        wait = checked_timeout(self._call_timeout if timeout is None else timeout)
         self._call(
             "wait", self._stub.Wait, pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait
         )
@@ -140,7 +142,10 @@ class CoordinatorStore(Store):
         check_process()
         if self._closed:
             raise errors.SessionClosed(f"store.{name}: the session has ended")
-        return self._thread.run(self._repeat(f"store.{name}", method, request, wait))
+        try:
+            return self._thread.run(self._repeat(f"store.{name}", method, request, wait))
+        except (futures.CancelledError, aio.UsageError):  # the channel was closed under the call
+            raise errors.SessionClosed(f"store.{name}: the session has ended") from None
 
     async def _repeat(self, name: str, method: Callable[..., Any], request: Any, wait: float | None) -> Any:
         """All calls may be repeated: reads and overwrites by nature, `add` and `compare_set` by their call number."""
@@ -196,7 +201,7 @@ class MemoryStore(Store):
 
     def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
         """See `Store.wait`."""
-        seconds = self._call_timeout if timeout is None else timeout
+        seconds = checked_timeout(self._call_timeout if timeout is None else timeout)
         with self._changed:
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds):
                 missing = [key for key in keys if key not in self._values]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import time
 
 from paceline import errors
 from paceline._grpc import aio, untyped
 from paceline.links.base import Peer
+from paceline.session.wire import error_from_status, is_transient
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["fetch_peers"]
@@ -16,20 +18,25 @@ async def fetch_peers(channel: aio.Channel, job: str, view: pb.ViewFormed, timeo
     """The members in rank order.
 
     Raises:
-        PacelineError: the pages do not hash to what the view says, or do not hold its members.
-        grpc.aio.AioRpcError: a call failed.
+        PacelineError: the pages do not hash to what the view says, or do not hold its members; or the coordinator did
+            not answer in time.
     """
     get_page = untyped(channel.unary_unary)(
         "/pacelinepb.v1.SessionService/GetView", request_serializer=pb.GetViewRequest.SerializeToString
     )  # no deserializer: the hash is over the bytes as they came
-    digest = hashlib.sha256()
-    members: list[pb.Member] = []
-    for page in range(view.pages):
-        request = pb.GetViewRequest(job=job, generation=view.generation, page=page)
-        data = await get_page(request, timeout=timeout)
-        digest.update(data)
-        members.extend(pb.GetViewResponse.FromString(data).members)
-    if digest.digest() != view.members_sha256 or [m.rank for m in members] != list(range(view.world_size)):
+    pages: list[bytes] = []
+    deadline = time.monotonic() + timeout
+    while len(pages) < view.pages:
+        request = pb.GetViewRequest(job=job, generation=view.generation, page=len(pages))
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            pages.append(await get_page(request, timeout=left, wait_for_ready=True))
+        except aio.AioRpcError as error:
+            if not is_transient(error) or time.monotonic() >= deadline:
+                raise error_from_status(error, f"the members of generation {view.generation}") from error
+    whole = hashlib.sha256(b"".join(pages)).digest() == view.members_sha256
+    members = [member for page in pages for member in pb.GetViewResponse.FromString(page).members] if whole else []
+    if [member.rank for member in members] != list(range(view.world_size)):
         raise errors.PacelineError(
             f"the member list of generation {view.generation} is not the one that the coordinator announced"
         )

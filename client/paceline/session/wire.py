@@ -1,4 +1,4 @@
-"""From the wire to the error tree: one table from ErrorReason to exception type, and what to do with a failed call."""
+"""From the wire to the error tree, and what to do with a failed call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from grpc_status import rpc_status
 
 from paceline import errors
 from paceline._grpc import aio, grpc
+from paceline.links.fault import error_type
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CHANNEL_OPTIONS", "duration", "error_from_status", "error_type", "is_transient"]
+__all__ = ["CHANNEL_OPTIONS", "duration", "error_from_status", "is_transient"]
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -20,31 +21,6 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 """Of every channel that Paceline opens: gRPC's own backoff grows to 120 s, which no recovery can wait for."""
-
-_TYPES: dict[int, type[errors.PacelineError]] = {
-    ErrorReason.ERROR_REASON_BAD_REQUEST: errors.PacelineError,
-    ErrorReason.ERROR_REASON_NOT_FOUND: errors.PacelineError,
-    ErrorReason.ERROR_REASON_STALE_GENERATION: errors.StaleGeneration,
-    ErrorReason.ERROR_REASON_SESSION_ENDED: errors.SessionClosed,
-    ErrorReason.ERROR_REASON_RANK_TAKEN: errors.SettingsMismatch,
-    ErrorReason.ERROR_REASON_INVALID_RANK: errors.InvalidRank,
-    ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE: errors.InvalidWorldSize,
-    ErrorReason.ERROR_REASON_SETTINGS_DISAGREE: errors.SettingsMismatch,
-    ErrorReason.ERROR_REASON_CONFLICT: errors.StoreConflict,
-    ErrorReason.ERROR_REASON_LIMIT: errors.LimitExceeded,
-    ErrorReason.ERROR_REASON_DRAINING: errors.CoordinatorUnreachable,
-    ErrorReason.ERROR_REASON_TIMEOUT: errors.OperationTimeout,
-    ErrorReason.ERROR_REASON_PEER_LOST: errors.PeerLost,
-    ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL: errors.PeerBrokeProtocol,
-    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: errors.CollectiveMismatch,
-    ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
-    ErrorReason.ERROR_REASON_VERSION: errors.CoordinatorUnreachable,
-}
-
-
-def error_type(reason: int) -> type[errors.PacelineError]:
-    """The exception that a reason stands for; the root of the tree for one that is new to this version."""
-    return _TYPES.get(reason, errors.PacelineError)
 
 
 def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineError:
@@ -74,8 +50,11 @@ def is_transient(error: aio.AioRpcError) -> bool:
     return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
+_CENTURY = 3.15e9
+
+
 def duration(seconds: float) -> Duration:
-    """Seconds as a protobuf Duration."""
+    """Seconds as a protobuf Duration; a century stands for what is longer."""
     result = Duration()
-    result.FromNanoseconds(round(seconds * 1e9))
+    result.FromNanoseconds(round(min(seconds, _CENTURY) * 1e9))
     return result

@@ -1,0 +1,128 @@
+"""Leaving: what was sent is delivered, blocked threads wake, an interrupt does not leave a member behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.config import Config
+from paceline.testing import coordinator
+from support.processes import workers
+
+
+def pair(address: str) -> tuple[paceline.Session, paceline.Session]:
+    found: list[paceline.Session] = []
+    config = Config(failure_timeout=1.0)
+
+    def join() -> None:
+        found.append(paceline.join(address, job="leaving", min_workers=2, config=config))
+
+    threads = [threading.Thread(target=join) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    a, b = sorted(found, key=lambda session: session.rank)
+    return a, b
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda session: session.group.recv(1, timeout=30.0),
+        lambda session: session.group.all_reduce(np.ones(3), timeout=30.0),
+        lambda session: session.barrier("b", timeout=30.0),
+        lambda session: session.store.get("missing", timeout=30.0),
+    ],
+    ids=["recv", "all_reduce", "barrier", "store"],
+)
+def test_a_thread_that_is_blocked_wakes_when_its_session_is_left(call: object) -> None:
+    with coordinator() as address:
+        a, b = pair(address)
+        caught: list[BaseException] = []
+        entered = threading.Event()
+
+        def block() -> None:
+            entered.set()
+            try:
+                call(a)  # type: ignore[operator]
+            except paceline.PacelineError as error:
+                caught.append(error)
+
+        blocked = threading.Thread(target=block)
+        blocked.start()
+        entered.wait()
+        start = time.monotonic()
+        a.leave()
+        blocked.join(10.0)
+        assert time.monotonic() - start < 5.0
+        assert not blocked.is_alive()
+        assert len(caught) == 1
+        b.leave()
+
+
+def test_what_was_sent_reaches_a_peer_that_is_slow_to_take_it() -> None:
+    sender = """
+with paceline.join() as session:
+    emit("joined", rank=session.rank)
+    if session.rank == 0:
+        session.group.broadcast(np.ones(44 << 20, np.uint8))
+    else:
+        wait_for_go()
+        emit("sum", total=int(session.group.broadcast(None).sum()))
+emit("left", rank=session.rank)
+"""
+    with coordinator() as address, workers(2, sender, COORDINATOR=address, MIN_WORKERS="2") as started:
+        ranks = {worker.expect("joined")["rank"]: worker for worker in started}
+        # More than the links hold, and for longer than the goodbye is waited for: rank 0 must stay until it is taken.
+        with pytest.raises(AssertionError, match="no 'left'"):
+            ranks[0].expect("left", timeout=3.0)
+        ranks[1].go()
+        assert ranks[1].expect("sum")["total"] == 44 << 20
+        for worker in ranks.values():
+            worker.expect("left")
+
+
+@pytest.mark.parametrize("where", ["session.barrier('b')", "session.store.get('k')", "session.group.recv(1)"])
+def test_ctrl_c_in_a_blocked_call_ends_the_worker_and_names_it_to_the_other(where: str) -> None:
+    code = f"""
+try:
+    with paceline.join() as session:
+        emit("joined", rank=session.rank)
+        if session.rank == 0:
+            {where}
+        else:
+            session.barrier("never", timeout=30.0)
+except KeyboardInterrupt:
+    emit("interrupted")
+except paceline.PacelineError as error:
+    emit_error(error)
+"""
+    with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
+        ranks = {worker.expect("joined")["rank"]: worker for worker in started}
+        ranks[0].signal(signal.SIGINT)
+        ranks[0].expect("interrupted")
+        error = ranks[1].expect("error")
+        assert (error["type"], error["ranks"]) == ("PeerRaised", [0])
+        assert "KeyboardInterrupt" in error["text"]
+        assert [worker.wait() for worker in started] == [0, 0]
+
+
+def test_ctrl_c_while_waiting_in_join_ends_at_once() -> None:
+    code = """
+emit("joining")
+try:
+    paceline.join(min_workers=2, timeout=30.0)
+except KeyboardInterrupt:
+    emit("interrupted")
+"""
+    with coordinator() as address, workers(1, code, COORDINATOR=address) as (worker,):
+        joining = worker.expect("joining")["at"]
+        worker.signal(signal.SIGINT)
+        assert worker.expect("interrupted")["at"] - joining < 5.0
+        assert worker.wait() == 0
