@@ -100,7 +100,7 @@ def run(
 
 @app.command()
 def demo(
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 4,
+    workers: Annotated[int, typer.Option("-n", "--workers", min=1, max=64, help="Worker processes.")] = 4,
     json: Json = False,
 ) -> None:
     """Train on handwritten digits: real data, real processes, live view."""

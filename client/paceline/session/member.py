@@ -88,6 +88,7 @@ class MemberConnection:
         self._control: ControlStream | None = None
         self._ready = threading.Event()
         self._closed = False
+        self._reported: pb.SessionRequest | None = None
         self._adoption: asyncio.Task[None] | None = None
 
     def open(self, timeout: float) -> None:
@@ -228,6 +229,8 @@ class MemberConnection:
         """See `Listener`: what may have been lost with the old stream goes out again."""
         for entry in self._barriers.in_flight():
             self._send(pb.SessionRequest(enter_barrier=entry))
+        if self._ready.is_set() and self.mesh.fault.verdict is None and self._reported is not None:
+            self._send(self._reported)
 
     async def _adopt(self, view: pb.ViewFormed) -> None:
         assert self._control is not None
@@ -270,7 +273,8 @@ class MemberConnection:
             accused=suspicion.accused,
             text=suspicion.text[:2000],
         )
-        self._thread.loop.call_soon_threadsafe(self._send, pb.SessionRequest(report=report))
+        self._reported = pb.SessionRequest(report=report)
+        self._thread.loop.call_soon_threadsafe(self._send, self._reported)
 
     def _send(self, request: pb.SessionRequest) -> None:
         assert self._control is not None

@@ -70,7 +70,7 @@ class Session(abc.ABC):
 
         Args:
             name: 1 to 256 bytes.
-            timeout: seconds; None for `call_timeout`.
+            timeout: seconds; None for `call_timeout`. A coordinator that is away has 5 s more to come back and answer.
 
         Raises:
             OperationTimeout: some did not arrive; the text lists who is missing (rank, host, since when).

@@ -240,7 +240,7 @@ class FramesResponse(_message.Message):
 
     @_builtins.property
     def drained(self) -> Global___Drained:
-        """Everything up to the caller's CLOSE frame has been taken in; the last message."""
+        """Everything up to the caller's CLOSE frame has been taken in, or the callee is leaving; the last message."""
 
     def __init__(
         self,

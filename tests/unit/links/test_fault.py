@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_without_a_verdict_the_member_tells_what_it_saw() -> None:
     error = fault.error()
     assert isinstance(error, errors.PeerLost)
     assert (error.ranks, error.operation, error.generation) == ((1,), 7, 3)
+
+
+def test_the_verdict_is_waited_for_once_counted_from_the_first_suspicion() -> None:
+    fault = Fault(3, 0, verdict_timeout=0.3)
+    fault.suspect(suspicion())
+    start = time.monotonic()
+    for _ in range(10):
+        assert isinstance(fault.error(), errors.PeerLost)
+    assert time.monotonic() - start < 0.6
 
 
 def test_a_member_that_accuses_itself_is_its_own_culprit() -> None:
