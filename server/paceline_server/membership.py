@@ -274,8 +274,8 @@ class Membership:
             where = f"generation {session.generation}" if session.generation else "no generation yet"
             text = f"barrier {event.name!r} is of generation {event.generation}, but the member is in {where}"
             return [FailBarrier(event.member_id, event.call, ErrorReason.ERROR_REASON_STALE_GENERATION, text)]
-        if session.verdict is not None:
-            return [FailBarrier(event.member_id, event.call, session.verdict.reason, session.verdict.text)]
+        if (verdict := session.verdict) is not None:
+            return [FailBarrier(event.member_id, event.call, verdict.reason, verdict.text, verdict.culprits)]
         view = self.state.live
         assert view is not None
         assert self._barriers is not None

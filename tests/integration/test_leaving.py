@@ -115,8 +115,8 @@ except paceline.PacelineError as error:
 
 def test_ctrl_c_while_waiting_in_join_ends_at_once() -> None:
     code = """
-emit("joining")
 try:
+    emit("joining")
     paceline.join(min_workers=2, timeout=30.0)
 except KeyboardInterrupt:
     emit("interrupted")

@@ -81,6 +81,7 @@ def test_a_verdict_ends_all() -> None:
     assert {effect.text for effect in failed} == {"rank 2 (host-3, pid 1003) raised boom"}
     (again,) = job.enter(members[0], "a")
     assert again.reason == ErrorReason.ERROR_REASON_PEER_RAISED
+    assert {effect.culprits for effect in (*failed, again)} == {(2,)}  # I8: whether it came before the verdict or after
 
 
 @pytest.mark.parametrize("before", [True, False])
