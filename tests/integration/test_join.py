@@ -140,6 +140,13 @@ def test_an_address_that_does_not_answer_says_what_was_tried() -> None:
     assert time.monotonic() - start < 3.0
 
 
+def test_a_port_for_peers_that_is_taken_is_named() -> None:
+    with coordinator() as address, socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(paceline.LinkUnavailable, match="in use"):
+            paceline.join(address, job="port", advertise=where, config=QUICK)
+
+
 def test_whoever_is_no_coordinator_is_found_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5.0)

@@ -65,6 +65,31 @@ def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_
                 assert {event["generation"] for event in expect_all(later, "joined")} == {2}
 
 
+def test_without_the_coordinator_calls_to_it_end_as_orphaned_and_the_ring_goes_on(tmp_path: Path) -> None:
+    code = """
+    with paceline.join() as session:
+        emit("joined")
+        wait_for_go()
+        try:
+            session.barrier("b", timeout=30.0)
+        except paceline.PacelineError as error:
+            emit_error(error)
+        emit("sum", total=float(session.group.all_reduce(np.ones(10))[0]))
+    """
+    with (
+        coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address),
+        workers(2, code, COORDINATOR=address, MIN_WORKERS="2", REJOIN_TIMEOUT="1") as started,
+    ):
+        expect_all(started, "joined")
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        for worker in started:
+            worker.go()
+        assert {event["type"] for event in expect_all(started, "error")} == {"OrphanedError"}
+        assert {event["total"] for event in expect_all(started, "sum")} == {2.0}
+        assert [worker.wait() for worker in started] == [0, 0]
+
+
 def test_a_coordinator_that_lost_its_state_says_so(tmp_path: Path) -> None:
     code = """
     session = paceline.join()

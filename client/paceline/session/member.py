@@ -217,6 +217,8 @@ class MemberConnection:
         self._barriers.fail(error)
         if not self._joined.done():
             self._fail_join(error)
+        elif isinstance(error, errors.OrphanedError):
+            _log.error("%s; collectives go on without it for as long as all members live", error)
         elif self._ready.is_set():
             # Evicted while cut off, most likely. Nobody will accept what this member sends.
             self.mesh.fault.settle(
