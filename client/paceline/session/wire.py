@@ -46,8 +46,11 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
 
 
 def is_transient(error: aio.AioRpcError) -> bool:
-    """True if the same call may succeed later: the other side is away, starting or stopping."""
-    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    """True if the same call may succeed later: the other side is away, starting or stopping.
+
+    UNKNOWN is what grpc itself says of a stream whose connection was lost ("Stream removed"); no coordinator says it.
+    """
+    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 
 
 _CENTURY = 3.15e9
