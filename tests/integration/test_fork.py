@@ -15,9 +15,15 @@ with paceline.join() as session:
     session.group.all_reduce(np.ones(10))
     child = os.fork()
     if child == 0:
-        for what in ("group.all_reduce(np.ones(3))", "store.set('k', b'v')", "barrier('b')", "leave()"):
+        calls = {
+            "all_reduce": lambda: session.group.all_reduce(np.ones(3)),
+            "store": lambda: session.store.set("k", b"v"),
+            "barrier": lambda: session.barrier("b"),
+            "leave": session.leave,
+        }
+        for what, call in calls.items():
             try:
-                eval("session." + what)
+                call()
                 emit("worked", what=what)
             except RuntimeError as error:
                 emit("refused", what=what, type=type(error).__name__)
