@@ -126,3 +126,30 @@ except KeyboardInterrupt:
         worker.signal(signal.SIGINT)
         assert worker.expect("interrupted")["at"] - joining < 5.0
         assert worker.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "code", ["interrupt(); paceline.join(min_workers=2)", "s = paceline.join(); interrupt(); s.group.recv(0)"]
+)
+def test_an_uncaught_ctrl_c_shows_no_stack_trace(code: str) -> None:
+    prelude = """
+def interrupt():                                    # as soon as join has come far enough to answer for Ctrl-C
+    def wait():
+        while sys.excepthook is sys.__excepthook__:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=wait, daemon=True).start()
+"""
+    with coordinator() as address, workers(1, prelude + code, COORDINATOR=address) as (worker,):
+        assert worker.wait() == -signal.SIGINT
+        worker.close()
+        assert worker.stderr == ""
+
+
+def test_any_other_uncaught_error_keeps_its_trace() -> None:
+    code = "paceline.join()\nraise KeyError('mine')"
+    with coordinator() as address, workers(1, code, COORDINATOR=address) as (worker,):
+        assert worker.wait() == 1
+        worker.close()
+        assert "Traceback" in worker.stderr
+        assert "KeyError: 'mine'" in worker.stderr

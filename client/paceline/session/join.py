@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
+from paceline._interrupt import quiet_interrupt
 from paceline._loop import loop_thread
 from paceline.config import Config, checked_timeout
 from paceline.errors import InvalidRank, InvalidWorldSize
@@ -88,6 +89,7 @@ def join(
             )
         return SoloSession(job, config)
     keep_frame_memory()
+    quiet_interrupt()
     connection = MemberConnection(
         parse_endpoint(coordinator, default_port=DEFAULT_PORT),
         wanted,
