@@ -20,6 +20,14 @@ def _extra(before: set[threading.Thread]) -> list[threading.Thread]:
     ]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def private_flight_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Failures that tests bring about leave their records with the test, not with the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_FLIGHT_DIR", str(tmp_path_factory.mktemp("flight")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_threads() -> Iterator[None]:
     """Fails a test whose threads outlive it."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline._version import __version__
 from paceline.errors import (
     CollectiveMismatch,
+    ConcurrentUse,
     CoordinatorUnreachable,
     DivergenceError,
     ForkedSession,
@@ -73,6 +74,7 @@ __all__ = [
     "testing",
     # errors
     "CollectiveMismatch",
+    "ConcurrentUse",
     "CoordinatorUnreachable",
     "DivergenceError",
     "ForkedSession",

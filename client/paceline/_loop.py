@@ -22,13 +22,17 @@ class LoopThread:
     """A daemon thread that runs an asyncio loop for as long as the process lives."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="paceline-loop", daemon=True)
+        # Made in its own thread: Ctrl-C reaches the main thread only, and a loop half made complains when it is freed.
+        made: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=self._run, args=(made,), name="paceline-loop", daemon=True)
         self._thread.start()
+        self.loop = made.result()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+    def _run(self, made: Future[asyncio.AbstractEventLoop]) -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        made.set_result(loop)
+        loop.run_forever()
 
     @property
     def is_current(self) -> bool:

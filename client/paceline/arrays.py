@@ -90,8 +90,8 @@ def deliver(result: Array, out: Array | None) -> Array:
 
 
 def _overlaps(x: Array, out: Array) -> bool:
-    same = x.ctypes.data == out.ctypes.data and x.strides == out.strides and x.dtype == out.dtype
-    return not same and np.may_share_memory(x, out)
+    same = x.ctypes.data == out.ctypes.data and x.shape == out.shape and x.strides == out.strides
+    return not (same and x.dtype == out.dtype) and np.may_share_memory(x, out)
 
 
 def _describe(out: object) -> str:

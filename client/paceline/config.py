@@ -20,6 +20,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_WORLD_SIZE": "explicit number of workers",
     "PACELINE_ADVERTISE": "host or host:port at which peers reach this worker",
     "PACELINE_LAUNCHER_FD": "set by `paceline run`: a pipe on which workers tell it of their views",
+    "PACELINE_FLIGHT_DIR": "where the last operations are written on SIGUSR2 and when a generation fails (default: "
+    "paceline-UID/flight in the temporary directory); 'off' for nowhere",
     "PACELINE_TRACEBACK": "1: the stack of a PacelineError under `paceline run`, and of Ctrl-C, is shown too",
     "PACELINE_JOIN_TIMEOUT": "seconds to wait for the first view",
     "PACELINE_FAILURE_TIMEOUT": "seconds of silence after which a member counts as lost",

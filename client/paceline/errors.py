@@ -9,6 +9,7 @@ PacelineError
     StoreConflict                       a store value that cannot be used as asked
     LimitExceeded                       a limit on size or number
     CollectiveMismatch                  members called different collectives, or one with different arguments
+    ConcurrentUse (RuntimeError)        two threads in the collectives of one group, in an order that ranks cannot share
     PeerLost (ConnectionError)          a member died, froze, was cut off or left
         PeerBrokeProtocol               a member sent what the protocol does not allow
         PeerRaised                      a member's own code raised, or was interrupted, inside a collective
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 __all__ = [
     "CollectiveMismatch",
+    "ConcurrentUse",
     "CoordinatorUnreachable",
     "DivergenceError",
     "ForkedSession",
@@ -100,6 +102,10 @@ class LimitExceeded(PacelineError):
 
 class CollectiveMismatch(PacelineError):
     """Members called different collectives, or the same one with different arguments; the text names both sides."""
+
+
+class ConcurrentUse(PacelineError, RuntimeError):
+    """Two threads were in the collectives of one group at once, in an order that need not be that of other ranks."""
 
 
 class PeerLost(PacelineError, ConnectionError):

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from paceline.errors import SessionClosed
+from paceline.errors import ConcurrentUse, SessionClosed
 
 __all__ = ["Lane", "Progress", "Work"]
 
 T = TypeVar("T")
 Abort: TypeAlias = Callable[[int, BaseException], None]
+Begin: TypeAlias = Callable[[int], Callable[[], T]]
+"""From an operation's number to its task."""
 
 
 class Progress(NamedTuple):
@@ -38,13 +40,13 @@ class Work(Generic[T]):
     """An operation that runs behind the caller. Its arrays must not be changed or read before `wait` has returned.
 
     Attributes:
-        operation: its number in the generation.
+        operation: its number in the group.
     """
 
-    def __init__(self, operation: int, task: Callable[[int], T], abort: Abort) -> None:
+    def __init__(self, operation: int, task: Callable[[], T], abort: Abort) -> None:
         self.operation = operation
         self._abort = abort
-        self._task: Callable[[int], T] | None = task
+        self._task: Callable[[], T] | None = task
         self._over = threading.Event()
         self._result: T
         self._error: BaseException | None = None
@@ -79,14 +81,16 @@ class Work(Generic[T]):
             raise self._error
         return self._result
 
-    def _run(self) -> None:
+    def _run(self, before_news: Callable[[], None]) -> None:
         task, self._task = self._task, None  # let go of the arrays when it is over
         assert task is not None
         try:
-            self._result = task(self.operation)
+            self._result = task()
         except BaseException as error:  # noqa: BLE001  it is raised by `wait`
             self._error = error
         finally:
+            del task
+            before_news()
             self._over.set()
 
 
@@ -96,24 +100,31 @@ class Lane:
     Args:
         abort: makes the running operation end, soon and with an error; given the operation that nobody waits for any
             longer, and why.
+        exclusive: refuse an operation while another thread's is not over.
     """
 
-    def __init__(self, abort: Abort) -> None:
+    def __init__(self, abort: Abort, *, exclusive: bool = False) -> None:
         self._abort = abort
+        self._exclusive = exclusive
         self._changed = threading.Condition()
         self._queue: deque[Work[Any]] = deque()
         self._busy = False
         self._closed = False
         self._issued = 0
+        self._open = 0  # operations that are not over, all of them issued by
+        self._issuer: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self.progress = Progress(0, monotonic(), False)
 
-    def run(self, task: Callable[[int], T], deadline: float) -> T:
-        """Runs a task in its turn and returns its result; `task(operation)` is given its number."""
+    def run(self, begin: Begin[T], deadline: float) -> T:
+        """Runs an operation in its turn and returns its result; `begin` makes its task of its number.
+
+        Raises:
+            ConcurrentUse: another thread's operation is not over.
+            SessionClosed: the lane is closed.
+        """
         with self._changed:
-            self._check_open()
-            self._issued += 1
-            operation = self._issued
+            operation, task = self._take_number(begin)
             first = not self._busy and not self._queue
             self._busy = self._busy or first
             work = None if first else self._enqueue(operation, task)
@@ -121,16 +132,19 @@ class Lane:
             return work.wait(max(0.0, deadline - monotonic()))
         try:
             self.progress = Progress(operation, monotonic(), True)
-            return task(operation)
+            return task()
         finally:
+            self._over()
             self._end(operation)
 
-    def submit(self, task: Callable[[int], T]) -> Work[T]:
-        """Puts a task in line for the group's thread."""
+    def submit(self, begin: Begin[T]) -> Work[T]:
+        """Puts an operation in line for the group's thread.
+
+        Raises:
+            ConcurrentUse, SessionClosed: as `run`.
+        """
         with self._changed:
-            self._check_open()
-            self._issued += 1
-            return self._enqueue(self._issued, task)
+            return self._enqueue(*self._take_number(begin))
 
     def close(self, deadline: float) -> None:
         """Runs what is in line until the deadline, aborts the rest, and ends the thread. Idempotent."""
@@ -144,11 +158,23 @@ class Lane:
             self._abort(self.progress.operation, SessionClosed("the group was closed before the operation was done"))
             self._thread.join()
 
-    def _check_open(self) -> None:
+    def _take_number(self, begin: Begin[T]) -> tuple[int, Callable[[], T]]:
         if self._closed:
             raise SessionClosed("the group is closed")
+        caller = threading.current_thread()
+        if self._exclusive and self._open and self._issuer is not caller:
+            text = (
+                f"thread {caller.name!r} called a collective while operation {self._issued} of the same group, of "
+                f"thread {self._issuer.name if self._issuer else ''!r}, was not over; give each thread a group of its "
+                f'own: group.subgroup(range(group.size), name="...")'
+            )
+            raise ConcurrentUse(text)
+        self._issuer = caller
+        self._open += 1
+        self._issued += 1
+        return self._issued, begin(self._issued)
 
-    def _enqueue(self, operation: int, task: Callable[[int], T]) -> Work[T]:
+    def _enqueue(self, operation: int, task: Callable[[], T]) -> Work[T]:
         work = Work(operation, task, self._abort)
         self._queue.append(work)
         if self._thread is None:
@@ -156,6 +182,13 @@ class Lane:
             self._thread.start()
         self._changed.notify_all()
         return work
+
+    def _over(self) -> None:
+        """An operation is over; nobody has been told yet, so that whoever is told may issue the next."""
+        with self._changed:
+            self._open -= 1
+            if not self._open:
+                self._issuer = None
 
     def _serve(self) -> None:
         while True:
@@ -166,7 +199,7 @@ class Lane:
                 work = self._queue.popleft()
                 self._busy = True
             self.progress = Progress(work.operation, monotonic(), True)
-            work._run()
+            work._run(self._over)
             operation = work.operation
             del work  # its result belongs to the caller, not to an idle thread
             self._end(operation)

@@ -1,6 +1,7 @@
 """What collectives compute: against NumPy, over dtypes, ops, worlds, lengths, layouts; the same bits on all ranks."""
 
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.choose import Choice
+from paceline.collectives.choose import choose, only
+from paceline.collectives.programs import SCHEDULES
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
 from paceline.group import Group
@@ -33,15 +35,13 @@ NUMPY = {
 @contextmanager
 def segments_of(nbytes: Any) -> Any:
     """Small segments, so that small arrays are cut as large ones are."""
-    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", nbytes):
+    with mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", nbytes):
         yield
 
 
 def groups_with(world: int, schedule: str) -> Any:
-    def choose(nbytes: int, world: int) -> Choice:
-        return Choice(schedule, "the test says so")
-
-    return [Group(mesh, Config(), choose=choose) for mesh in local_meshes(world)]
+    pick = partial(choose, rules=only("all_reduce", schedule))
+    return [Group(mesh, Config(), choose=pick) for mesh in local_meshes(world)]
 
 
 def ops_of(dtype: Any) -> Any:
@@ -68,7 +68,7 @@ def test_all_reduce_equals_numpy(data: Any, world: int) -> None:
     op = data.draw(st.sampled_from(ops_of(dtype)))
     n = data.draw(st.sampled_from([0, 1, max(0, world - 1), world, 7, 31, 97]))
     kind = data.draw(st.sampled_from(["plain", "strided", "swapped", "square"]))
-    schedule = data.draw(st.sampled_from(["ring", "star"]))
+    schedule = data.draw(st.sampled_from(list(SCHEDULES["all_reduce"])))
     use_out = data.draw(st.sampled_from(["none", "out", "in place"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     # whole numbers from 0 to 3: exact in every dtype, in every order
@@ -98,7 +98,7 @@ def test_all_reduce_equals_numpy(data: Any, world: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), world=st.integers(1, 5), dtype=st.sampled_from([np.dtype("f2"), np.dtype("f4"), BF16]))
 def test_all_ranks_hold_the_same_bits(data: Any, world: int, dtype: Any) -> None:
-    schedule = data.draw(st.sampled_from(["ring", "star"]))
+    schedule = data.draw(st.sampled_from(list(SCHEDULES["all_reduce"])))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     inputs = [(rng.standard_normal(101) * 10.0 ** rng.integers(-4, 4, 101)).astype(dtype) for _ in range(world)]
     with segments_of(64):

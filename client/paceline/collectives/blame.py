@@ -1,4 +1,7 @@
-"""What one member says about a failure: who, where, in which operation, what (I8). Pure text and numbers."""
+"""What one member says about a failure: who, where, in which operation, what (I8). Pure text and numbers.
+
+`me` and `peer` are places in `peers`, the members of a group; what is said names them by their rank in the view.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["broke_protocol", "disagrees", "link_ended", "not_begun", "raised", "timed_out"]
+__all__ = ["broke_protocol", "disagrees", "link_ended", "misfits", "not_begun", "raised", "timed_out"]
 
 
 def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, frame: Frame) -> Suspicion:
@@ -18,20 +21,26 @@ def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: s
     text = f"operation {operation}: {peers[peer]} called {theirs} where {peers[me]} called {mine}"
     if frame.operation != operation:
         text += f"; for {peers[peer]} that is operation {frame.operation}"
-    return Suspicion(ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, peer, operation, text)
+    return Suspicion(ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, peers[peer].rank, operation, text)
+
+
+def misfits(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, what: str) -> Suspicion:
+    """The peer's arguments do not fit this member's; `what` completes "rank 1 (host) ..."."""
+    text = f"operation {operation}, {mine}: {peers[peer]} {what}, as {peers[me]} found"
+    return Suspicion(ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, peers[peer].rank, operation, text)
 
 
 def broke_protocol(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, what: str) -> Suspicion:
     """The peer sent a frame that no right program sends."""
     text = f"{_call(operation, mine)}: {peers[peer]} sent {peers[me]} {what}"
-    return Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer, operation, text)
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peers[peer].rank, operation, text)
 
 
 def link_ended(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, end: LinkEnded) -> Suspicion:
     """The link to the peer is gone."""
     how = "left" if end.orderly else "is lost"
     text = f"{_call(operation, mine)}: {peers[peer]} {how}, as seen by {peers[me]}: {end}"
-    return Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, peer, operation, text)
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, peers[peer].rank, operation, text)
 
 
 def timed_out(
@@ -39,7 +48,7 @@ def timed_out(
 ) -> Suspicion:
     """The peer did not come, or did not take what was sent, in time."""
     text = f"operation {operation}, {mine}: {peers[me]} waited {seconds:.3g} s for {peers[peer]} to {waited_for}"
-    return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, peer, operation, text)
+    return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, peers[peer].rank, operation, text)
 
 
 def not_begun(peers: Sequence[Peer], me: int, operation: int) -> Suspicion:

@@ -1,39 +1,137 @@
-"""The choice among schedules. It depends on facts that all ranks share, bytes and world size, and on nothing else."""
+"""The choice among schedules: a table of rules, by bytes and world size, which all ranks share, and nothing else.
+
+The first rule that holds decides. Bytes are those of the whole array: of each rank's array where arrays are reduced or
+spread, of all of them together where they are gathered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["STAR_MAX_BYTES", "STAR_MAX_TRAFFIC", "Choice", "Chooser", "choose_all_reduce"]
+from paceline.collectives.programs import SCHEDULES
 
-STAR_MAX_BYTES = 64 << 10
-"""Up to here latency decides: 2 steps of the star against 2(W-1) of the ring.
+__all__ = ["RULES", "Choice", "Rule", "Rules", "choose", "format_rules", "only"]
 
-Source: median over gRPC, W processes on 2 cores, star against ring. W=2: 0.51 against 0.61 ms at 1 KiB, equal at
-128 KiB. W=4: 1.1 against 3.0 ms at 1 KiB. W=12: 8 against 47 ms at 1 KiB, 9.5 against 56 ms at 64 KiB.
-"""
 
-STAR_MAX_TRAFFIC = 1 << 20
-"""Bytes that rank 0 takes in, at most: W-1 arrays. Beyond it they queue at rank 0, and the ring shares them out."""
+class Rule(NamedTuple):
+    """A schedule, and when it is taken.
+
+    Attributes:
+        schedule: its name.
+        max_bytes: up to here; None for any size.
+        max_world: up to here; None for any world.
+        max_incast: bytes that the busiest rank takes in from all others, W-1 arrays, up to here; None for any number.
+        reason: one line for people.
+    """
+
+    schedule: str
+    max_bytes: int | None = None
+    max_world: int | None = None
+    max_incast: int | None = None
+    reason: str = ""
+
+    def holds(self, nbytes: int, world: int) -> bool:
+        """True if the rule is for this size and world."""
+        return (
+            (self.max_bytes is None or nbytes <= self.max_bytes)
+            and (self.max_world is None or world <= self.max_world)
+            and (self.max_incast is None or nbytes * (world - 1) <= self.max_incast)
+        )
 
 
 class Choice(NamedTuple):
-    """A schedule by name ("ring" or "star"), and why."""
+    """A schedule by name, and why."""
 
     schedule: str
     reason: str
 
 
-Chooser: TypeAlias = Callable[[int, int], Choice]
+Rules: TypeAlias = Mapping[str, tuple[Rule, ...]]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+RULES: Rules = {
+    "all_reduce": (
+        Rule("star", 64 * _KIB, None, _MIB, "2 steps, and little for rank 0 to take in"),
+        Rule("recursive_doubling", 64 * _KIB, None, None, "log2 W steps: few bytes, too many ranks for the star"),
+        Rule("direct", None, 16, None, "2 steps, and every link has an equal share; W-1 links a rank are affordable"),
+        Rule("halving_doubling", _MIB, None, None, "2 log2 W steps, every rank an equal share, log2 W links a rank"),
+        Rule("ring", reason="every rank has an equal share and two links"),
+    ),
+    "reduce": (
+        Rule("star", 64 * _KIB, None, _MIB, "1 step, and little for the root to take in"),
+        Rule("tree", reason="segments flow up; nobody takes in more than two arrays"),
+    ),
+    "reduce_scatter": (
+        Rule("direct", None, 16, None, "1 step, and every link has an equal share"),
+        Rule("ring", reason="every rank has an equal share and two links"),
+    ),
+    "broadcast": (
+        Rule("tree", 16 * _MIB, None, None, "segments flow down; nobody sends more than two arrays"),
+        Rule("tree", None, 7, None, "likewise"),
+        Rule("scatter_all_gather", reason="leaves of the tree help: nobody sends much more than one array"),
+    ),
+    "scatter": (Rule("direct", reason="each part goes where it belongs"),),
+    "all_gather": (
+        Rule("direct", None, 16, None, "1 step; W-1 links a rank are affordable"),
+        Rule("bruck", _MIB, None, None, "log2 W steps and links a rank"),
+        Rule("ring", reason="every rank has an equal share and two links"),
+    ),
+    "gather": (Rule("direct", reason="each part goes where it belongs"),),
+    "all_to_all": (Rule("pairwise", reason="each part goes where it belongs"),),
+    "barrier": (Rule("dissemination", reason="log2 W steps"),),
+}
+"""Source: medians of `paceline bench --schedule`; see DESIGN.md, section 8."""
 
 
-def choose_all_reduce(nbytes: int, world: int) -> Choice:
-    """The schedule for an all_reduce of `nbytes` bytes over `world` ranks."""
-    if nbytes <= STAR_MAX_BYTES and nbytes * (world - 1) <= STAR_MAX_TRAFFIC:
-        return _STAR
-    return _RING
+def choose(collective: str, nbytes: int, world: int, *, in_rank_order: bool = False, rules: Rules = RULES) -> Choice:
+    """The schedule for a collective; the same on all ranks that ask for the same.
+
+    Args:
+        collective: "all_reduce", ...
+        nbytes: bytes of the whole array.
+        world: number of ranks.
+        in_rank_order: only schedules that sum in rank order, each element at one rank, will do.
+        rules: the table.
+    """
+    fit = _fit(rules, collective, in_rank_order) or _fit(RULES, collective, in_rank_order)
+    for rule in fit:
+        if rule.holds(nbytes, world):
+            return Choice(rule.schedule, rule.reason)
+    return Choice(fit[-1].schedule, "the only one left that sums in rank order")
 
 
-_STAR = Choice("star", f"at most {STAR_MAX_BYTES} bytes, and {STAR_MAX_TRAFFIC} for rank 0 to take in: fewest steps")
-_RING = Choice("ring", f"above {STAR_MAX_BYTES} bytes, or {STAR_MAX_TRAFFIC} for rank 0: each link has an equal share")
+def only(collective: str, schedule: str) -> Rules:
+    """The table with one schedule for a collective at every size, but where only others sum in rank order.
+
+    Raises:
+        ValueError: there is no such schedule; the text names those that there are.
+    """
+    if schedule not in SCHEDULES[collective]:
+        names = ", ".join(SCHEDULES[collective])
+        raise ValueError(f"there is no schedule {schedule!r} for {collective}: there are {names}")
+    return {**RULES, collective: (Rule(schedule, reason="asked for"),)}
+
+
+def format_rules(rules: Rules = RULES) -> str:
+    """The table for people."""
+    lines = [f"{'collective':<16}{'schedule':<20}{'when':<44}why"]
+    for collective, of in rules.items():
+        for index, rule in enumerate(of):
+            lines.append(f"{collective if index == 0 else '':<16}{rule.schedule:<20}{_when(rule):<44}{rule.reason}")
+    return "\n".join(lines)
+
+
+def _fit(rules: Rules, collective: str, in_rank_order: bool) -> list[Rule]:
+    schedules = SCHEDULES[collective]
+    return [rule for rule in rules[collective] if not in_rank_order or schedules[rule.schedule].in_rank_order]
+
+
+def _when(rule: Rule) -> str:
+    limits = [
+        f"at most {rule.max_bytes // _KIB} KiB" if rule.max_bytes is not None else "",
+        f"W at most {rule.max_world}" if rule.max_world is not None else "",
+        f"(W-1) arrays at most {rule.max_incast // _KIB} KiB" if rule.max_incast is not None else "",
+    ]
+    return ", ".join(limit for limit in limits if limit) or "else"

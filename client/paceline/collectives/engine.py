@@ -17,18 +17,21 @@ import numpy as np
 
 from paceline.arrays import Array, as_bytes, from_bytes
 from paceline.collectives import blame
-from paceline.collectives.exchange import Disagreement, Exchange
-from paceline.collectives.ops import Reduction
-from paceline.collectives.program import Do, Move, Program
+from paceline.collectives.arithmetic import Arithmetic
+from paceline.collectives.exchange import Disagreement, Exchange, History
+from paceline.collectives.program import Area, Do, Move, Program
 from paceline.errors import PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout, Mesh
 from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
 
-__all__ = ["Call", "Engine"]
+__all__ = ["PHASE", "Call", "Engine"]
 
 T = TypeVar("T")
+
+PHASE = 1 << 28
+"""Parts of phase p of an operation are numbered from here times p."""
 
 
 @dataclass(slots=True)
@@ -36,16 +39,18 @@ class Call:
     """One call of a collective.
 
     Attributes:
-        operation: its number in the generation.
+        operation: its number in the group.
         signature: what part 0 must say.
         started: when it was issued, a `time.monotonic()` value.
         deadline: when its time is over, likewise.
+        phase: of an operation that runs several programs one after the other, from 0.
     """
 
     operation: int
     signature: bytes
     started: float
     deadline: float
+    phase: int = 0
 
     def __str__(self) -> str:
         return self.signature.decode("ascii")
@@ -54,13 +59,19 @@ class Call:
 class Engine:
     """Runs one program at a time over a mesh's links for collectives.
 
+    Args:
+        mesh: the mesh.
+        history: this member's operations in the group.
+        label: what the members of a part of the view must agree on; part of every signature.
+
     Attributes:
         mesh: the mesh.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
         self.mesh = mesh
-        self._exchange = Exchange(mesh)
+        self._label = f"group={label}" if label else ""
+        self._exchange = Exchange(mesh, history)
         self._call: Call | None = None
         self._program: Program | None = None
         self._at: Move | None = None  # the move of it that is being carried out, for blame
@@ -71,56 +82,103 @@ class Engine:
         program: Program,
         base: Array,
         out: Array,
-        reduction: Reduction | None = None,
+        arithmetic: Arithmetic | None = None,
         first: Frame | None = None,
     ) -> None:
-        """Carries out all moves; then `out` holds the result, except what `program.covered` leaves to the caller.
+        """Carries out all moves; then `out` holds the result, and nobody reads `base` or `out` any more.
 
         Args:
             call: the call.
             program: this rank's moves.
             base: this rank's value; not written to unless it is `out`.
             out: where the result goes; may be `base`.
-            reduction: for programs that reduce.
+            arithmetic: for programs that reduce.
             first: the frame for the first receive, if it has been received already.
 
         Raises:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
-        mesh, exchange, operation, deadline = self.mesh, self._exchange, call.operation, call.deadline
-        generation, world, size = mesh.generation, mesh.size, base.itemsize
-        base_bytes, out_bytes = as_bytes(base), as_bytes(out)
+        exchange, deadline, size = self._exchange, call.deadline, base.itemsize
+        areas = (base, out, np.empty(program.scratch, base.dtype))
+        data = tuple(as_bytes(area) for area in areas)
+        scale = arithmetic is not None and arithmetic.scale is not None
+        held: dict[int, Array] = {}
         self._program = program
         for move in program.moves:
             self._at = move
-            do, peer, part, lo, hi, fresh = move
-            signature = b"" if part else call.signature
+            do, peer, part, n, own_area, own_lo, to_area, to_lo = move
             if do is Do.SEND:
-                payload = (base_bytes if fresh else out_bytes)[lo * size : hi * size]
-                exchange.send(peer, Frame(FrameKind.DATA, generation, operation, part, signature, payload), deadline)
+                lend = program.lend and own_area is not Area.SCRATCH
+                if scale and own_area is Area.BASE:
+                    assert arithmetic is not None
+                    payload, lend = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n])), True
+                else:
+                    payload = data[own_area][own_lo * size : (own_lo + n) * size]
+                exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
                 continue
             if first is None:
                 frame = exchange.recv(peer, deadline)
             else:
                 frame, first = first, None
-            if (
-                frame.operation != operation
-                or frame.part != part
-                or frame.generation != generation
-                or frame.signature != signature
-                or len(frame.payload) != (hi - lo) * size
-            ):
-                self._refuse(call, peer, part, (hi - lo) * size, frame)
-            if lo == hi:
-                continue
+            self._check(call, peer, part, n * size, frame)
             if do is Do.STORE:
-                out_bytes[lo * size : hi * size] = frame.payload
-                continue
-            assert reduction is not None, "a program that reduces was started without a reduction"
-            target, received = out[lo:hi], from_bytes(frame.payload, base.dtype)
-            reduction.ufunc(received, base[lo:hi] if fresh else target, out=target)
-            if do is Do.FINALIZE and reduction.mean:
-                np.true_divide(target, base.dtype.type(world), out=target)
+                data[to_area][to_lo * size : (to_lo + n) * size] = frame.payload
+            else:
+                assert arithmetic is not None, "a program that reduces was started without arithmetic"
+                received = from_bytes(frame.payload, base.dtype)
+                if do is Do.HOLD:
+                    held[peer] = received
+                    continue
+                own, target = areas[own_area][own_lo : own_lo + n], areas[to_area][to_lo : to_lo + n]
+                if scale and own_area is Area.BASE:
+                    own = arithmetic.scaled(own)
+                if do is Do.FOLD:
+                    held[peer], held[self.mesh.rank] = received, own
+                    arithmetic.fold(held, target)
+                    held.clear()
+                else:
+                    arithmetic.combine(received, own, target)
+                    if do is Do.FINALIZE:
+                        arithmetic.finish(target)
+            exchange.release()
+        if base is not out:
+            for base_lo, out_lo, n in program.keep:
+                out[out_lo : out_lo + n] = base[base_lo : base_lo + n]
+        if program.lend or scale:
+            self._settle(deadline)
+
+    def _frame(self, call: Call, part: int, payload: memoryview) -> Frame:
+        signature = b"" if part else call.signature
+        part += call.phase * PHASE
+        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
+
+    def _check(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> None:
+        """Believes a frame that is the one due, and no other (I4)."""
+        if (
+            frame.operation != call.operation
+            or frame.part != part + call.phase * PHASE
+            or frame.generation != self.mesh.generation
+            or frame.signature != (b"" if part else call.signature)
+            or len(frame.payload) != nbytes
+        ):
+            self._refuse(call, peer, part + call.phase * PHASE, nbytes, frame)
+
+    def _settle(self, deadline: float) -> None:
+        """Returns when nobody reads this rank's arrays any more."""
+        for peer in sorted(self._exchange.lent):
+            self._at = Move(Do.SEND, peer, 0, 0, Area.BASE, 0, Area.BASE, 0)
+            self._exchange.settle(peer, deadline)
+
+    def sign(
+        self, kind: str, detail: str = "", dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
+    ) -> Signature:
+        """The signature of an operation of this group."""
+        return Signature(kind, " ".join(filter(None, (self._label, detail))), dtype, shape)
+
+    def disagree(self, call: Call, peer: int, what: str) -> NoReturn:
+        """Ends the generation because a rank's arguments do not fit this member's."""
+        mesh = self.mesh
+        self._raise(blame.misfits(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
 
     def first_frame(self, call: Call, peer: int, asked: Signature) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
         """The first frame of an operation whose array the sender describes; dtype and shape, as it says.
@@ -130,7 +188,7 @@ class Engine:
             peer: who sends it.
             asked: kind and detail, which must agree.
         """
-        self._at = Move(Do.STORE, peer, 0, 0, 0, True)
+        self._at = Move(Do.STORE, peer, 0, 0, Area.OUT, 0, Area.OUT, 0)
         frame = self._exchange.recv(peer, call.deadline)
         if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
             self._refuse(call, peer, 0, len(frame.payload), frame)
@@ -170,6 +228,9 @@ class Engine:
             fault.suspect(blame.raised(mesh.peers, mesh.rank, call.operation, str(call), error))
             raise
         finally:
+            self._exchange.release()
+            if fault.failed:
+                self._exchange.recall()  # the arrays are the caller's again, alone (I7)
             self._call = self._at = None
 
     def abort(self, operation: int, cause: BaseException) -> None:
@@ -195,7 +256,10 @@ class Engine:
         if frame.generation != mesh.generation:
             self._breach(call, peer, f"a frame of generation {frame.generation} in generation {mesh.generation}")
         self._exchange.compare(peer, frame)  # a frame of an earlier operation shows where the two parted
-        if frame.operation != call.operation or (part == frame.part == 0 and frame.signature != call.signature):
+        if frame.operation > call.operation:
+            self._exchange.ask(peer, call.deadline)  # the peer is ahead, and knows what it called where this member is
+        described = part == frame.part and part % PHASE == 0
+        if frame.operation != call.operation or (described and frame.signature != call.signature):
             self._raise(blame.disagrees(mesh.peers, mesh.rank, peer, call.operation, str(call), frame))
         elif frame.part != part:
             what = f"frame {frame.part} where frame {part} was due"
@@ -219,7 +283,8 @@ class Engine:
         sending = at.do is Do.SEND
         moves = self._program.moves if self._program is not None else ()
         total = sum(move.peer == at.peer and (move.do is Do.SEND) is sending for move in moves)
-        what = f"{'take' if sending else 'send'} frame {at.part + 1}{f' of {total}' if total else ''}"
+        which = f"frame {at.part + 1}{f' of {total}' if total else ''}"
+        what = f"take {which}" if sending and at.n else f"{'release what it was lent' if sending else f'send {which}'}"
         return blame.timed_out(mesh.peers, mesh.rank, at.peer, call.operation, str(call), what, seconds)
 
     def _raise(self, suspicion: Suspicion) -> NoReturn:

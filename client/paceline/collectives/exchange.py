@@ -8,23 +8,26 @@ stands a member that holds the proof, and there the disagreement is found.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
+from typing import TypeAlias
 
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
 from paceline.links.frame import Frame, FrameKind
 
-__all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange"]
+__all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange", "History"]
+
+History: TypeAlias = Callable[[int], bytes | None]
+"""The signature of this member's operation of a number, if it is still remembered."""
 
 PATIENCE = 2.0
 """Seconds to wait before asking around; longer than most honest steps."""
 
 WAITING = 0xFFFF_FFFF
 """Part number of the frame "I wait for you in this operation"; it has a signature and no payload."""
-
-_HISTORY = 64
-"""Calls remembered. A rank may run ahead of another by as many calls as fit in a link, and these are few."""
 
 
 class Disagreement(Exception):
@@ -44,17 +47,24 @@ class Disagreement(Exception):
 
 
 class Exchange:
-    """Sends and receives over all links for collectives. One thread uses it at a time."""
+    """Sends and receives over all links for collectives. One thread uses it at a time.
 
-    def __init__(self, mesh: Mesh) -> None:
+    Attributes:
+        lent: ranks that may still read what was lent to them.
+    """
+
+    def __init__(self, mesh: Mesh, history: History) -> None:
         self._mesh = mesh
+        self._history = history
+        self.lent: set[int] = set()
+        self._taken: list[Link] = []  # on which a frame was received that is not released yet
         self._links: dict[int, Link] = {}
         self._early: dict[int, Frame] = {}  # found while looking around, to be read later; one from a rank at most
-        self._calls: deque[tuple[int, bytes]] = deque(maxlen=_HISTORY)  # operation and signature, newest last
+        self._call = (0, b"")  # operation and signature
 
     def begin(self, operation: int, signature: bytes) -> None:
         """This member enters a call."""
-        self._calls.append((operation, signature))
+        self._call = (operation, signature)
 
     def link(self, peer: int) -> Link:
         """The link to a rank."""
@@ -63,8 +73,8 @@ class Exchange:
             link = self._links[peer] = self._mesh.link(peer, Purpose.COLLECTIVE)
         return link
 
-    def send(self, peer: int, frame: Frame, deadline: float) -> None:
-        """Sends a frame to a rank.
+    def send(self, peer: int, frame: Frame, deadline: float, *, lend: bool = False) -> None:
+        """Sends a frame to a rank, or lends it.
 
         Raises:
             Disagreement: some rank is in another call than this member.
@@ -73,9 +83,13 @@ class Exchange:
             PacelineError: the generation has failed.
         """
         link = self._links.get(peer) or self.link(peer)
+        send = link.send
+        if lend:
+            self.lent.add(peer)
+            send = link.lend
         while True:
             try:
-                link.send(frame, min(deadline, monotonic() + PATIENCE))
+                send(frame, min(deadline, monotonic() + PATIENCE))
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -99,6 +113,7 @@ class Exchange:
                 return early
             try:
                 frame = link.recv(min(deadline, monotonic() + PATIENCE))
+                self._taken.append(link)
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -111,8 +126,51 @@ class Exchange:
                 return frame
             self.compare(peer, frame)
 
+    def release(self) -> None:
+        """The payloads of all frames received so far are needed no longer."""
+        for link in self._taken:
+            link.release()
+        self._taken.clear()
+
+    def settle(self, peer: int, deadline: float) -> None:
+        """Waits until a rank has released all that was lent to it.
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        while True:
+            try:
+                self._links[peer].settle(min(deadline, monotonic() + PATIENCE))
+            except LinkTimeout:
+                if monotonic() >= deadline:
+                    raise
+                self._look_around()
+            else:
+                self.lent.discard(peer)
+                return
+
+    def recall(self) -> None:
+        """Takes back all that was lent."""
+        for peer in self.lent:
+            self._links[peer].recall()
+        self.lent.clear()
+
+    def ask(self, peer: int, deadline: float) -> None:
+        """Tells a rank that is ahead which call this member is in, and gives it time to compare, before the deadline.
+
+        Raises:
+            PacelineError: it has compared; its verdict names both calls.
+        """
+        compared = threading.Event()
+        self._mesh.fault.on_failure(compared.set)
+        self._tell(self.link(peer))
+        # It may look around only once it has waited for PATIENCE itself. Others' deadlines are about the same as ours.
+        compared.wait(max(0.0, min(PATIENCE + 0.5, (deadline - monotonic()) / 2)))
+        self._mesh.fault.forget(compared.set)
+        self._mesh.fault.check()
+
     def _tell(self, link: Link) -> None:
-        operation, signature = self._calls[-1]
+        operation, signature = self._call
         note = Frame(FrameKind.DATA, self._mesh.generation, operation, WAITING, signature, b"")
         with suppress(LinkTimeout):  # if it cannot go out, what is on its way already says as much
             link.send(note, monotonic())
@@ -123,13 +181,15 @@ class Exchange:
             if peer == awaited or peer in self._early:
                 continue
             try:
-                frame = self.link(peer).recv(monotonic())
+                link = self.link(peer)
+                frame = link.recv(monotonic())
                 while frame.part == WAITING:
                     self.compare(peer, frame)
-                    frame = self.link(peer).recv(monotonic())
+                    frame = link.recv(monotonic())
             except (LinkTimeout, LinkEnded):
                 continue  # an end counts when something is awaited from there
-            self._early[peer] = frame
+            self._early[peer] = replace(frame, payload=bytes(frame.payload))  # its sender need not wait for our turn
+            link.release()
             self.compare(peer, frame)
 
     def compare(self, peer: int, frame: Frame) -> None:
@@ -140,9 +200,11 @@ class Exchange:
         """
         if not frame.signature:
             return
-        for operation, mine in reversed(self._calls):
-            if operation == frame.operation and not _agree(mine, frame.signature):
-                raise Disagreement(peer, mine, frame)
+        operation, mine = self._call
+        if operation != frame.operation:
+            mine = self._history(frame.operation) or frame.signature
+        if not _agree(mine, frame.signature):
+            raise Disagreement(peer, mine, frame)
 
 
 def _agree(a: bytes, b: bytes) -> bool:

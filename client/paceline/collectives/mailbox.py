@@ -52,7 +52,12 @@ class Mailbox:
         self._ended: dict[int, LinkEnded] = {}
         self._sent = [0] * mesh.size  # by destination: number of the last message; guarded by the lock of that rank
         self._sending = [threading.Lock() for _ in range(mesh.size)]
-        mesh.fault.on_failure(partial(self._doorbell.put, _ALL))
+        self._wake = partial(self._doorbell.put, _ALL)
+        mesh.fault.on_failure(self._wake)
+
+    def close(self) -> None:
+        """Hears of no failure any more; its links are the mesh's to close."""
+        self._mesh.fault.forget(self._wake)
 
     def send(self, x: Array, dst: int, tag: int, deadline: float) -> None:
         """Sends a message; returns when `x` may be changed. See `Group.send`."""

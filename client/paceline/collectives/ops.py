@@ -32,17 +32,44 @@ _TABLE: dict[str, tuple[np.ufunc, str]] = {
 
 
 class Reduction(NamedTuple):
-    """How two arrays become one.
+    """How arrays become one.
 
     Attributes:
         name: "sum", "mean", ...
         ufunc: applied to two operands of the same dtype, with a result of that dtype.
-        mean: the owner divides the total by W, once.
+        dtype: of the operands.
+        wide: dtype in which several are added up at one rank, if that is another one: float16 and bfloat16 have too
+            few digits. What travels between ranks is always `dtype`.
+        one_owner: each element must be computed at one rank, from all values, and copied.
     """
 
     name: str
     ufunc: np.ufunc
-    mean: bool
+    dtype: np.dtype[Any]
+    wide: np.dtype[Any] | None = None
+    one_owner: bool = False
+
+    def scale(self, world: int) -> np.generic | None:
+        """By what each rank multiplies its values first, or None: for a mean, a power of two up to 1/W.
+
+        So the sum overflows only where the mean does; and as it is a power of two, nothing is rounded but what falls
+        below the smallest normal number. float16 would fall there soon, but it is added up in `wide`.
+        """
+        if self.name != "mean" or world == 1 or self.dtype == np.float16:
+            return None
+        scale: np.generic = np.zeros(0, self.dtype).real.dtype.type(2.0 ** -_exponent(world))
+        return scale
+
+    def divisor(self, world: int) -> float:
+        """By what the total is divided, once."""
+        if self.name != "mean":
+            return 1.0
+        return float(world) if self.scale(world) is None else world / 2 ** _exponent(world)
+
+
+def _exponent(world: int) -> int:
+    """The least power of two that is not below the world size."""
+    return (world - 1).bit_length()
 
 
 @lru_cache(maxsize=256)
@@ -57,7 +84,11 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     ufunc, kinds = _TABLE[op]
     if dtype.kind not in kinds:
         raise UnsupportedOp(f"op {op!r} is not defined for dtype {dtype}{_advice(op, dtype)}")
-    return Reduction(op, ufunc, op == "mean")
+    half = dtype == np.float16 or dtype.kind == "V"
+    wide = np.dtype(np.float32) if half and ufunc in (np.add, np.multiply) else None
+    # float16 means need `wide`; and not all CPUs round a product of complex numbers alike.
+    one_owner = (op == "mean" and dtype == np.float16) or (op == "prod" and dtype.kind == "c")
+    return Reduction(op, ufunc, dtype, wide, one_owner)
 
 
 def _advice(op: str, dtype: np.dtype[Any]) -> str:

@@ -1,71 +1,94 @@
 """From a schedule's rows to one rank's program: every frame that it sends and receives, in one order. Pure.
 
-It owns segments and pipelining. Chunks are cut into segments, one frame each. Receives stand in the order of the rows;
-a send stands right behind the receive that makes it possible, so that a rank passes a segment on, and reduces it, while
-the next one is still on its way. Because the order is known beforehand, running it takes one thread and no queue.
+It owns segments and pipelining. Chunks are cut into segments, one frame each. The receives of a step stand in waves:
+the first frame of each peer, then the second of each. A send stands right behind the receive that makes it possible,
+so that a rank passes a segment on, and reduces it, while the next one is still on its way. Because the order is known
+beforehand, running it takes one thread and no queue.
 
 Letters: n elements, c chunk, j segment within a chunk, W world size.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from functools import lru_cache
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
 
-from paceline.collectives import schedules
-from paceline.collectives.schedules import Action, Row
+from paceline.collectives.rows import Action, Row
 
-__all__ = [
-    "AHEAD",
-    "SEGMENT_BYTES",
-    "Do",
-    "Move",
-    "Program",
-    "all_reduce_program",
-    "barrier_program",
-    "broadcast_program",
-    "compile_rows",
-]
+__all__ = ["AHEAD", "SEGMENT_BYTES", "Area", "Bounds", "Do", "Layout", "Move", "Program", "compile_rows"]
 
 SEGMENT_BYTES = 1 << 20
 """Bytes per frame, of collectives and of messages. Source: as for `AHEAD`."""
 
 AHEAD = 4
-"""A row that sends and receives is never more segments ahead with sending than this. So the sender keeps the pace of
-its neighbours, and a link needs to hold no more than 4 frames of 1 MiB on their way for nobody to wait for ever.
-Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
+"""Where a step both sends and receives, sending to a peer is never more frames ahead of the waves than this. So the
+sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames of 1 MiB on their way for nobody
+to wait for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
+
+Bounds: TypeAlias = tuple[int, int]
+
+
+class Area(IntEnum):
+    """Where elements are."""
+
+    BASE = 0
+    """The argument; never written to."""
+    OUT = 1
+    """The result."""
+    SCRATCH = 2
+    """Memory for what a rank passes on, and has no place for in its result."""
 
 
 class Do(IntEnum):
-    """What a move does; receives have the numbers of `Action`."""
+    """What a move does; the first four have the numbers of `Action`."""
 
     STORE = Action.STORE
     REDUCE = Action.REDUCE
     FINALIZE = Action.FINALIZE
-    SEND = 3
+    FOLD = Action.FOLD
+    """The last of the frames to fold."""
+    HOLD = 4
+    """One of the frames to fold, but not the last."""
+    SEND = 5
+
+
+class Layout(NamedTuple):
+    """Where each chunk is at one rank, as bounds in elements; None where it has no place.
+
+    Attributes:
+        base: in the argument: this rank's own value. A chunk without one is in the result from the start, or received.
+        out: in the result.
+    """
+
+    base: Sequence[Bounds | None]
+    out: Sequence[Bounds | None]
 
 
 class Move(NamedTuple):
-    """One frame of a program.
+    """One frame of a program. Length 0 is an empty frame, which still shows that both agree.
 
     Attributes:
         do: send, or what to do with what is received.
         peer: rank at the other end.
         part: number of the frame among those to (or from) this peer.
-        lo: first element.
-        hi: end of the elements, exclusive. May equal `lo`: an empty frame still shows that both agree.
-        fresh: this rank's own value is still in the argument: nothing was received for this segment before.
+        n: elements.
+        own: where this rank's own value is, which is sent or combined with what is received.
+        own_lo: its first element there.
+        to: where the received or combined value goes.
+        to_lo: its first element there.
     """
 
     do: Do
     peer: int
     part: int
-    lo: int
-    hi: int
-    fresh: bool
+    n: int
+    own: Area
+    own_lo: int
+    to: Area
+    to_lo: int
 
 
 class Program(NamedTuple):
@@ -73,95 +96,202 @@ class Program(NamedTuple):
 
     Attributes:
         moves: the moves.
-        covered: False if some elements are only in the argument at the end (a broadcast's root, a world of one).
+        keep: (first in the argument, first in the result, elements) of what the result takes from the argument as is.
+        scratch: elements of scratch memory.
+        lend: True if nothing is written over before all that read it where it lies have read it. Then a link in the
+            same memory may give the receiver the elements themselves.
     """
 
     moves: tuple[Move, ...]
-    covered: bool
+    keep: tuple[tuple[int, int, int], ...]
+    scratch: int
+    lend: bool
+
+
+class _Frame(NamedTuple):
+    """Segments that travel together: (chunk, segment) of each; `at` is the first's offset in its chunk."""
+
+    pieces: tuple[tuple[int, int], ...]
+    at: int
+    n: int
 
 
 class _Send(NamedTuple):
-    """A segment to send once `after` of this rank's receives are done."""
+    """A move to make once `after` of this rank's receives are done; `order` breaks ties."""
 
     after: int
-    lo: int
-    hi: int
-    fresh: bool
+    order: tuple[int, int, int]
+    move: Move
 
 
-def compile_rows(rows: Sequence[Row], n: int, chunks: int, segment: int, *, pass_on: bool = True) -> Program:
+def compile_rows(
+    rows: Sequence[Row], layout: Layout, segment: int, *, pass_on: bool = True, lend: bool = True
+) -> Program:
     """Turns rows into a program.
 
     Args:
         rows: one rank's rows.
-        n: elements of the array.
-        chunks: number of chunks that the array is cut into.
+        layout: where its chunks are.
         segment: elements per segment, at least 1.
-        pass_on: a row may send a segment as soon as it is there; if False, only when all earlier rows have received.
+        pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
+        lend: as in `Program`.
     """
-    pieces = [_pieces(lo, hi, segment) for lo, hi in schedules.chunk_bounds(n, chunks)]
-    have = [[0] * len(chunk) for chunk in pieces]  # [c][j]: how many receives make what this rank holds of it
+    memory = _Memory(rows, layout, segment)
     receives: list[Move] = []
-    sends: dict[int, deque[_Send]] = {}  # by destination, in the order of rows
+    sends: list[_Send] = []
+    waves: list[int] = []  # how many receives are done at the end of each wave so far
+    told: Counter[int] = Counter()
     heard: Counter[int] = Counter()
-    for row in rows:
-        incoming = [] if row.recv_chunk is None else pieces[row.recv_chunk]
-        if row.send_to is not None and row.send_chunk is not None:
-            queue = sends.setdefault(row.send_to, deque())
-            for j, (lo, hi) in enumerate(pieces[row.send_chunk]):
-                made_by = have[row.send_chunk][j]
-                after = made_by if pass_on else len(receives)
-                if incoming:
-                    after = max(after, len(receives) + min(j - AHEAD + 1, len(incoming)))
-                queue.append(_Send(after, lo, hi, made_by == 0))
-        if row.recv_from is not None and row.recv_chunk is not None:
-            for j, (lo, hi) in enumerate(incoming):
-                fresh = have[row.recv_chunk][j] == 0
-                receives.append(Move(Do(row.action), row.recv_from, heard[row.recv_from], lo, hi, fresh))
-                heard[row.recv_from] += 1
-                have[row.recv_chunk][j] = len(receives)
-    return Program(tuple(_interleave(receives, sends)), all(all(counts) for counts in have))
+    latest: Counter[int] = Counter()  # by destination: frames leave in this order, so none before those ahead of it
+    for step, group in groupby(rows, key=lambda row: row.step):
+        outgoing: dict[int, list[_Frame]] = {}
+        incoming: dict[int, list[tuple[_Frame, Action]]] = {}
+        for row in group:
+            if row.send_to is not None and row.send_chunk is not None:
+                outgoing.setdefault(row.send_to, []).extend(memory.frames(row.send_chunk, row.span))
+            if row.recv_from is not None and row.recv_chunk is not None:
+                frames = memory.frames(row.recv_chunk, row.span)
+                incoming.setdefault(row.recv_from, []).extend((frame, row.action) for frame in frames)
+        start, first_wave = len(receives), len(waves)
+        for wave in range(max(map(len, incoming.values()), default=0)):
+            before = waves[-1] if waves else 0
+            waves.append(before + sum(wave < len(frames) for frames in incoming.values()))
+        for turn, (peer, frames_out) in enumerate(outgoing.items()):
+            for m, frame in enumerate(frames_out):
+                after = memory.made_by(frame) if pass_on else start
+                if incoming and first_wave + m >= AHEAD:
+                    after = max(after, waves[min(first_wave + m - AHEAD, len(waves) - 1)])
+                latest[peer] = max(latest[peer], after)
+                own, own_lo = memory.own(frame)
+                move = Move(Do.SEND, peer, told[peer], frame.n, own, own_lo, own, own_lo)
+                sends.append(_Send(latest[peer], (step, m, turn), move))
+                told[peer] += 1
+        receives.extend(_receives(incoming, memory, heard, start))
+        memory.end_of_step(step)
+    return Program(tuple(_interleave(receives, sends)), memory.kept(), memory.scratch, lend)
 
 
-def _interleave(receives: Sequence[Move], sends: dict[int, deque[_Send]]) -> Iterator[Move]:
+def _receives(
+    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _Memory, heard: Counter[int], done: int
+) -> Iterator[Move]:
+    """The receives of a step, wave by wave; `done` of them came before."""
+    folds = Counter(frame.pieces for frames in incoming.values() for frame, action in frames if action is Action.FOLD)
+    for wave in range(max(map(len, incoming.values()), default=0)):
+        for peer, frames in incoming.items():
+            if wave >= len(frames):
+                continue
+            frame, action = frames[wave]
+            do = Do(action)
+            if action is Action.FOLD:
+                folds[frame.pieces] -= 1
+                do = Do.HOLD if folds[frame.pieces] else Do.FOLD
+            own, own_lo = memory.own(frame)
+            done += 1
+            to, to_lo = memory.receive(frame, done, made=do is not Do.HOLD)
+            yield Move(do, peer, heard[peer], frame.n, own, own_lo, to, to_lo)
+            heard[peer] += 1
+
+
+def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
     """Puts every send right behind the receive that makes it possible.
 
-    All sends of a row come before the first receive of the next row, for `after` never counts beyond the own row's
+    All sends of a step come before the first receive of the next step, for `after` never counts beyond the own step's
     receives. So no receive overwrites what is still to be sent, in place too.
     """
-    told: Counter[int] = Counter()
+    sends.sort(key=lambda send: (send.after, send.order))
+    at = 0
     for done in range(len(receives) + 1):
-        for peer, queue in sends.items():
-            while queue and queue[0].after <= done:
-                _, lo, hi, fresh = queue.popleft()
-                yield Move(Do.SEND, peer, told[peer], lo, hi, fresh)
-                told[peer] += 1
+        while at < len(sends) and sends[at].after <= done:
+            yield sends[at].move
+            at += 1
         if done < len(receives):
             yield receives[done]
 
 
-def _pieces(lo: int, hi: int, segment: int) -> list[tuple[int, int]]:
-    """Segments of [lo, hi); an empty chunk is one empty segment."""
-    return [(at, min(at + segment, hi)) for at in range(lo, hi, segment)] or [(lo, hi)]
+class _Memory:
+    """Where each chunk's value is while the program goes on."""
 
+    def __init__(self, rows: Sequence[Row], layout: Layout, segment: int) -> None:
+        self._layout = layout
+        self._segment = segment
+        self._sizes: dict[int, int] = {}
+        self._made: dict[tuple[int, int], int] = {}  # by (c, j): how many receives make what this rank holds of it
+        self._slots: dict[int, int] = {}  # of chunks in scratch memory
+        self._free: list[int] = []
+        self._used = 0
+        self._last_send = {
+            row.send_chunk + i: row.step for row in rows if row.send_chunk is not None for i in range(row.span)
+        }
+        received = {row.recv_chunk + i for row in rows if row.recv_chunk is not None for i in range(row.span)}
+        self._received = received
+        self._slot_size = max((self._size(c) for c in received if layout.out[c] is None), default=0)
 
-@lru_cache(maxsize=256)
-def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int) -> Program:
-    """The program of an all_reduce by "ring" or "star"."""
-    if schedule == "ring":
-        return compile_rows(schedules.ring_all_reduce(rank, world), n, world, segment)
-    assert schedule == "star", schedule
-    # Rank 0 must not send back to a rank that is still sending: both links could be full, and both would wait.
-    return compile_rows(schedules.star_all_reduce(rank, world), n, 1, segment, pass_on=False)
+    @property
+    def scratch(self) -> int:
+        return self._used * self._slot_size
 
+    def frames(self, chunk: int, span: int) -> list[_Frame]:
+        """A run of chunks as frames: one if they fit a segment, else each chunk cut into segments."""
+        chunks = range(chunk, chunk + span)
+        total = sum(self._size(c) for c in chunks)
+        if span > 1 and total <= self._segment:
+            return [_Frame(tuple((c, 0) for c in chunks), 0, total)]
+        frames = []
+        for c in chunks:
+            size = self._size(c)
+            for j, at in enumerate(range(0, max(size, 1), self._segment)):
+                frames.append(_Frame(((c, j),), at, min(self._segment, size - at)))
+        return frames
 
-@lru_cache(maxsize=256)
-def broadcast_program(rank: int, world: int, root: int, n: int, segment: int) -> Program:
-    """The program of a broadcast along the tree."""
-    return compile_rows(schedules.tree_broadcast(rank, world, root), n, 1, segment)
+    def made_by(self, frame: _Frame) -> int:
+        return max(self._made.get(piece, 0) for piece in frame.pieces)
 
+    def own(self, frame: _Frame) -> tuple[Area, int]:
+        """Where this rank's value is, before it is received."""
+        places = {self._place(c, made=(c, j) in self._made)[0] for c, j in frame.pieces}
+        assert len(places) == 1, "chunks that travel together lie in one area"
+        (chunk, segment), *_ = frame.pieces
+        area, lo = self._place(chunk, made=(chunk, segment) in self._made)
+        return area, lo + frame.at
 
-@lru_cache(maxsize=8)
-def barrier_program(rank: int, world: int) -> Program:
-    """The program of a barrier: empty frames."""
-    return compile_rows(schedules.dissemination_barrier(rank, world), 0, 1, 1)
+    def receive(self, frame: _Frame, done: int, *, made: bool) -> tuple[Area, int]:
+        """Where it is afterwards; notes who made it."""
+        if made:
+            self._made.update(dict.fromkeys(frame.pieces, done))
+        area, lo = self._place(frame.pieces[0][0], made=True)
+        return area, lo + frame.at
+
+    def end_of_step(self, step: int) -> None:
+        """Scratch memory of what will not be sent again is free for the steps to come."""
+        for chunk in [c for c in self._slots if self._last_send.get(c, step) <= step]:
+            self._free.append(self._slots.pop(chunk))
+
+    def kept(self) -> tuple[tuple[int, int, int], ...]:
+        own = enumerate(zip(self._layout.base, self._layout.out, strict=True))
+        return tuple(
+            (base[0], out[0], base[1] - base[0])
+            for c, (base, out) in own
+            if base is not None and out is not None and c not in self._received
+        )
+
+    def _size(self, chunk: int) -> int:
+        size = self._sizes.get(chunk)
+        if size is None:
+            bounds = self._layout.base[chunk] or self._layout.out[chunk]
+            assert bounds is not None, "a chunk that is sent or received has a size"
+            size = self._sizes[chunk] = bounds[1] - bounds[0]
+        return size
+
+    def _place(self, chunk: int, *, made: bool) -> tuple[Area, int]:
+        base, out = self._layout.base[chunk], self._layout.out[chunk]
+        if base is not None and not made:
+            return Area.BASE, base[0]
+        if out is not None:
+            return Area.OUT, out[0]
+        if chunk not in self._slots:
+            if self._free:
+                self._slots[chunk] = self._free.pop()
+            else:
+                self._slots[chunk] = self._used
+                self._used += 1
+        return Area.SCRATCH, self._slots[chunk] * self._slot_size

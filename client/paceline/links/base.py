@@ -10,6 +10,8 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 4. A failure wakes a blocked `send` or `recv` within 100 ms (I7), and every later call raises at once.
 5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
+7. What was lent is the receiver's to read until it releases it, and the sender's again once `settle` or `recall` has
+   returned. A link that cannot lend sends copies.
 """
 
 from __future__ import annotations
@@ -87,9 +89,35 @@ class Link(abc.ABC):
             PacelineError: the generation has failed.
         """
 
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """Sends a frame whose payload the other side may read where it lies, until `settle` or `recall` returns.
+
+        Raises:
+            LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        self.send(frame, deadline)
+
+    def settle(self, deadline: float) -> None:
+        """Waits until the other side has released all that was lent.
+
+        Raises:
+            LinkTimeout: it has not before the deadline.
+            LinkEnded: the link is closed or broken.
+            PacelineError: the generation has failed.
+        """
+        return
+
+    def recall(self) -> None:
+        """Takes back all that was lent, when this link is used no more; waits only for what is being read just now."""
+        return
+
+    def release(self) -> None:
+        """The reader needs the payloads of the frames that it has received no longer."""
+        return
+
     @abc.abstractmethod
     def recv(self, deadline: float) -> Frame:
-        """The next frame.
+        """The next frame; its payload may be read until `release`.
 
         Raises:
             LinkTimeout: none came before the deadline; nothing is consumed.
@@ -112,6 +140,8 @@ class Link(abc.ABC):
 class Mesh(abc.ABC):
     """One member's links to the other members of one generation, opened when first used.
 
+    Every group of members has links of its own, by its name: groups never wait for each other. "" is all members.
+
     Attributes:
         generation: the generation.
         rank: this member's rank.
@@ -125,20 +155,24 @@ class Mesh(abc.ABC):
     fault: Fault
 
     @abc.abstractmethod
-    def link(self, peer: int, purpose: Purpose) -> Link:
-        """The link to a rank for a purpose; the same object each time. Does not block on the peer.
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
+        """The link to a rank for a purpose and a group; the same object each time. Does not block on the peer.
 
         Raises:
             PacelineError: the generation has failed.
         """
 
     @abc.abstractmethod
-    def linked(self, purpose: Purpose) -> Sequence[int]:
-        """Ranks to which a link for this purpose exists already, opened by either side."""
+    def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
+        """Ranks to which a link for this purpose and group exists already, opened by either side."""
 
     @abc.abstractmethod
     def close(self, deadline: float) -> None:
         """Closes every link (`Link.close`)."""
+
+    @abc.abstractmethod
+    def close_group(self, group: str, deadline: float) -> None:
+        """Closes the links of one group; not for "", whose end is that of the member."""
 
     @property
     @abc.abstractmethod

@@ -7,6 +7,7 @@ in time the member raises what it saw itself: nobody needs the coordinator to st
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -130,6 +131,11 @@ class Fault:
             failed = self.failed
         if failed:
             wake()
+
+    def forget(self, wake: Callable[[], None]) -> None:
+        """Undoes `on_failure`."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._wakers.remove(wake)
 
     def on_suspicion(self, report: Callable[[Suspicion], None]) -> None:
         """Registers where the first suspicion goes: the coordinator, the links."""

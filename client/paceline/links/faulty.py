@@ -39,13 +39,13 @@ class FaultyMesh(Mesh):
         self._mesh = mesh
         self._tamper = tamper
 
-    def link(self, peer: int, purpose: Purpose) -> Link:
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
         """The link to a rank, with faults (`Mesh.link`)."""
-        return _FaultyLink(self._mesh.link(peer, purpose), self._tamper)
+        return _FaultyLink(self._mesh.link(peer, purpose, group), self._tamper)
 
-    def linked(self, purpose: Purpose) -> Sequence[int]:
+    def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
         """Ranks with a link (`Mesh.linked`)."""
-        return self._mesh.linked(purpose)
+        return self._mesh.linked(purpose, group)
 
     @property
     def bytes_sent(self) -> int:
@@ -55,6 +55,10 @@ class FaultyMesh(Mesh):
     def close(self, deadline: float) -> None:
         """Closes every link (`Mesh.close`)."""
         self._mesh.close(deadline)
+
+    def close_group(self, group: str, deadline: float) -> None:
+        """Closes the links of a group (`Mesh.close_group`)."""
+        self._mesh.close_group(group, deadline)
 
 
 class _FaultyLink(Link):
@@ -69,11 +73,26 @@ class _FaultyLink(Link):
         if passed is not None:
             self._link.send(passed, deadline)
 
+    def lend(self, frame: Frame, deadline: float) -> None:
+        passed = self._tamper("send", self.peer.rank, frame)
+        if passed is not None:
+            self._link.lend(passed, deadline)
+
+    def settle(self, deadline: float) -> None:
+        self._link.settle(deadline)
+
+    def recall(self) -> None:
+        self._link.recall()
+
+    def release(self) -> None:
+        self._link.release()
+
     def recv(self, deadline: float) -> Frame:
         while True:
             passed = self._tamper("recv", self.peer.rank, self._link.recv(deadline))
             if passed is not None:
                 return passed
+            self._link.release()
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         self._link.on_readable(notify)

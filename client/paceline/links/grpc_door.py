@@ -30,6 +30,9 @@ from pacelinepb.v1.session_pb2 import Verdict
 
 __all__ = ["Door", "Household"]
 
+MAX_GROUP_BYTES = 256
+"""Longest name of a group."""
+
 TICKET_LIFETIME = 10.0
 """Seconds for which a ticket is good (peer.proto)."""
 
@@ -59,8 +62,8 @@ class Household(Protocol):
     def peer_by_id(self, member_id: str) -> Peer | None:
         """The member with this id, None if it is not of this generation."""
 
-    def inbox(self, rank: int, purpose: Purpose) -> Inbox:
-        """Where frames from that rank go."""
+    def inbox(self, rank: int, purpose: Purpose, group: str) -> Inbox | None:
+        """Where frames from that rank go; None if there are too many groups."""
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         """A stream from that rank ended out of order."""
@@ -78,7 +81,7 @@ class Door:
         self._server: aio.Server | None = None
         self._inside: Household | None = None
         self._entered = asyncio.Event()
-        self._tickets: dict[bytes, tuple[Household, Peer, Purpose, float]] = {}
+        self._tickets: dict[bytes, tuple[Household, Peer, Inbox, float]] = {}
         self._streams: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._waiting = 0
@@ -155,9 +158,13 @@ class Door:
         if peer_pb2.LINK_KIND_GRPC not in request.offered or int(request.purpose) not in Purpose.__members__.values():
             text = "no kind of link that both sides have"
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
-        return peer_pb2.HelloResponse(
-            chosen=peer_pb2.LINK_KIND_GRPC, ticket=self._issue(inside, peer, Purpose(request.purpose))
-        )
+        inbox = None
+        if len(request.group) <= MAX_GROUP_BYTES:
+            inbox = inside.inbox(peer.rank, Purpose(request.purpose), request.group)
+        if inbox is None:
+            text = "too many groups, or a name of one that is too long"
+            await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        return peer_pb2.HelloResponse(chosen=peer_pb2.LINK_KIND_GRPC, ticket=self._issue(inside, peer, inbox))
 
     async def _inside_by(self, generation: int) -> Household | None:
         """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
@@ -178,26 +185,25 @@ class Door:
             self._waiting -= 1
         return None if self._closing.is_set() else self._inside
 
-    def _issue(self, inside: Household, peer: Peer, purpose: Purpose) -> bytes:
+    def _issue(self, inside: Household, peer: Peer, inbox: Inbox) -> bytes:
         now = time.monotonic()
         if len(self._tickets) >= MAX_TICKETS:
             self._tickets = {key: entry for key, entry in self._tickets.items() if entry[3] > now}
             while len(self._tickets) >= MAX_TICKETS:
                 self._tickets.pop(next(iter(self._tickets)))
         ticket = secrets.token_bytes(16)
-        self._tickets[ticket] = (inside, peer, purpose, now + TICKET_LIFETIME)
+        self._tickets[ticket] = (inside, peer, inbox, now + TICKET_LIFETIME)
         return ticket
 
     async def _frames(self, _: Any, context: Any) -> None:
         ticket = dict(context.invocation_metadata()).get("paceline-ticket-bin", b"")
-        inside, peer, purpose, expires = self._tickets.pop(ticket, (None, None, None, 0.0))
-        if inside is None or peer is None or purpose is None or expires < time.monotonic() or self._closing.is_set():
+        inside, peer, inbox, expires = self._tickets.pop(ticket, (None, None, None, 0.0))
+        if inside is None or peer is None or inbox is None or expires < time.monotonic() or self._closing.is_set():
             text = "frames need a fresh ticket from Hello"
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
-        inbox = inside.inbox(peer.rank, purpose)
         frames, whole = 0, False
         try:
             await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))

@@ -59,6 +59,11 @@ class Outbox:
             fault.check()  # not under the lock: it may wait for a verdict, which comes through the loop
             raise self._ended or LinkEnded("the link is closed", orderly=True)
 
+    @property
+    def closing(self) -> bool:
+        """True once the last frame has been added."""
+        return self._closing
+
     def put_last(self, data: bytes) -> None:
         """Drops what waits and sends this frame instead: the news that the generation has failed."""
         with self._room:
@@ -202,6 +207,15 @@ class GrpcLink(Link):
     def half_close(self) -> None:
         """Says that nothing follows, without waiting."""
         self.outbox.close(encode(Frame(FrameKind.CLOSE, self._fault.generation, 0, 0, b"", b"")))
+
+    @property
+    def closing(self) -> bool:
+        """True once this side has said that nothing follows."""
+        return self.outbox.closing
+
+    def forget(self) -> None:
+        """Hears of no failure any more."""
+        self._fault.forget(self._wake)
 
     def _wake(self) -> None:
         self.inbox.wake()

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from paceline._grpc import aio
 from paceline._loop import LoopThread
@@ -24,6 +25,11 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["GrpcMesh"]
 
 _log = logging.getLogger("paceline.links")
+
+_Key: TypeAlias = tuple[int, Purpose, str]  # rank, purpose, group
+
+MAX_GROUPS = 4096
+"""Groups of one generation at one member: what frames of groups that it does not know may make it keep."""
 
 _ABORT_GRACE = 0.2
 """Seconds for the ABORT frames of a failed generation to go out before its links are closed."""
@@ -65,7 +71,9 @@ class GrpcMesh(Mesh):
         self._patience = patience
         self._by_id = {peer.member_id: peer for peer in self.peers}
         self._lock = threading.Lock()
-        self._links: dict[tuple[int, Purpose], GrpcLink] = {}
+        self._links: dict[_Key, GrpcLink] = {}
+        self._groups: set[str] = {""}
+        self._sent_by_closed = 0
         self._dialled: set[GrpcLink] = set()
         self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
@@ -75,22 +83,38 @@ class GrpcMesh(Mesh):
         if self.size > 1:  # the ring's next member: its link is up before the first collective, and watched from now on
             self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
 
-    def link(self, peer: int, purpose: Purpose) -> Link:
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
         """See `Mesh.link`."""
         if self._closed:
             raise SessionClosed("the links are closed: the session has ended")
-        link = self._get(peer, purpose)
+        link = self._get(peer, purpose, group)
         with self._lock:
             new = link not in self._dialled
             self._dialled.add(link)
         if new:
-            self._thread.loop.call_soon_threadsafe(self._start, link, purpose)
+            self._thread.loop.call_soon_threadsafe(self._start, link, purpose, group)
         return link
 
-    def linked(self, purpose: Purpose) -> list[int]:
+    def linked(self, purpose: Purpose, group: str = "") -> list[int]:
         """See `Mesh.linked`."""
         with self._lock:
-            return sorted(rank for rank, kind in self._links if kind is purpose)
+            return sorted(rank for rank, *of in self._links if of == [purpose, group])
+
+    def close_group(self, group: str, deadline: float) -> None:
+        """See `Mesh.close_group`; waits for the peers' word that they have taken in all."""
+        with self._lock:
+            links = [link for key, link in self._links.items() if key[2] == group and link in self._dialled]
+        for link in links:
+            link.half_close()
+        for link in links:
+            link.close(deadline)
+        with self._lock:
+            for key in [key for key in self._links if key[2] == group]:
+                link = self._links.pop(key)
+                self._dialled.discard(link)
+                self._sent_by_closed += link.outbox.sent_bytes
+                link.forget()
+            self._groups.discard(group)
 
     def close(self, deadline: float) -> None:
         """See `Mesh.close`."""
@@ -113,15 +137,18 @@ class GrpcMesh(Mesh):
     def bytes_sent(self) -> int:
         """Bytes of frames, with their headers, so far (`Mesh.bytes_sent`)."""
         with self._lock:
-            return sum(link.outbox.sent_bytes for link in self._links.values())
+            return self._sent_by_closed + sum(link.outbox.sent_bytes for link in self._links.values())
 
     def peer_by_id(self, member_id: str) -> Peer | None:
         """The member with this id, None if it is not of this generation."""
         return self._by_id.get(member_id)
 
-    def inbox(self, rank: int, purpose: Purpose) -> Inbox:
-        """Where frames from that rank go."""
-        return self._get(rank, purpose).inbox
+    def inbox(self, rank: int, purpose: Purpose, group: str) -> Inbox | None:
+        """Where frames from that rank go; None for one group too many: what a peer may make us keep has a limit."""
+        with self._lock:
+            if group not in self._groups and len(self._groups) >= MAX_GROUPS:
+                return None
+        return self._get(rank, purpose, group).inbox
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         """A link to or from that rank ended. Out of order, that is evidence of its death; in order, it has left."""
@@ -129,31 +156,32 @@ class GrpcMesh(Mesh):
             return
         if error.orderly:
             with self._lock:
-                links = [link for (peer, _), link in self._links.items() if peer == rank]
+                links = [link for (peer, *_), link in self._links.items() if peer == rank]
             for link in links:
                 link.outbox.end(error)
                 link.inbox.end(error)
         else:
             self.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, rank, 0, str(error)))
 
-    def _get(self, rank: int, purpose: Purpose) -> GrpcLink:
+    def _get(self, rank: int, purpose: Purpose, group: str) -> GrpcLink:
         with self._lock:
-            link = self._links.get((rank, purpose))
+            link = self._links.get((rank, purpose, group))
             if link is None:
                 loop = self._thread.loop
                 link = GrpcLink(self.peers[rank], Inbox(loop), Outbox(loop), self.fault)
-                self._links[rank, purpose] = link
+                self._links[rank, purpose, group] = link
+                self._groups.add(group)
             return link
 
-    def _start(self, link: GrpcLink, purpose: Purpose) -> None:
+    def _start(self, link: GrpcLink, purpose: Purpose, group: str) -> None:
         if self._ended:
             link.drained.set()
             return
-        task = asyncio.ensure_future(self._serve(link, purpose))
+        task = asyncio.ensure_future(self._serve(link, purpose, group))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, link: GrpcLink, purpose: Purpose) -> None:
+    async def _serve(self, link: GrpcLink, purpose: Purpose, group: str) -> None:
         rank = link.peer.rank
         if rank not in self._channels:
             self._channels[rank] = aio.insecure_channel(link.peer.address, options=CHANNEL_OPTIONS)
@@ -165,6 +193,7 @@ class GrpcMesh(Mesh):
             generation=self.generation,
             purpose=peer_pb2.Purpose.ValueType(purpose),
             offered=[peer_pb2.LINK_KIND_GRPC],
+            group=group,
         )
         try:
             ended = await dial(link, self._channels[rank], hello, self._patience)
@@ -172,7 +201,8 @@ class GrpcMesh(Mesh):
             _log.exception("the link to %s failed in a way that it should not", link.peer)
             ended = LinkEnded(f"the link to {link.peer} failed: {error}")
         link.drained.set()
-        self.peer_ended(rank, ended)
+        if not (ended.orderly and group and link.closing):  # the end of a group is not the end of a member
+            self.peer_ended(rank, ended)
 
     def _pass_on(self, suspicion: Suspicion) -> None:
         """Tells the peers, once: nobody needs the coordinator to stop."""

@@ -23,6 +23,9 @@ __all__ = ["LocalLink", "LocalMesh", "local_meshes"]
 CAPACITY = 64
 """Frames that a link holds before `send` waits."""
 
+LEND_BYTES = 16 << 10
+"""From here on a payload is lent; a copy of less costs no more than to wait for its release."""
+
 
 class LocalLink(Link):
     """One end of a pair of pipes."""
@@ -45,6 +48,27 @@ class LocalLink(Link):
         self.bytes_sent += len(frame.payload)
         self._outgoing.put(replace(frame, payload=bytes(frame.payload)), deadline, self._fault)
 
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """Sends a frame by reference (`Link.lend`)."""
+        if len(frame.payload) < LEND_BYTES:
+            self.send(frame, deadline)
+            return
+        self._check_open()
+        self.bytes_sent += len(frame.payload)
+        self._outgoing.put(frame, deadline, self._fault, lent=True)
+
+    def settle(self, deadline: float) -> None:
+        """Waits until the other side has released all (`Link.settle`)."""
+        self._outgoing.settle(deadline, self._fault)
+
+    def recall(self) -> None:
+        """Takes back what was lent (`Link.recall`)."""
+        self._outgoing.recall()
+
+    def release(self) -> None:
+        """Gives back what was received (`Link.release`)."""
+        self._incoming.release()
+
     def recv(self, deadline: float) -> Frame:
         """The next frame (`Link.recv`)."""
         self._check_open()
@@ -60,6 +84,11 @@ class LocalLink(Link):
         self._closed = True
         self._outgoing.end(orderly=True)
         self._incoming.end(orderly=True)
+
+    def forget(self) -> None:
+        """Hears of no failure any more."""
+        self._fault.forget(self._outgoing.wake)
+        self._fault.forget(self._incoming.wake)
 
     def cut(self) -> None:
         """Breaks the link as the death of a process would."""
@@ -82,29 +111,30 @@ class LocalMesh(Mesh):
         self.fault = Fault(generation, rank, verdict_timeout)
         self._board = board
         self._lock = threading.Lock()
-        self._links: dict[tuple[int, Purpose], LocalLink] = {}
+        self._links: dict[tuple[int, Purpose, str], LocalLink] = {}
+        self._sent_by_closed = 0
 
-    def link(self, peer: int, purpose: Purpose) -> LocalLink:
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> LocalLink:
         """The link to a rank for a purpose (`Mesh.link`)."""
         self.fault.check()
         with self._lock:
-            link = self._links.get((peer, purpose))
+            link = self._links.get((peer, purpose, group))
             if link is None:
-                outgoing = self._board.pipe(self.rank, peer, purpose)
-                incoming = self._board.pipe(peer, self.rank, purpose)
+                outgoing = self._board.pipe(self.rank, peer, purpose, group)
+                incoming = self._board.pipe(peer, self.rank, purpose, group)
                 link = LocalLink(self.peers[peer], self.fault, outgoing, incoming)
-                self._links[peer, purpose] = link
+                self._links[peer, purpose, group] = link
             return link
 
-    def linked(self, purpose: Purpose) -> list[int]:
+    def linked(self, purpose: Purpose, group: str = "") -> list[int]:
         """Ranks that have sent, or been sent to (`Mesh.linked`)."""
-        return self._board.linked(self.rank, purpose)
+        return self._board.linked(self.rank, purpose, group)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of payload so far (`Mesh.bytes_sent`)."""
         with self._lock:
-            return sum(link.bytes_sent for link in self._links.values())
+            return self._sent_by_closed + sum(link.bytes_sent for link in self._links.values())
 
     def close(self, deadline: float) -> None:
         """Closes the links to all peers, those that were never used too (`Mesh.close`)."""
@@ -112,15 +142,23 @@ class LocalMesh(Mesh):
         for link in list(self._links.values()):
             link.close(deadline)
 
+    def close_group(self, group: str, deadline: float) -> None:
+        """Closes the links of a group (`Mesh.close_group`)."""
+        with self._lock:
+            keys = [key for key in self._links if key[2] == group]
+            links = [self._links.pop(key) for key in keys]
+            self._sent_by_closed += sum(link.bytes_sent for link in links)
+        for link in links:
+            link.close(deadline)
+            link.forget()
+        self._board.leave_group(self.rank, group)
+
     def cut(self) -> None:
         """Breaks all links, as the death of this rank's process would."""
         self._end(orderly=False)
 
     def _end(self, *, orderly: bool) -> None:
-        for peer in range(self.size):
-            for purpose in Purpose:
-                self._board.pipe(self.rank, peer, purpose).end(orderly=orderly)
-                self._board.pipe(peer, self.rank, purpose).end(orderly=orderly)
+        self._board.end(self.rank, orderly=orderly)
 
 
 def local_meshes(world: int, config: Config | None = None, *, generation: int = 1) -> list[LocalMesh]:
@@ -165,25 +203,49 @@ def _judge(reporter: int, meshes: list[LocalMesh]) -> Callable[[Suspicion], None
 
 
 class _Pipe:
-    """Frames in one direction between two ranks for one purpose."""
+    """Frames in one direction between two ranks for one purpose of one group."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[tuple[Frame, bool]] = deque()  # and whether it is lent
+        self._lent = 0  # frames that are lent: in the deque, or being read
+        self._reading = 0  # of them: those that are being read
         self._end: LinkEnded | None = None
         self.on_change: Callable[[], None] = _nothing
 
-    def put(self, frame: Frame, deadline: float, fault: Fault) -> None:
+    def put(self, frame: Frame, deadline: float, fault: Fault, *, lent: bool = False) -> None:
         with self._changed:
             while self._end is None and len(self._frames) >= CAPACITY and not fault.failed:
                 self._wait(deadline, "the other side takes nothing in")
             if self._end is None and not fault.failed:
-                self._frames.append(frame)
+                self._frames.append((frame, lent))
+                self._lent += lent
                 self._tell()
                 return
-        fault.check()
-        assert self._end is not None
-        raise LinkEnded(str(self._end), orderly=self._end.orderly)
+        raise self._error(fault)
+
+    def settle(self, deadline: float, fault: Fault) -> None:
+        with self._changed:
+            while self._lent and self._end is None and not fault.failed:
+                self._wait(deadline, "the other side still reads")
+            if not self._lent:
+                return
+        raise self._error(fault)
+
+    def recall(self) -> None:
+        with self._changed:
+            self._frames = deque((frame, False) for frame, lent in self._frames if not lent)
+            self._lent = self._reading
+            while self._reading:  # not for long: who reads waits for nothing, or is woken by the failure
+                self._changed.wait()
+
+    def release(self) -> None:
+        if self._reading:
+            with self._changed:
+                self._lent -= self._reading
+                self._reading = 0
+                if not self._lent:
+                    self._changed.notify_all()
 
     def get(self, deadline: float, fault: Fault) -> Frame:
         with self._changed:
@@ -192,10 +254,16 @@ class _Pipe:
             if self._frames and not fault.failed:
                 if len(self._frames) >= CAPACITY:
                     self._changed.notify_all()
-                return self._frames.popleft()
-        fault.check()
+                frame, lent = self._frames.popleft()
+                self._reading += lent
+                return frame
+        raise self._error(fault)
+
+    def _error(self, fault: Fault) -> LinkEnded:
+        """How the pipe ended, unless the generation has failed, which it raises."""
+        fault.check()  # not under the lock: it may wait for a verdict
         assert self._end is not None
-        raise LinkEnded(str(self._end), orderly=self._end.orderly)
+        return LinkEnded(str(self._end), orderly=self._end.orderly)
 
     def end(self, *, orderly: bool) -> None:
         with self._changed:
@@ -223,15 +291,41 @@ class _Board:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._pipes: dict[tuple[int, int, Purpose], _Pipe] = {}
+        self._pipes: dict[tuple[int, int, Purpose, str], _Pipe] = {}
+        self._gone: dict[int, bool] = {}  # ranks that have ended, and whether in order
+        self._left: set[tuple[int, int, Purpose, str]] = set()  # pipes of which one side has left the group
 
-    def pipe(self, source: int, target: int, purpose: Purpose) -> _Pipe:
+    def pipe(self, source: int, target: int, purpose: Purpose, group: str) -> _Pipe:
+        key = (source, target, purpose, group)
         with self.lock:
-            return self._pipes.setdefault((source, target, purpose), _Pipe())
+            pipe = self._pipes.get(key)
+            if pipe is None:
+                pipe = self._pipes[key] = _Pipe()
+                for rank in {source, target} & self._gone.keys():
+                    pipe.end(orderly=self._gone[rank])
+            return pipe
 
-    def linked(self, rank: int, purpose: Purpose) -> list[int]:
+    def linked(self, rank: int, purpose: Purpose, group: str) -> list[int]:
         with self.lock:
-            return sorted(source for source, target, kind in self._pipes if target == rank and kind is purpose)
+            return sorted(source for source, target, *of in self._pipes if target == rank and of == [purpose, group])
+
+    def end(self, rank: int, *, orderly: bool) -> None:
+        """A rank is gone: all pipes from and to it end, those to be made too."""
+        with self.lock:
+            self._gone.setdefault(rank, orderly)
+            pipes = [pipe for (source, target, *_), pipe in self._pipes.items() if rank in (source, target)]
+        for pipe in pipes:
+            pipe.end(orderly=orderly)
+
+    def leave_group(self, rank: int, group: str) -> None:
+        """A rank uses a group no more; what both sides have left is forgotten."""
+        with self.lock:
+            for key in [key for key in self._pipes if key[3] == group and rank in key[:2]]:
+                if key in self._left:
+                    self._left.remove(key)
+                    del self._pipes[key]
+                else:
+                    self._left.add(key)
 
 
 def _nothing() -> None:

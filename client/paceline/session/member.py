@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
+from typing import Any
 
 from paceline import errors
 from paceline._fork import protect
@@ -25,6 +26,7 @@ from paceline.links.grpc_mesh import GrpcMesh
 from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoint, resolve
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
+from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.identity import process_identity
 from paceline.session.launcher import tell_launcher
 from paceline.session.store import CoordinatorStore
@@ -90,6 +92,7 @@ class MemberConnection:
         self._closed = False
         self._reported: pb.SessionRequest | None = None
         self._adoption: asyncio.Task[None] | None = None
+        self._flight: FlightLog | None = None
 
     def open(self, timeout: float) -> None:
         """Connects, registers, and waits for the first view.
@@ -107,6 +110,9 @@ class MemberConnection:
                 text = f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
                 raise errors.OperationTimeout(text)
             self._joined.result()
+            self._flight = FlightLog(self.group.recorder, self._describe, flight_directory(os.environ))
+            self.group.on_abort = self._flight.on_abort
+            self._flight.watch_signal()
         except BaseException:
             try:
                 self.close()
@@ -142,8 +148,17 @@ class MemberConnection:
                 self.group.close(CLOSE_TIMEOUT, drain=self._config.step_timeout)
                 self.store.close()
         finally:  # an interrupt ends the wait above, not the goodbye: nobody shall wait for this member
+            if self._flight is not None:
+                self._flight.close()
             self._barriers.fail(errors.SessionClosed("the session has ended"))
             self._thread.start(self._leave(cause)).result()
+
+    def _describe(self) -> dict[str, Any]:
+        """Whose flight record it is."""
+        mesh = self.mesh
+        me = mesh.peers[mesh.rank]
+        facts = {"job": self.job, "rank": mesh.rank, "size": mesh.size, "generation": mesh.generation}
+        return {**facts, "host": me.host, "member_id": me.member_id}
 
     # On the loop.
 

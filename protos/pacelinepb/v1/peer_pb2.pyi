@@ -112,6 +112,7 @@ class HelloRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     OFFERED_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the caller speaks."""
     job: _builtins.str
@@ -124,6 +125,10 @@ class HelloRequest(_message.Message):
     """The generation that both are in. The callee holds the call until it is in it, and refuses one that is past."""
     purpose: Global___Purpose.ValueType
     """What the link is for."""
+    group: _builtins.str
+    """The group of members that the link is for; empty for all members of the generation. At most 256 bytes. A callee
+    MUST keep the frames of a group that it does not know yet, within limits: it may only be late in making it.
+    """
     @_builtins.property
     def offered(self) -> _containers.RepeatedScalarFieldContainer[Global___LinkKind.ValueType]:
         """Kinds of link that the caller can use, best first."""
@@ -138,10 +143,11 @@ class HelloRequest(_message.Message):
         generation: _builtins.int = ...,
         purpose: Global___Purpose.ValueType = ...,
         offered: _abc.Iterable[Global___LinkKind.ValueType] | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_member", b"from_member", "generation", b"generation", "job", b"job", "offered", b"offered", "protocol_version", b"protocol_version", "purpose", b"purpose", "to_member", b"to_member"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_member", b"from_member", "generation", b"generation", "group", b"group", "job", b"job", "offered", b"offered", "protocol_version", b"protocol_version", "purpose", b"purpose", "to_member", b"to_member"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Which op exists for which dtype, and the choice among schedules."""
+"""Which op exists for which dtype, and how a mean keeps from overflowing."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paceline.collectives.choose import STAR_MAX_BYTES, STAR_MAX_TRAFFIC, choose_all_reduce
 from paceline.collectives.ops import reduction
 from paceline.errors import UnsupportedOp
 
@@ -16,7 +15,20 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "mean"])
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", BF16])
 def test_floats_have_arithmetic_and_order(op: str, dtype: Any) -> None:
-    assert reduction(op, np.dtype(dtype)).mean == (op == "mean")
+    found = reduction(op, np.dtype(dtype))
+    assert (found.divisor(3) != 1.0) == (op == "mean")
+
+
+def test_a_mean_is_scaled_by_a_power_of_two_and_divided_by_what_is_left() -> None:
+    mean = reduction("mean", np.dtype("f4"))
+    for world in range(1, 70):
+        scale = mean.scale(world)
+        power = 1.0 if scale is None else float(scale)
+        assert power * world <= 1.0 or world == 1, "a sum of W values of 1 does not exceed 1"
+        assert mean.divisor(world) / power == world
+        assert np.log2(power) == round(np.log2(power))
+    assert reduction("mean", np.dtype("c8")).scale(4).dtype == np.float32
+    assert reduction("mean", np.dtype("f2")).scale(4) is None, "float16 is added up in float32 instead"
 
 
 @pytest.mark.parametrize(
@@ -44,12 +56,3 @@ def test_bool_stays_bool(op: str, result: Any) -> None:
     out = reduction(op, np.dtype(bool)).ufunc(np.array([True]), np.array([False]))
     assert out.dtype == bool
     assert out[0] == result
-
-
-def test_the_choice_depends_on_bytes_and_world_alone() -> None:
-    assert choose_all_reduce(1024, 2).schedule == "star"
-    assert choose_all_reduce(STAR_MAX_BYTES, 8).schedule == "star"
-    assert choose_all_reduce(STAR_MAX_TRAFFIC // 999, 1000).schedule == "star"
-    assert choose_all_reduce(STAR_MAX_BYTES + 1, 2).schedule == "ring"
-    assert choose_all_reduce(STAR_MAX_TRAFFIC // 999 + 1, 1000).schedule == "ring"
-    assert "steps" in choose_all_reduce(4, 2).reason

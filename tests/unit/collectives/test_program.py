@@ -1,130 +1,221 @@
-"""Programs keep the pace, come to an end on links that hold little, and compute what their schedule says."""
+"""Programs compute what their collective says, keep the pace, and come to an end on links that hold little."""
 
-from collections import defaultdict, deque
+from collections import deque
+from itertools import accumulate
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.collectives.simulate import Rank, add, advance, leaves, run
 
-from paceline.collectives.program import (
-    AHEAD,
-    Do,
-    Program,
-    all_reduce_program,
-    barrier_program,
-    broadcast_program,
+from paceline.collectives import programs
+from paceline.collectives.program import AHEAD, Area, Do, Program
+from paceline.collectives.rows import chunk_bounds
+
+REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in programs.SCHEDULES[kind]]
+
+
+def reducing(kind: str, name: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
+    if kind == "reduce":
+        return programs.reduce_program(name, rank, world, root, n, segment)
+    make = {"all_reduce": programs.all_reduce_program, "reduce_scatter": programs.reduce_scatter_program}[kind]
+    return make(name, rank, world, n, segment)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    how=st.sampled_from(REDUCING),
+    world=st.integers(1, 9),
+    n=st.integers(0, 50),
+    segment=st.integers(1, 9),
+    in_place=st.booleans(),
+    lend=st.booleans(),
+    data=st.data(),
 )
+def test_reductions(
+    how: tuple[str, str], world: int, n: int, segment: int, in_place: bool, lend: bool, data: Any
+) -> None:
+    kind, name = how
+    root = data.draw(st.integers(0, world - 1))
+    turns = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
+    in_place = in_place and kind != "reduce_scatter"
+    ranks = []
+    for r in range(world):
+        base = [f"{r}.{i}" for i in range(n)]
+        size = n
+        if kind == "reduce_scatter":
+            lo, hi = chunk_bounds(n, world)[r]
+            size = hi - lo
+        out = base if in_place else ["unset"] * size
+        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment), base, out))
+    run(ranks, lend=lend, pick=lambda turn: turns[turn % len(turns)])
+    for r, rank in enumerate(ranks):
+        if kind == "reduce" and r != root:
+            continue
+        lo, hi = chunk_bounds(n, world)[r] if kind == "reduce_scatter" else (0, n)
+        for i, value in zip(range(lo, hi), rank.memory[Area.OUT], strict=True):
+            assert leaves(value) == sorted(f"{r}.{i}" for r in range(world)), "each rank's value, once"
+            if world > 1:
+                assert value[0] == "/", "and then it is finished"
+            if programs.SCHEDULES[kind][name].in_rank_order and world > 1:
+                assert value == ("/", in_rank_order(world, i))
+        if kind == "all_reduce":
+            assert rank.memory[Area.OUT] == ranks[0].memory[Area.OUT], "the same expression, so the same bits"
 
 
-def carry_out(programs: list[Program], base: Any, out: Any, capacity: int = AHEAD) -> Any:
-    """Runs all ranks, one thread each in effect, over links that hold `capacity` frames; a value is a set of ranks.
-
-    `base[rank][i]` and `out[rank][i]` may be the same lists: in place.
-    """
-    todo = [deque(program.moves) for program in programs]
-    wires = defaultdict(deque)
-    parts = defaultdict(int)
-    moved = True
-    while moved:
-        moved = False
-        for rank, moves in enumerate(todo):
-            while moves:
-                do, peer, part, lo, hi, fresh = moves[0]
-                if do is Do.SEND:
-                    if len(wires[rank, peer]) >= capacity:
-                        break
-                    wires[rank, peer].append((part, [list(v) for v in (base if fresh else out)[rank][lo:hi]]))
-                else:
-                    if not wires[peer, rank]:
-                        break
-                    sent_part, values = wires[peer, rank].popleft()
-                    assert sent_part == part
-                    assert len(values) == hi - lo
-                    if do is not Do.STORE:
-                        own = (base if fresh else out)[rank][lo:hi]
-                        values = [a + b for a, b in zip(values, own, strict=True)]
-                    out[rank][lo:hi] = values
-                way = (rank, peer, do is Do.SEND)
-                assert part == parts[way]
-                parts[way] += 1
-                moves.popleft()
-                moved = True
-    assert not any(todo), "the program comes to a stop"
-    assert not any(wires.values())
+def in_rank_order(world: int, i: int) -> Any:
+    *_, total = accumulate((f"{r}.{i}" for r in range(world)), add)
+    return total
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    schedule=st.sampled_from(["ring", "star"]),
-    world=st.integers(1, 9),
-    n=st.integers(0, 120),
+    data=st.data(),
+    name=st.sampled_from(list(programs.SCHEDULES["broadcast"])),
+    world=st.integers(1, 17),
+    n=st.integers(0, 60),
     segment=st.integers(1, 9),
-    in_place=st.booleans(),
+    lend=st.booleans(),
 )
-def test_all_reduce(schedule: str, world: int, n: int, segment: int, in_place: bool) -> None:
-    programs = [all_reduce_program(schedule, rank, world, n, segment) for rank in range(world)]
-    base = [[[rank] for _ in range(n)] for rank in range(world)]
-    out = base if in_place else [[["unset"]] * n for _ in range(world)]
-    carry_out(programs, base, out)
-    for rank in range(world):
-        assert programs[rank].covered == (world > 1)
-        if world > 1:
-            assert out[rank] == out[0]
-            assert all(sorted(value) == list(range(world)) for value in out[rank])
-        if not in_place:
-            assert base[rank] == [[rank]] * n, "the argument is never written to"
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), world=st.integers(1, 9), n=st.integers(0, 60), segment=st.integers(1, 9))
-def test_broadcast(data: Any, world: int, n: int, segment: int) -> None:
+def test_broadcast(data: Any, name: str, world: int, n: int, segment: int, lend: bool) -> None:
     root = data.draw(st.integers(0, world - 1))
-    programs = [broadcast_program(rank, world, root, n, segment) for rank in range(world)]
-    base = [[[rank, i] for i in range(n)] for rank in range(world)]
-    carry_out(programs, base, base)
-    assert all(values == [[root, i] for i in range(n)] for values in base)
+    ranks = []
+    for r in range(world):
+        values = [f"{r}.{i}" for i in range(n)]
+        ranks.append(Rank(programs.broadcast_program(name, r, world, root, n, segment), values, values))
+    run(ranks, lend=lend)
+    assert all(rank.memory[Area.OUT] == [f"{root}.{i}" for i in range(n)] for rank in ranks)
 
 
+def test_the_first_frame_of_a_broadcast_comes_from_the_same_rank_by_every_schedule() -> None:
+    for world in range(2, 18):
+        for rank in range(world):
+            sources = set()
+            for name in programs.SCHEDULES["broadcast"]:
+                moves = programs.broadcast_program(name, rank, world, 1, 40, 3).moves
+                sources.add(next((move.peer for move in moves if move.do is not Do.SEND), None))
+            assert len(sources) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["all_gather direct", "all_gather ring", "all_gather bruck", "gather", "scatter"]),
+    world=st.integers(1, 17),
+    segment=st.integers(1, 5),
+    lend=st.booleans(),
+)
+def test_gathers_and_scatter(data: Any, kind: str, world: int, segment: int, lend: bool) -> None:
+    root = data.draw(st.integers(0, world - 1))
+    sizes = tuple(data.draw(st.lists(st.integers(0, 12), min_size=world, max_size=world)))
+    kind, _, name = kind.partition(" ")
+    n = sizes[0]
+    ranks = []
+    for r in range(world):
+        mine = [f"{r}.{i}" for i in range(sizes[r])]
+        if kind == "scatter":
+            every = [f"{c}.{i}" for c in range(world) for i in range(n)]
+            program = programs.scatter_program(r, world, root, n, segment)
+            ranks.append(Rank(program, every if r == root else [], ["unset"] * n))
+        elif kind == "gather":
+            out = ["unset"] * sum(sizes) if r == root else []
+            ranks.append(Rank(programs.gather_program(r, world, root, sizes, segment), mine, out))
+        else:
+            out = ["unset"] * sum(sizes)
+            if name == "bruck":
+                lo = sum(sizes[:r])
+                out[lo : lo + sizes[r]] = mine
+            program = programs.all_gather_program(name, r, world, sizes, segment)
+            ranks.append(Rank(program, mine, out))
+    run(ranks, lend=lend)
+    everything = [f"{r}.{i}" for r in range(world) for i in range(sizes[r])]
+    for r, rank in enumerate(ranks):
+        if kind == "scatter":
+            assert rank.memory[Area.OUT] == [f"{r}.{i}" for i in range(n)]
+        elif kind == "all_gather" or r == root:
+            assert rank.memory[Area.OUT] == everything
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), world=st.integers(1, 8), segment=st.integers(1, 5), lend=st.booleans())
+def test_all_to_all(data: Any, world: int, segment: int, lend: bool) -> None:
+    counts = [data.draw(st.lists(st.integers(0, 30), min_size=world, max_size=world)) for _ in range(world)]
+    ranks = []
+    for r in range(world):
+        received = tuple(counts[s][r] for s in range(world))
+        base = [f"{r}->{d}.{i}" for d in range(world) for i in range(counts[r][d])]
+        program = programs.all_to_all_program(r, world, tuple(counts[r]), received, segment)
+        ranks.append(Rank(program, base, ["unset"] * sum(received)))
+    run(ranks, lend=lend)
+    for r, rank in enumerate(ranks):
+        assert rank.memory[Area.OUT] == [f"{s}->{r}.{i}" for s in range(world) for i in range(counts[s][r])]
+
+
+@pytest.mark.parametrize("name", list(programs.SCHEDULES["barrier"]))
 @pytest.mark.parametrize("world", range(1, 18))
-def test_barrier(world: int) -> None:
-    programs = [barrier_program(rank, world) for rank in range(world)]
-    carry_out(programs, [[] for _ in programs], [[] for _ in programs], capacity=1)
+def test_barrier(name: str, world: int) -> None:
+    """Nobody is through before all have begun, whoever comes last."""
+    for last in range(world):
+        ranks = [Rank(programs.barrier_program(name, rank, world), [], []) for rank in range(world)]
+        ranks[last].todo.clear()
+        advance(ranks, capacity=1)
+        assert all(rank.todo for rank in ranks if rank is not ranks[last])
+    run([Rank(programs.barrier_program(name, rank, world), [], []) for rank in range(world)], capacity=1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), world=st.integers(1, 6), count=st.integers(1, 6))
 def test_one_program_after_another_on_the_same_links(data: Any, world: int, count: int) -> None:
     """Ranks may be in different operations at once; links that hold `AHEAD` frames must be enough still."""
     calls = []
     for _ in range(count):
-        kind = data.draw(st.sampled_from(["ring", "star", "broadcast", "barrier"]))
-        calls.append((kind, data.draw(st.integers(0, 40)), data.draw(st.integers(0, world - 1))))
-
-    def program(call: tuple[str, int, int], rank: int) -> Program:
-        kind, n, root = call
-        if kind == "barrier":
-            return barrier_program(rank, world)
-        if kind == "broadcast":
-            return broadcast_program(rank, world, root, n, 1)
-        return all_reduce_program(kind, rank, world, n, 1)
-
-    todo = [deque(move for call in calls for move in program(call, rank).moves) for rank in range(world)]
-    wires: dict[tuple[int, int], int] = defaultdict(int)
-    moved = True
+        kind = data.draw(st.sampled_from(list(programs.SCHEDULES)))
+        name = data.draw(st.sampled_from(list(programs.SCHEDULES[kind])))
+        calls.append((kind, name, data.draw(st.integers(0, 40)), data.draw(st.integers(0, world - 1))))
+    ranks = []
+    for rank in range(world):
+        size = 40 * world
+        whole = Rank(Program((), (), 80, lend=True), ["x"] * size, ["y"] * size)
+        whole.todo = deque(move._replace(part=0) for call in calls for move in program(call, rank, world).moves)
+        ranks.append(whole)
+    turns = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
+    wires: dict[tuple[int, int], int] = {}
+    moved, turn = True, 0
     while moved:
         moved = False
-        rank = data.draw(st.integers(0, world - 1))  # whoever is run first; then all others
-        for at in [rank, *range(world)]:
-            while todo[at]:
-                move = todo[at][0]
+        for at in [turns[turn % len(turns)], *range(world)]:
+            while ranks[at].todo:
+                move = ranks[at].todo[0]
                 wire, change = ((at, move.peer), 1) if move.do is Do.SEND else ((move.peer, at), -1)
-                if not 0 <= wires[wire] + change <= AHEAD:
+                if not 0 <= wires.get(wire, 0) + change <= AHEAD:
                     break
-                wires[wire] += change
-                todo[at].popleft()
+                wires[wire] = wires.get(wire, 0) + change
+                ranks[at].todo.popleft()
                 moved = True
-    assert not any(todo), f"{calls} come to a stop"
+        turn += 1
+    assert not any(rank.todo for rank in ranks), f"{calls} come to a stop"
+
+
+def program(call: tuple[str, str, int, int], rank: int, world: int) -> Program:
+    """The program of a call with segments of one element."""
+    kind, name, n, root = call
+    sizes = tuple((n + 3 * r) % 11 for r in range(world))
+    if kind in ("all_reduce", "reduce", "reduce_scatter"):
+        return reducing(kind, name, rank, world, root, n, 1)
+    if kind == "broadcast":
+        return programs.broadcast_program(name, rank, world, root, n, 1)
+    if kind == "scatter":
+        return programs.scatter_program(rank, world, root, n, 1)
+    if kind == "gather":
+        return programs.gather_program(rank, world, root, sizes, 1)
+    if kind == "all_gather":
+        return programs.all_gather_program(name, rank, world, sizes, 1)
+    if kind == "all_to_all":
+        sent = tuple((n * rank + d) % 13 for d in range(world))
+        received = tuple((n * s + rank) % 13 for s in range(world))
+        return programs.all_to_all_program(rank, world, sent, received, 1)
+    return programs.barrier_program(name, rank, world)
 
 
 @pytest.mark.parametrize(("world", "n", "segment"), [(2, 1000, 7), (5, 1003, 4), (7, 64, 1)])
@@ -132,7 +223,7 @@ def test_a_ring_is_never_far_ahead_and_overlaps(world: int, n: int, segment: int
     for rank in range(world):
         sent = received = 0
         first_receive = None
-        for i, move in enumerate(all_reduce_program("ring", rank, world, n, segment).moves):
+        for i, move in enumerate(programs.all_reduce_program("ring", rank, world, n, segment).moves):
             if move.do is Do.SEND:
                 sent += 1
             else:
@@ -143,9 +234,19 @@ def test_a_ring_is_never_far_ahead_and_overlaps(world: int, n: int, segment: int
 
 
 def test_a_tree_passes_segments_on_as_they_come() -> None:
-    moves = broadcast_program(1, 4, 0, 40, 10).moves
+    moves = programs.broadcast_program("tree", 1, 4, 0, 40, 10).moves
     assert [move.do for move in moves] == [Do.STORE, Do.SEND] * 4
 
 
+def test_a_ring_reduce_scatter_needs_little_scratch_memory() -> None:
+    assert programs.reduce_scatter_program("ring", 3, 16, 1600, 10).scratch <= 2 * 100
+
+
+def test_what_fits_one_segment_travels_as_one_frame() -> None:
+    halving = programs.all_reduce_program("halving_doubling", 0, 8, 800, 1000).moves
+    assert [move.n for move in halving if move.do is Do.SEND] == [400, 200, 100, 100, 200, 400]
+
+
 def test_programs_are_made_once() -> None:
-    assert all_reduce_program("ring", 0, 4, 1 << 20, 1 << 18) is all_reduce_program("ring", 0, 4, 1 << 20, 1 << 18)
+    first, second = (programs.all_reduce_program("ring", 0, 4, 1 << 20, 1 << 18) for _ in range(2))
+    assert first is second

@@ -1,0 +1,77 @@
+"""The arithmetic of a reduction, on segments. No links, no frames.
+
+Shapes: n elements of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.arrays import Array
+from paceline.collectives.ops import Reduction
+
+__all__ = ["Arithmetic"]
+
+
+class Arithmetic:
+    """A reduction over a world: what happens to values on their way from the ranks' arguments to the result.
+
+    Args:
+        reduction: the reduction.
+        world: number of ranks.
+    """
+
+    def __init__(self, reduction: Reduction, world: int) -> None:
+        self._ufunc = reduction.ufunc
+        self._wide = reduction.wide
+        self._divisor = reduction.divisor(world)
+        self._half = reduction.dtype.itemsize == 2
+        self.scale = reduction.scale(world)
+
+    def scaled(self, own: Array) -> Array:
+        """A rank's own values as they enter the reduction; a new array if they change."""
+        if self.scale is None:
+            return own
+        scaled = np.empty_like(own)
+        np.multiply(_real(own), self.scale, out=_real(scaled))
+        return scaled
+
+    def combine(self, received: Array, own: Array, target: Array) -> None:
+        """Two operands into the target, which may be one of them."""
+        self._ufunc(received, own, out=target)
+
+    def finish(self, target: Array) -> None:
+        """The total is complete: divides it, for a mean."""
+        if self._divisor == 1.0:
+            return
+        if self._half:
+            target[...] = target.astype(np.float32) / np.float32(self._divisor)
+        else:
+            real = _real(target)
+            np.true_divide(real, real.dtype.type(self._divisor), out=real)
+
+    def fold(self, terms: Mapping[int, Array], target: Array) -> None:
+        """The terms of all ranks, added up in rank order and finished, into the target, which may be a term.
+
+        In the wide dtype, if there is one, and rounded once.
+        """
+        first, second, *rest = (terms[rank] for rank in sorted(terms))
+        if self._wide is None:
+            # What stands further behind must not be overwritten before its turn.
+            rest = [term.copy() if np.may_share_memory(term, target) else term for term in rest]
+            total = self._ufunc(first, second, out=target)
+        else:
+            total = self._ufunc(first.astype(self._wide), second.astype(self._wide))
+        for term in rest:
+            self._ufunc(total, term, out=total)
+        if self._wide is None:
+            self.finish(target)
+        else:
+            target[...] = total if self._divisor == 1.0 else total / self._wide.type(self._divisor)
+
+
+def _real(x: Array) -> Array:
+    """Complex numbers as pairs of real ones: to scale a complex infinity by a complex number gives no number."""
+    return x.view(x.real.dtype) if x.dtype.kind == "c" else x

@@ -1,0 +1,36 @@
+"""Schedules that carry no array: barriers. One empty chunk.
+
+Letters: r rank, W world size, s step.
+"""
+
+from __future__ import annotations
+
+from paceline.collectives.rows import Row, ring_neighbours
+
+__all__ = ["dissemination_barrier", "ring_barrier"]
+
+
+def dissemination_barrier(rank: int, world: int) -> list[Row]:
+    """Step s: tell rank r + 2^s, hear from rank r - 2^s. After ceil(log2 W) steps a rank has heard of all.
+
+    Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
+    """
+    rows = []
+    step, distance = 0, 1
+    while distance < world:
+        rows.append(Row(step, (rank + distance) % world, 0, (rank - distance) % world, 0))
+        step, distance = step + 1, distance * 2
+    return rows
+
+
+def ring_barrier(rank: int, world: int) -> list[Row]:
+    """A token goes around twice: once it has come back all have arrived, and its second round lets them go.
+
+    2W steps in latency, two messages and two links a rank: the fewest.
+    """
+    if world == 1:
+        return []
+    prev, next_ = ring_neighbours(rank, world)
+    give, take = Row(0, send_to=next_, send_chunk=0), Row(0, recv_from=prev, recv_chunk=0)
+    wave = (give, take) if rank == 0 else (take, give)
+    return [row._replace(step=step) for step, row in enumerate(wave * 2)]

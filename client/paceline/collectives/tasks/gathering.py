@@ -1,0 +1,198 @@
+"""all_gather, gather and all_to_all in terms of arrays; with uneven parts, ranks first tell each other how many rows.
+
+Letters: N elements, W world size, S shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
+from paceline.collectives.engine import Call, Engine
+from paceline.collectives.programs import all_gather_program, all_to_all_program, gather_program
+from paceline.collectives.tasks.task import Chooser, Task, segment
+from paceline.errors import SizeMismatch
+from paceline.signature import MAX_ARRAY_BYTES
+
+__all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
+
+_COUNT = np.dtype(np.int64)
+
+
+def all_gather_task(
+    engine: Engine, x: Array, out: Array | None, choose: Chooser, *, uneven: bool = False
+) -> Task[Array]:
+    """See `Group.all_gather`."""
+    mesh = engine.mesh
+    gathering = _Gathering(engine, "all_gather", "", x, choose, uneven=uneven)
+    if out is not None and not uneven:
+        check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))
+
+    def body(call: Call) -> Array:
+        counts = gathering.counts(call)
+        result = gathering.landing(counts, out)
+        sizes = tuple(count * gathering.row for count in counts)
+        flat = result.reshape(-1)
+        schedule = choose("all_gather", flat.nbytes, mesh.size).schedule
+        program = all_gather_program(schedule, mesh.rank, mesh.size, sizes, segment(gathering.dtype))
+        base = as_flat(x)
+        if schedule == "bruck":
+            lo = sum(sizes[: mesh.rank])
+            flat[lo : lo + base.size] = base
+            base = flat
+        engine.run(gathering.second(call), program, base, flat)
+        return deliver(result, out)
+
+    return Task(gathering.signature, body)
+
+
+def gather_task(
+    engine: Engine, x: Array, root: int, out: Array | None, choose: Chooser, *, uneven: bool = False
+) -> Task[Array | None]:
+    """See `Group.gather`."""
+    mesh = engine.mesh
+    gathering = _Gathering(engine, "gather", f"root={root}", x, choose, uneven=uneven)
+    at_root = mesh.rank == root
+    if out is not None and at_root and not uneven:
+        check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))
+
+    def body(call: Call) -> Array | None:
+        counts = gathering.counts(call)
+        sizes = tuple(count * gathering.row for count in counts)
+        result = gathering.landing(counts, out) if at_root else np.empty(0, gathering.dtype)
+        program = gather_program(mesh.rank, mesh.size, root, sizes, segment(gathering.dtype))
+        engine.run(gathering.second(call), program, as_flat(x), result.reshape(-1))
+        return deliver(result, out) if at_root else None
+
+    return Task(gathering.signature, body)
+
+
+def all_to_all_task(
+    engine: Engine,
+    x: Array,
+    send_counts: Sequence[int] | None,
+    recv_counts: Sequence[int] | None,
+    out: Array | None,
+) -> Task[Array]:
+    """See `Group.all_to_all`."""
+    mesh, dtype, world = engine.mesh, native(x.dtype), engine.mesh.size
+    uneven = send_counts is not None or recv_counts is not None
+    if x.ndim == 0:
+        raise SizeMismatch(f"all_to_all cuts axis 0 into {world} parts, and a 0-d array has none, at rank {mesh.rank}")
+    sent = _counts("send_counts", send_counts, world)
+    if sent is None:
+        if x.shape[0] % world:
+            text = f"all_to_all cuts axis 0 into {world} equal parts, and shape {x.shape} has none, at rank {mesh.rank}"
+            raise SizeMismatch(f"{text}; give send_counts for uneven ones")
+        sent = [x.shape[0] // world] * world
+    if sum(sent) != x.shape[0]:
+        raise SizeMismatch(f"send_counts {sent} are {sum(sent)} rows; x has {x.shape[0]}, at rank {mesh.rank}")
+    expected = _counts("recv_counts", recv_counts, world)
+    row = prod(x.shape[1:])
+    if uneven:
+        signature = engine.sign("all_to_all", "counts=any", dtype, x.shape[1:]).encode()
+    else:
+        signature = engine.sign("all_to_all", "", dtype, x.shape).encode()
+        if out is not None:
+            check_out(out, dtype, x.shape)
+
+    def body(call: Call) -> Array:
+        received = sent if not uneven else _exchange_counts(engine, call, sent, expected, row * dtype.itemsize)
+        shape = (sum(received), *x.shape[1:])
+        if out is not None:
+            check_out(out, dtype, shape)
+        # What was received must not overwrite what is still to be sent, in place.
+        result = np.empty(shape, dtype) if out is x else landing(out, x, dtype, shape)
+        sizes_out, sizes_in = (tuple(count * row for count in counts) for counts in (sent, received))
+        program = all_to_all_program(mesh.rank, world, sizes_out, sizes_in, segment(dtype))
+        second = call if not uneven else Call(call.operation, call.signature, call.started, call.deadline, 1)
+        engine.run(second, program, as_flat(x), result.reshape(-1))
+        return deliver(result, out)
+
+    return Task(signature, body)
+
+
+class _Gathering:
+    """What all_gather and gather have in common: rows on axis 0, as many at each rank or not."""
+
+    def __init__(self, engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> None:
+        self._engine = engine
+        self._x = x
+        self._choose = choose
+        self._uneven = uneven
+        self.dtype = native(x.dtype)
+        self.rows = x.shape[0] if x.ndim else 1
+        self._tail = x.shape[1:]
+        self.row = prod(self._tail)
+        shape = self._tail if uneven else x.shape
+        detail = " ".join(filter(None, (detail, "rows=any" if uneven else "")))
+        self.signature = engine.sign(kind, detail, self.dtype, shape).encode()
+
+    def counts(self, call: Call) -> list[int]:
+        """Rows of each rank."""
+        mesh = self._engine.mesh
+        if not self._uneven:
+            return [self.rows] * mesh.size
+        counts = np.empty(mesh.size, _COUNT)
+        schedule = self._choose("all_gather", counts.nbytes, mesh.size).schedule
+        program = all_gather_program(schedule, mesh.rank, mesh.size, (1,) * mesh.size, segment(_COUNT))
+        base = np.array([self.rows], _COUNT)
+        if schedule == "bruck":
+            counts[mesh.rank] = self.rows
+            base = counts
+        self._engine.run(call, program, base, counts)
+        return _checked(self._engine, call, counts, self.row * self.dtype.itemsize)
+
+    def second(self, call: Call) -> Call:
+        """The call that moves the rows themselves."""
+        return Call(call.operation, call.signature, call.started, call.deadline, 1) if self._uneven else call
+
+    def shape(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Shape of all rows together."""
+        return (sum(counts), *self._tail)
+
+    def landing(self, counts: Sequence[int], out: Array | None) -> Array:
+        """Where to put them; not in memory that holds rows which are still to be sent."""
+        shape = self.shape(counts)
+        if out is not None:
+            check_out(out, self.dtype, shape)
+        if out is self._x and self._engine.mesh.size > 1:
+            return np.empty(shape, self.dtype)
+        return landing(out, self._x, self.dtype, shape)
+
+
+def _exchange_counts(
+    engine: Engine, call: Call, sent: Sequence[int], expected: Sequence[int] | None, row_bytes: int
+) -> list[int]:
+    """How many rows each rank sends here."""
+    mesh, ones = engine.mesh, (1,) * engine.mesh.size
+    counts = np.empty(mesh.size, _COUNT)
+    program = all_to_all_program(mesh.rank, mesh.size, ones, ones, segment(_COUNT))
+    engine.run(call, program, np.array(sent, _COUNT), counts)
+    received = _checked(engine, call, counts, row_bytes)
+    for peer, (told, hoped) in enumerate(zip(received, expected or received, strict=True)):
+        if told != hoped:
+            engine.disagree(
+                call, peer, f"sends {told} rows to rank {mesh.peers[mesh.rank].rank}, which expects {hoped}"
+            )
+    return received
+
+
+def _checked(engine: Engine, call: Call, counts: Array, row_bytes: int) -> list[int]:
+    """Counts of rows as they came from the network: none below 0, and no more than an array may have (I9)."""
+    told = [int(count) for count in counts]
+    for peer, count in enumerate(told):
+        if count < 0 or sum(told[: peer + 1]) * max(row_bytes, 1) > MAX_ARRAY_BYTES:
+            engine.disagree(call, peer, f"announces {count} rows, which cannot be")
+    return told
+
+
+def _counts(name: str, counts: Sequence[int] | None, world: int) -> list[int] | None:
+    if counts is None:
+        return None
+    if len(counts) != world or any(int(count) != count or count < 0 for count in counts):
+        raise SizeMismatch(f"{name} must be {world} numbers of rows, from 0; got {list(counts)}")
+    return [int(count) for count in counts]

@@ -1,0 +1,118 @@
+"""broadcast and scatter in terms of arrays: a receiver may know neither dtype nor shape.
+
+Letters: N elements, W world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.arrays import Array, as_array, as_flat, check_out, deliver, landing, native
+from paceline.collectives.engine import Call, Engine
+from paceline.collectives.program import Program
+from paceline.collectives.programs import broadcast_program, scatter_program
+from paceline.collectives.schedules.spreading import tree_parent
+from paceline.collectives.tasks.task import Chooser, Task, segment
+from paceline.errors import SizeMismatch, UnsupportedOp
+
+__all__ = ["broadcast_task", "scatter_task"]
+
+
+def broadcast_task(engine: Engine, x: Array | None, root: int, out: Array | None, choose: Chooser) -> Task[Array]:
+    """See `Group.broadcast`."""
+    mesh = engine.mesh
+
+    def program(n: int, dtype: np.dtype[Any]) -> Program:
+        schedule = choose("broadcast", n * dtype.itemsize, mesh.size).schedule
+        return broadcast_program(schedule, mesh.rank, mesh.size, root, n, segment(dtype))
+
+    if mesh.rank == root and x is None:
+        raise UnsupportedOp(f"broadcast needs an array at its root, rank {root}; it got None")
+    like = x if x is not None else out
+    if like is None:
+        parent = tree_parent(mesh.rank, mesh.size, root)
+        assert parent is not None, "only the root has no parent, and it knows its array"
+        return _receive_unknown(engine, "broadcast", root, parent, program)
+    dtype, shape = native(like.dtype), like.shape
+    signature = engine.sign("broadcast", f"root={root}", dtype, shape).encode()
+    if out is not None:
+        check_out(out, dtype, shape)
+    plan = program(like.size, dtype)
+
+    def body(call: Call) -> Array:
+        result = landing(out, x if mesh.rank == root else None, dtype, shape)
+        flat = result.reshape(-1)
+        base = as_flat(x) if mesh.rank == root and x is not None and x is not result else flat
+        engine.run(call, plan, base, flat)
+        return deliver(result, out)
+
+    return Task(signature, body)
+
+
+def scatter_task(
+    engine: Engine, xs: Sequence[npt.ArrayLike] | Array | None, root: int, out: Array | None
+) -> Task[Array]:
+    """See `Group.scatter`."""
+    mesh = engine.mesh
+
+    def program(n: int, dtype: np.dtype[Any]) -> Program:
+        return scatter_program(mesh.rank, mesh.size, root, n, segment(dtype))
+
+    if mesh.rank == root:
+        whole = _whole(xs, mesh.size, root)
+        dtype, shape = native(whole.dtype), whole.shape[1:]
+    elif out is None:
+        return _receive_unknown(engine, "scatter", root, root, program)
+    else:
+        whole, dtype, shape = None, native(out.dtype), out.shape
+    signature = engine.sign("scatter", f"root={root}", dtype, shape).encode()
+    if out is not None:
+        check_out(out, dtype, shape)
+    plan = program(int(np.prod(shape)), dtype)
+
+    def body(call: Call) -> Array:
+        result = landing(out, whole, dtype, shape)
+        flat = result.reshape(-1)
+        engine.run(call, plan, flat if whole is None else as_flat(whole), flat)
+        return deliver(result, out)
+
+    return Task(signature, body)
+
+
+def _receive_unknown(
+    engine: Engine, kind: str, root: int, source: int, program: Callable[[int, np.dtype[Any]], Program]
+) -> Task[Array]:
+    """A receiver that learns dtype and shape from the first frame."""
+    asked = engine.sign(kind, f"root={root}")
+
+    def body(call: Call) -> Array:
+        first, dtype, shape = engine.first_frame(call, source, asked)
+        result = np.empty(shape, dtype)
+        flat = result.reshape(-1)
+        told = Call(call.operation, first.signature, call.started, call.deadline)
+        engine.run(told, program(flat.size, flat.dtype), flat, flat, first=first)
+        return result
+
+    return Task(asked.encode(), body)
+
+
+def _whole(xs: Sequence[npt.ArrayLike] | Array | None, world: int, root: int) -> Array:
+    """The root's parts as one array, shape [W, ...]."""
+    if xs is None:
+        raise UnsupportedOp(f"scatter needs {world} arrays at its root, rank {root}; it got None")
+    parts = xs if isinstance(xs, np.ndarray) else [as_array(part) for part in xs]
+    if np.ndim(parts) == 0 if isinstance(parts, np.ndarray) else False:
+        raise SizeMismatch(f"scatter needs {world} arrays at its root, rank {root}; it got one of shape ()")
+    if len(parts) != world:
+        raise SizeMismatch(f"scatter needs {world} arrays at its root, rank {root}; it got {len(parts)}")
+    if isinstance(parts, np.ndarray):
+        return as_array(parts)
+    kinds = {(native(part.dtype), part.shape) for part in parts}
+    if len(kinds) > 1:
+        found = ", ".join(sorted(f"{dtype}{shape}" for dtype, shape in kinds))
+        raise SizeMismatch(f"scatter needs arrays of one dtype and shape at its root, rank {root}; it got {found}")
+    return np.stack(parts)

@@ -1,0 +1,169 @@
+"""What all calls of a group have in common: who its members are, when a call is refused, and how it is issued."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.arrays import Array
+from paceline.collectives.choose import choose as choose_by_rules
+from paceline.collectives.engine import Call
+from paceline.collectives.tasks.task import Chooser, Task, barrier_task
+from paceline.config import Config, checked_timeout
+from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration
+from paceline.group.binding import Binding
+from paceline.links.base import Mesh, Peer
+from paceline.recorder import FlightRecorder
+from paceline.work import Progress, Work
+
+__all__ = ["GroupCore"]
+
+T = TypeVar("T")
+
+
+class GroupCore:
+    """Members, and the way of every operation: see `Group`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: Config,
+        *,
+        choose: Chooser = choose_by_rules,
+        name: str = "",
+        label: str = "",
+        recorder: FlightRecorder | None = None,
+    ) -> None:
+        self._config = config
+        self._choose = choose
+        self._label = label
+        self._lock = threading.Lock()
+        self.recorder = recorder if recorder is not None else FlightRecorder()
+        self.on_abort: Callable[[PacelineError], None] | None = None
+        self._bound = Binding(mesh, name, label, self.recorder)
+
+    @property
+    def rank(self) -> int:
+        """This member's rank in the group."""
+        return self._bound.mesh.rank
+
+    @property
+    def size(self) -> int:
+        """World size W: number of the group's members."""
+        return self._bound.mesh.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank in the view of each member."""
+        return tuple(peer.rank for peer in self._bound.mesh.peers)
+
+    @property
+    def members(self) -> Sequence[Peer]:
+        """The members in the order of their ranks in the group."""
+        return self._bound.mesh.peers
+
+    @property
+    def generation(self) -> int:
+        """The generation whose members these are."""
+        return self._bound.mesh.generation
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this member has sent to the others in this generation, in all groups."""
+        return self._bound.mesh.bytes_sent
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the view of the member with this rank in the group.
+
+        Raises:
+            InvalidRank: there is no such member.
+        """
+        self._check_rank("rank", rank)
+        return self._bound.mesh.peers[rank].rank
+
+    def group_rank(self, rank: int) -> int | None:
+        """The rank in the group of the member with this rank in the view; None if it is not in the group."""
+        return next((place for place, peer in enumerate(self._bound.mesh.peers) if peer.rank == rank), None)
+
+    def progress(self) -> Progress:
+        """Where this member is."""
+        return self._bound.lane.progress
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Returns when all ranks have called it.
+
+        Raises:
+            PacelineError: the generation has failed.
+        """
+        self._issue(lambda bound: barrier_task(bound.engine, self._choose), timeout, async_op=False)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
+        """A new array that links can use without a copy; its contents are undefined."""
+        return np.empty(shape, dtype)
+
+    def _enter(self) -> Binding:
+        """Every public call passes here first: refuses a generation that is over.
+
+        Returns:
+            What to carry the call out with; the group may move on meanwhile.
+        """
+        bound = self._bound
+        if bound.stale:
+            text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
+            raise StaleGeneration(text, generation=bound.mesh.generation)
+        try:
+            bound.mesh.fault.check()
+        except PacelineError as error:
+            self._tell_abort(error)
+            raise
+        return bound
+
+    def _deadline(self, timeout: float | None) -> float:
+        return monotonic() + checked_timeout(self._config.step_timeout if timeout is None else timeout)
+
+    def _check_rank(self, what: str, rank: object) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
+            raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
+
+    @overload
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
+    @overload
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, *, async_op: bool) -> T: ...
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]:
+        """Makes a task, and runs it in its turn."""
+        bound = self._enter()
+        task = make(bound)
+        started, deadline = monotonic(), self._deadline(timeout)
+
+        def begin(operation: int) -> Callable[[], T]:
+            entry = self.recorder.issue(bound.name, operation, task.signature)
+
+            def run() -> T:
+                entry.begin()
+                try:
+                    result = bound.engine.attempt(Call(operation, task.signature, started, deadline), task.body)
+                except BaseException as error:
+                    entry.end(error)
+                    if isinstance(error, PacelineError):
+                        self._tell_abort(error)
+                    raise
+                entry.end()
+                return result
+
+            return run
+
+        try:
+            return bound.lane.submit(begin) if async_op else bound.lane.run(begin, deadline)
+        except ConcurrentUse as error:
+            bound.engine.abort(0, error)
+            raise
+
+    def _tell_abort(self, error: PacelineError) -> None:
+        """The generation has failed: whoever keeps records of that shall hear of it, once the others do."""
+        if self.on_abort is not None:
+            self.on_abort(error)

@@ -1,0 +1,185 @@
+"""The user's object: all kinds of calls, and the parts of a group, which are groups too."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from paceline.collectives.choose import choose as choose_by_rules
+from paceline.collectives.tasks.task import Chooser
+from paceline.config import Config
+from paceline.errors import InvalidRank, InvalidWorldSize, UnsupportedOp
+from paceline.group.binding import Binding
+from paceline.group.messages import Messages
+from paceline.group.objects import Objects
+from paceline.group.reducing import Reducing
+from paceline.links.base import Mesh, Peer
+from paceline.links.submesh import SubMesh
+from paceline.recorder import FlightRecorder
+
+__all__ = ["Group"]
+
+Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
+"""From all members and the own rank to the ranks of the members of a part, in order."""
+
+_NAME = re.compile(r"[A-Za-z0-9_]{1,40}")
+
+
+class Group(Reducing, Objects, Messages):
+    """The members of one generation, or a part of them.
+
+    All members must call the same collectives in the same order. A collective returns its result in a new array, or
+    in `out`, and never changes its argument; `out` may be the argument itself. With `async_op=True` it returns a
+    `Work` at once, copies nothing, and neither the argument nor `out` may be changed before `Work.wait` has returned.
+    A timeout is in seconds and counts from the call; the default is `Config.step_timeout`. A collective that fails
+    anywhere fails everywhere, with the same error, and ends the generation: every later call raises it again.
+
+    Collectives of one group are for one thread at a time: one that comes while another thread's is not over is
+    `ConcurrentUse`, for their order need not be the same on all ranks. Groups never wait for each other: give each
+    thread a part of its own, `group.subgroup(range(group.size), name="prefetch")`. Messages are for any thread.
+
+    Args:
+        mesh: this member's links.
+        config: timeouts.
+        choose: picks schedules; must be the same function on all ranks.
+        name: of a part of a view; "" for the view.
+        label: what the members of a part must agree on, for signatures.
+        recorder: remembers operations; one of its own if None.
+
+    Attributes:
+        recorder: the last 1,000 operations of this member, in this group and its parts.
+        on_abort: called with the error when the generation has failed, in the thread that raises it.
+        parent: the group that this one is a part of; None for the view.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: Config,
+        *,
+        choose: Chooser = choose_by_rules,
+        name: str = "",
+        label: str = "",
+        recorder: FlightRecorder | None = None,
+    ) -> None:
+        super().__init__(mesh, config, choose=choose, name=name, label=label, recorder=recorder)
+        self.parent: Group | None = None
+        self._rule: Rule | None = None
+        self._parts: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._splits = 0
+
+    def subgroup(self, members: Sequence[int], *, name: str = "") -> Group:
+        """A part of this group, for this generation; in the next, its calls are `StaleGeneration`.
+
+        Nothing is communicated; only the members call this. Those that make several parts of the same members make them
+        in the same order, or name them.
+
+        Args:
+            members: ranks in this group, in any order; doubles count once.
+            name: tells parts of the same members apart: letters, digits and underscores.
+
+        Raises:
+            InvalidWorldSize: no members.
+            InvalidRank: a member lies outside the group, or this member is not among them.
+        """
+        bound = self._enter()
+        chosen = sorted({int(member) for member in members})
+        if not chosen:
+            raise InvalidWorldSize("a group needs at least 1 member, not 0")
+        for member in chosen:
+            self._check_rank("member", member)
+        if self.rank not in chosen:
+            raise InvalidRank(f"rank {self.rank} is not among the members {chosen} of the group that it asks for")
+        if name and not _NAME.fullmatch(name):
+            raise UnsupportedOp(f"a group's name is made of 1 to 40 letters, digits and underscores, not {name!r}")
+        digest = _digest(bound.mesh.peers, chosen)
+        with self._lock:
+            key = f"{digest}-{name}"
+            bound.parts[key] += 1
+            full = f"{key}-{bound.parts[key]}"
+        return self._part(bound, chosen, full, full)
+
+    def split(self, color: Callable[[Peer], Any], key: Callable[[Peer], Any] | None = None) -> Group:
+        """The part of those members that have the same color as this one. It lasts: the rule is applied to each view.
+
+        All members call this, in the same order of calls, with rules that give the same answers everywhere: nothing is
+        communicated.
+
+        Args:
+            color: from a member (`rank` in the view, `host`, ...) to anything that can be compared for equality.
+            key: from a member to what the part is sorted by; by rank if left out, and where keys are equal.
+
+        Example:
+            pairs = group.split(color=lambda member: member.rank // 2)
+        """
+
+        def rule(members: Sequence[Peer], me: int) -> list[int]:
+            mine = color(members[me])
+            same = [rank for rank, member in enumerate(members) if color(member) == mine]
+            return same if key is None else sorted(same, key=lambda rank: key(members[rank]))
+
+        bound = self._enter()
+        with self._lock:
+            self._splits += 1
+            name = f"split{self._splits}"
+        part = self._part(bound, rule(bound.mesh.peers, self.rank), name, "")
+        part._rule = rule
+        return part
+
+    def split_by_host(self) -> Group:
+        """The members on this member's host, as a lasting part."""
+        return self.split(color=lambda member: member.host)
+
+    def close(self, timeout: float = 5.0, *, drain: float | None = None) -> None:
+        """Ends what is in line, then closes the links: the others see that this member left. Idempotent.
+
+        Closing a part closes that part's links alone.
+
+        Args:
+            timeout: seconds for what is in line to end.
+            drain: seconds for the others to take in what was sent to them; as `timeout` if left out.
+        """
+        for part in list(self._parts):
+            part.close(timeout, drain=drain)
+        self._bound.close(timeout, drain)
+
+    def move(self, mesh: Mesh) -> None:
+        """Goes on in the next generation: for whoever owns the group, at a moment when no collective is under way.
+
+        Lasting parts follow, the others are stale from now on.
+        """
+        old, name = self._bound, self._bound.name
+        for part in list(self._parts):
+            part._follow(mesh)
+        old.abandon()
+        self._bound = Binding(mesh, name, self._label, self.recorder)
+
+    def _follow(self, mesh: Mesh) -> None:
+        if self._rule is None:
+            for part in list(self._parts):
+                part._follow(mesh)
+            self._bound.abandon()
+            return
+        members = self._rule(mesh.peers, mesh.rank)
+        self._label = f"{self._bound.name}-{_digest(mesh.peers, members)}"
+        self.move(SubMesh(mesh, members, self._bound.name))
+
+    def _part(self, bound: Binding, members: list[int], name: str, label: str) -> Group:
+        mesh = SubMesh(bound.mesh, members, name)
+        label = label or f"{name}-{_digest(bound.mesh.peers, members)}"
+        full = f"{bound.name}/{name}" if bound.name else name
+        part = Group(mesh, self._config, choose=self._choose, name=full, label=label, recorder=self.recorder)
+        part.parent = self
+        part.on_abort = self.on_abort
+        with self._lock:
+            self._parts.add(part)
+        return part
+
+
+def _digest(peers: Sequence[Peer], members: Sequence[int]) -> str:
+    """16 hexadecimal digits for a list of members."""
+    ids = " ".join(str(peers[member].rank) for member in members)
+    return hashlib.sha256(ids.encode()).hexdigest()[:16]

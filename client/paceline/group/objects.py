@@ -1,0 +1,78 @@
+"""Collectives of Python objects, without pickle: None, bool, int, float, str, bytes, list, tuple, dict and arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.arrays import Array
+from paceline.collectives.objects import decode_object, encode_object
+from paceline.errors import PeerBrokeProtocol
+from paceline.group.gathering import Gathering
+from paceline.group.spreading import Spreading
+
+__all__ = ["Objects"]
+
+_HEAD = 8
+"""Bytes of the length before each object."""
+
+
+class Objects(Gathering, Spreading):
+    """broadcast_object, all_gather_object, gather_object: see `Group`."""
+
+    def broadcast_object(self, o: object = None, *, root: int = 0, timeout: float | None = None) -> Any:
+        """Gives the root's object to all ranks; each gets a copy of its own, the root too.
+
+        Args:
+            o: the root's object; elsewhere it does not count.
+            root: rank of the root; must agree.
+            timeout: seconds.
+
+        Raises:
+            UnsupportedOp: the object, or something in it, is of a type that does not travel; the text says where.
+            InvalidRank, PacelineError: as `broadcast`.
+        """
+        self._check_rank("root", root)
+        data = _encode(o) if self.rank == root else None
+        return self._decode(self.broadcast(data, root=root, timeout=timeout), root)
+
+    def all_gather_object(self, o: object, *, timeout: float | None = None) -> list[Any]:
+        """The objects of all ranks, in rank order.
+
+        Raises:
+            UnsupportedOp, PacelineError: as `broadcast_object`.
+        """
+        return self._split(self.all_gather(_encode(o), uneven=True, timeout=timeout))
+
+    def gather_object(self, o: object, *, root: int = 0, timeout: float | None = None) -> list[Any] | None:
+        """The objects of all ranks, in rank order, at the root; None elsewhere.
+
+        Raises:
+            UnsupportedOp, InvalidRank, PacelineError: as `broadcast_object`.
+        """
+        self._check_rank("root", root)
+        joined = self.gather(_encode(o), root=root, uneven=True, timeout=timeout)
+        return None if joined is None else self._split(joined)
+
+    def _split(self, joined: Array) -> list[Any]:
+        objects: list[Any] = []
+        at = 0
+        for rank in range(self.size):
+            size = int.from_bytes(joined[at : at + _HEAD].tobytes(), "little")
+            objects.append(self._decode(joined[at : at + _HEAD + size], rank))
+            at += _HEAD + size
+        return objects
+
+    def _decode(self, data: Array, source: int) -> Any:
+        try:
+            return decode_object(data[_HEAD:].data)
+        except ValueError as error:
+            peer = self.members[source]
+            raise PeerBrokeProtocol(f"{peer} sent what is no object: {error}", ranks=(peer.rank,)) from None
+
+
+def _encode(o: object) -> Array:
+    """The object's bytes, and before them their number, so that they can be told from the next rank's."""
+    data = encode_object(o)
+    return np.frombuffer(len(data).to_bytes(_HEAD, "little") + data, np.uint8)

@@ -1,0 +1,64 @@
+"""The choice among schedules: by bytes and world alone, and printable."""
+
+import pytest
+
+from paceline.collectives.choose import RULES, choose, format_rules, only
+from paceline.collectives.programs import SCHEDULES
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "world", "schedule"),
+    [
+        (KIB, 2, "star"),
+        (64 * KIB, 8, "star"),
+        (64 * KIB, 64, "recursive_doubling"),
+        (64 * KIB + 1, 2, "direct"),
+        (MIB, 16, "direct"),
+        (MIB, 17, "halving_doubling"),
+        (MIB + 1, 17, "ring"),
+        (MIB // 999, 1000, "star"),
+        (MIB // 999 + 1, 1000, "recursive_doubling"),
+    ],
+)
+def test_all_reduce(nbytes: int, world: int, schedule: str) -> None:
+    choice = choose("all_reduce", nbytes, world)
+    assert choice.schedule == schedule
+    assert choice.reason
+
+
+def test_every_collective_has_a_rule_for_every_size_and_world() -> None:
+    assert RULES.keys() == SCHEDULES.keys()
+    for collective in SCHEDULES:
+        for world in (1, 2, 7, 8, 16, 17, 1000):
+            for nbytes in (0, 1, KIB, MIB, 1 << 34):
+                assert choose(collective, nbytes, world).schedule in SCHEDULES[collective]
+
+
+def test_in_rank_order_leaves_those_schedules_only() -> None:
+    for collective in ("all_reduce", "reduce", "reduce_scatter"):
+        for world in (2, 16, 1000):
+            for nbytes in (1, MIB, 1 << 30):
+                choice = choose(collective, nbytes, world, in_rank_order=True)
+                assert SCHEDULES[collective][choice.schedule].in_rank_order
+                forced = (
+                    choose(collective, nbytes, world, in_rank_order=True, rules=only(collective, "ring"))
+                    if collective != "reduce"
+                    else choice
+                )
+                assert SCHEDULES[collective][forced.schedule].in_rank_order
+
+
+def test_one_schedule_can_be_asked_for() -> None:
+    assert choose("all_reduce", 4, 2, rules=only("all_reduce", "ring")).schedule == "ring"
+    with pytest.raises(ValueError, match="there are star, direct, ring"):
+        only("all_reduce", "spiral")
+
+
+def test_the_table_can_be_printed() -> None:
+    text = format_rules()
+    for collective, schedules in SCHEDULES.items():
+        assert collective in text
+        assert any(name in text for name in schedules)
+    assert "at most 64 KiB, (W-1) arrays at most 1024 KiB" in text

@@ -1,0 +1,430 @@
+"""Dumps of the flight recorder: what is in the file, who may read it, and when it is written."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import PeerLost
+from paceline.recorder import FlightRecorder
+from paceline.session import flight
+from paceline.session.flight import FlightLog, flight_directory
+
+
+@pytest.fixture(autouse=True)
+def unwatched() -> Iterator[None]:
+    """Each test finds the signal, and leaves it, in its default meaning."""
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    yield
+    flight._watching.clear()
+    signal.signal(signal.SIGUSR2, before)
+
+
+def make(directory: Path | None, **described: Any) -> FlightLog:
+    recorder = FlightRecorder()
+    recorder.issue("", 1, b"all_reduce op=sum float32[4]").begin()
+    facts = {"job": "digits", "rank": 1, "size": 4, "generation": 7, "member_id": "m-1", **described}
+    return FlightLog(recorder, lambda: facts, directory)
+
+
+def read(path: Path | None) -> dict[str, Any]:
+    assert path is not None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="ascii"))
+    return found
+
+
+def eventually(condition: Callable[[], object], timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_the_file_says_who_and_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make(tmp_path / "flight", host="node-a").dump("signal SIGUSR2")
+    assert path == tmp_path / "flight" / f"digits.rank1.pid{os.getpid()}.json"
+    found = read(path)
+    (operation,) = found.pop("operations")
+    assert operation["state"] == "running"
+    assert found.pop("time").endswith("+00:00")
+    assert found == {
+        "job": "digits",
+        "rank": 1,
+        "size": 4,
+        "generation": 7,
+        "host": "node-a",
+        "pid": os.getpid(),
+        "member_id": "m-1",
+        "reason": "signal SIGUSR2",
+    }
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("paceline.flight", logging.WARNING)
+    assert str(path) in record.getMessage()
+
+
+def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = make(tmp_path / "a" / "b").dump("test")
+    finally:
+        os.umask(before)
+    assert path is not None
+    modes = [stat.S_IMODE(found.stat().st_mode) for found in (path, path.parent, path.parent.parent)]
+    assert modes == [0o600, 0o700, 0o700]
+
+
+def test_nothing_else_of_the_session_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SECRET", "hush-environment")
+    path = make(tmp_path, token=b"hush-token", environ=dict(os.environ)).dump("test")
+    assert path is not None
+    assert "hush" not in path.read_text(encoding="ascii")
+
+
+def test_a_second_dump_replaces_the_first(tmp_path: Path) -> None:
+    log = make(tmp_path)
+    assert log.dump("first") == log.dump("second")
+    assert [read(path)["reason"] for path in tmp_path.iterdir()] == ["second"]
+
+
+def test_an_empty_recorder_is_dumped_too(tmp_path: Path) -> None:
+    assert read(FlightLog(FlightRecorder(), dict, tmp_path).dump("test"))["operations"] == []
+
+
+@pytest.mark.parametrize("job", ["../../etc/cron", "a/b", "", ".", "\0", "name with\nnewline", "ü" * 128, "x" * 256])
+def test_a_jobs_name_stays_within_the_directory(tmp_path: Path, job: str) -> None:
+    path = make(tmp_path / "flight", job=job).dump("test")
+    assert path is not None
+    assert path.parent == tmp_path / "flight"
+    assert list(tmp_path.rglob("*.json")) == [path]
+    assert len(path.name) < 128
+    assert path.name.isascii()
+    assert path.name.isprintable()
+
+
+def test_names_that_differ_stay_different(tmp_path: Path) -> None:
+    paths = {make(tmp_path, job=job).dump("test") for job in ("a/b", "a_b", "a\\b", "x" * 100, "x" * 101)}
+    assert len(paths) == len(list(tmp_path.iterdir())) == 5
+
+
+def test_ten_of_a_rank_are_kept(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("digits.rank2.pid5.json", "notes.json", "digits.rank1.pid5.json.bak")]
+    old = [tmp_path / f"digits.rank1.pid{pid}.json" for pid in range(1, 13)]
+    half = tmp_path / "digits.rank1.pid99.json.abc_12.tmp"  # whoever wrote it was killed
+    for age, path in enumerate([*others, half, *old]):
+        path.touch()
+        os.utime(path, (age, age))
+    latest = make(tmp_path).dump("test")
+    assert latest is not None
+    assert sorted(tmp_path.iterdir()) == sorted([*others, *old[-9:], latest])
+
+
+def test_off_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = make(None)
+    log.watch_signal()
+    assert log.dump("test") is None
+    log.on_abort(PeerLost("gone"))
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    assert caplog.records == []
+
+
+def test_where_dumps_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert flight_directory({}) == tmp_path / f"paceline-{os.geteuid()}" / "flight"
+    assert flight_directory({"PACELINE_FLIGHT_DIR": "/data/dumps"}) == Path("/data/dumps")
+    assert flight_directory({"PACELINE_FLIGHT_DIR": "dumps"}) == Path.cwd() / "dumps"
+    assert flight_directory({"PACELINE_FLIGHT_DIR": "off"}) is None
+    assert flight_directory({"PACELINE_FLIGHT_DIR": ""}) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "flight").write_text("a file")
+    log = make(tmp_path / "flight")
+    assert log.dump("first") is None
+    assert log.dump("second") is None
+    (record,) = caplog.records
+    assert "NotADirectoryError" in record.getMessage()
+
+
+def test_a_session_that_cannot_describe_itself_raises_nothing(tmp_path: Path) -> None:
+    def describe() -> dict[str, Any]:
+        raise RuntimeError("no view yet")
+
+    log = FlightLog(FlightRecorder(), describe, tmp_path)
+    log.on_abort(PeerLost("gone"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert make(tmp_path).dump("test") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_logging_filter_that_raises_hides_nothing(tmp_path: Path) -> None:
+    def refuse(record: logging.LogRecord) -> bool:
+        raise RuntimeError("no logging today")
+
+    logger = logging.getLogger("paceline.flight")
+    logger.addFilter(refuse)
+    try:
+        assert make(tmp_path).dump("test") is not None
+        assert make(Path("/dev/null/flight")).dump("test") is None
+    finally:
+        logger.removeFilter(refuse)
+
+
+def test_a_link_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "flight").symlink_to(tmp_path / "elsewhere")
+    assert make(tmp_path / "flight").dump("test") is None
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert "is a link or a file" in caplog.text
+
+
+def test_somebody_elses_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert make(tmp_path).dump("test") is None
+    assert list(tmp_path.iterdir()) == []
+    assert f"belongs to uid {uid}, not {uid + 1}" in caplog.text
+
+
+@pytest.mark.root
+def test_a_parent_that_somebody_put_where_all_may_write_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    planted = shared / "paceline-0"
+    planted.mkdir()
+    (planted / "flight").mkdir()
+    os.chown(planted, 12345, -1)
+    assert make(planted / "flight").dump("test") is None
+    assert list((planted / "flight").iterdir()) == []
+    assert "belongs to uid 12345" in caplog.text
+    os.chown(planted, 0, -1)
+    assert make(planted / "flight").dump("test") is not None
+
+
+def test_a_planted_link_is_replaced_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("as before")
+    flights = tmp_path / "flight"
+    flights.mkdir()
+    (flights / f"digits.rank1.pid{os.getpid()}.json").symlink_to(precious)
+    path = make(flights).dump("test")
+    assert path is not None
+    assert not path.is_symlink()
+    assert precious.read_text() == "as before"
+
+
+def test_an_abort_is_dumped_once_in_each_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    facts: dict[str, Any] = {"job": "digits", "rank": 1, "generation": 7}
+    log = FlightLog(FlightRecorder(), lambda: facts, tmp_path)
+    log.on_abort(PeerLost("rank 2 was lost"))
+    log.on_abort(PeerLost("the generation has failed"))
+    (path,) = tmp_path.iterdir()
+    assert read(path)["reason"] == "abort: PeerLost: rank 2 was lost"
+    facts["generation"] = 8
+    log.on_abort(PeerLost("rank 3 was lost"))
+    assert read(path)["reason"] == "abort: PeerLost: rank 3 was lost"
+    assert len(caplog.records) == 2
+
+
+def test_threads_may_dump_at_once(tmp_path: Path) -> None:
+    log = make(tmp_path)
+    threads = [threading.Thread(target=log.dump, args=(f"thread {index}",)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (path,) = tmp_path.iterdir()
+    assert read(path)["reason"].startswith("thread ")
+
+
+def test_one_signal_reaches_all_sessions_of_a_process(tmp_path: Path) -> None:
+    logs = [make(tmp_path, rank=rank) for rank in (0, 1, 2)]
+    for log in logs:
+        log.watch_signal()
+    logs[0].close()
+    signal.raise_signal(signal.SIGUSR2)
+    eventually(lambda: len(list(tmp_path.glob("*.json"))) == 2)
+    assert {read(path)["rank"] for path in tmp_path.glob("*.json")} == {1, 2}
+    assert {read(path)["reason"] for path in tmp_path.glob("*.json")} == {"signal SIGUSR2"}
+    logs[1].close()
+    assert signal.getsignal(signal.SIGUSR2) is flight._on_signal
+    logs[2].close()
+    logs[2].close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("own", [signal.SIG_IGN, lambda number, frame: None])
+def test_a_users_handler_is_left_alone(tmp_path: Path, own: Any) -> None:
+    signal.signal(signal.SIGUSR2, own)
+    log = make(tmp_path)
+    log.watch_signal()
+    assert signal.getsignal(signal.SIGUSR2) is own
+    log.close()
+    assert signal.getsignal(signal.SIGUSR2) is own
+
+
+def test_a_handler_that_a_user_sets_later_is_left_alone(tmp_path: Path) -> None:
+    def own(*_: object) -> None: ...
+
+    log = make(tmp_path)
+    log.watch_signal()
+    signal.signal(signal.SIGUSR2, own)
+    log.close()
+    assert signal.getsignal(signal.SIGUSR2) is own
+
+
+def test_a_handler_that_python_does_not_know_of_is_left_alone(tmp_path: Path) -> None:
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(signal.SIGUSR2, file)
+        try:
+            make(tmp_path).watch_signal()
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+            signal.raise_signal(signal.SIGUSR2)
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+    assert "test_flight.py" in (tmp_path / "stacks").read_text()
+
+
+def test_other_threads_set_no_handler(tmp_path: Path) -> None:
+    log = make(tmp_path)
+    for action in (log.watch_signal, log.close):
+        thread = threading.Thread(target=action)
+        thread.start()
+        thread.join()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_session_closed_in_another_thread_is_not_dumped(tmp_path: Path) -> None:
+    log = make(tmp_path)
+    log.watch_signal()
+    thread = threading.Thread(target=log.close)
+    thread.start()
+    thread.join()
+    signal.raise_signal(signal.SIGUSR2)  # handled still, or this process would be gone
+    assert list(tmp_path.iterdir()) == []
+    again = make(tmp_path)
+    again.watch_signal()
+    signal.raise_signal(signal.SIGUSR2)
+    eventually(lambda: list(tmp_path.glob("*.json")))
+    again.close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+_PRELUDE = """
+import logging, os, queue, signal, sys, threading
+from logging.handlers import QueueHandler
+from pathlib import Path
+from paceline.recorder import FlightRecorder
+from paceline.session.flight import FlightLog
+
+recorder = FlightRecorder()
+log = FlightLog(recorder, lambda: {"job": "x", "rank": 0}, Path(sys.argv[1]))
+log.watch_signal()
+"""
+
+
+def run(code: str, directory: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _PRELUDE + textwrap.dedent(code), str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_process_that_waits_can_be_asked(tmp_path: Path) -> None:
+    """The main thread hangs in a condition, as it does in a collective; it goes on waiting afterwards."""
+    code = """
+    condition, released = threading.Condition(), []
+
+    def control():
+        with condition:  # free only once the main thread waits
+            print("waiting", flush=True)
+        sys.stdin.readline()
+        with condition:
+            released.append(True)
+            condition.notify()
+
+    with condition:
+        recorder.issue("", 1, b"all_reduce op=sum float32[4]").begin()
+        threading.Thread(target=control).start()
+        condition.wait()
+    sys.exit(42 if released else 1)
+    """
+    with run(code, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGUSR2)
+        path = tmp_path / f"x.rank0.pid{process.pid}.json"
+        eventually(path.exists)
+        assert [entry["state"] for entry in read(path)["operations"]] == ["running"]
+        assert process.poll() is None
+        _, errors = process.communicate("go on\n", timeout=20)
+        assert process.returncode == 42, errors
+    assert str(path) in errors
+
+
+def test_a_signal_within_the_locks_of_logging_stops_nothing(tmp_path: Path) -> None:
+    """The main thread holds what the dump needs, its log's queue and its own description, while the signal comes."""
+    code = """
+    records, describing = queue.Queue(), threading.Lock()
+    logging.getLogger("paceline.flight").addHandler(QueueHandler(records))
+
+    def describe():
+        with describing:
+            return {"job": "x", "rank": 0}
+
+    log._describe = describe
+    with records.mutex, describing:
+        signal.raise_signal(signal.SIGUSR2)
+        print("still here", flush=True)
+    records.get(timeout=20)
+    """
+    with run(code, tmp_path) as process:
+        output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output) == (0, "still here\n"), errors
+    assert (tmp_path / f"x.rank0.pid{process.pid}.json").exists()
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    code = """
+    child = os.fork()
+    if not child:
+        signal.raise_signal(signal.SIGUSR2)
+        log.on_abort(ValueError())
+        busy = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        os._exit(1 if log.dump("child") or busy else 43)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status))
+    """
+    with run(code, tmp_path) as process:
+        output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output) == (0, "43\n"), errors
+    assert list(tmp_path.iterdir()) == []
