@@ -11,7 +11,7 @@ Everything here is public, and kept as stable as the rest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import TypeVar
@@ -22,9 +22,19 @@ from paceline.errors import PacelineError
 from paceline.group import Group
 from paceline.links.base import Purpose
 from paceline.links.conformance import LinkPair, check_link
-from paceline.links.local import local_meshes
+from paceline.links.faulty import FaultyMesh, Tamper
+from paceline.links.local import LocalMesh, local_meshes, next_meshes
 
-__all__ = ["LinkPair", "check_link", "coordinator", "local_groups", "local_link_pair", "run_groups", "run_ranks"]
+__all__ = [
+    "LinkPair",
+    "check_link",
+    "coordinator",
+    "local_groups",
+    "local_link_pair",
+    "next_generation",
+    "run_groups",
+    "run_ranks",
+]
 
 T = TypeVar("T")
 
@@ -41,6 +51,25 @@ def local_groups(world: int, config: Config | None = None) -> list[Group]:
     """
     config = config or Config()
     return [Group(mesh, config) for mesh in local_meshes(world, config)]
+
+
+def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None = None) -> None:
+    """Has the groups of `local_groups` go on in the next generation, over the same links; lasting parts follow.
+
+    What was on its way in the generation before is dropped. To be called when no collective is under way.
+
+    Args:
+        groups: all of them.
+        tamper: what befalls the frames of some ranks from now on (`paceline.links.faulty`), by rank.
+    """
+    meshes = []
+    for group in groups:
+        mesh = group.mesh.inner if isinstance(group.mesh, FaultyMesh) else group.mesh
+        assert isinstance(mesh, LocalMesh), "next_generation is for groups of this process"
+        meshes.append(mesh)
+    for group, mesh in zip(groups, next_meshes(meshes), strict=True):
+        act = (tamper or {}).get(mesh.rank)
+        group.move(mesh if act is None else FaultyMesh(mesh, act))
 
 
 @contextmanager

@@ -65,8 +65,8 @@ def test_a_freeze_is_news_within_failure_timeout_and_a_second() -> None:
 def test_random_bytes_from_a_member_name_it() -> None:
     culprit = """
             from paceline.links.base import Purpose
-            link = session.group._bound.mesh.link(3, Purpose.COLLECTIVE)
-            link.outbox.put(os.urandom(500), time.monotonic() + 5, session.group._bound.mesh.fault)
+            link = session.group.mesh.link(3, Purpose.COLLECTIVE)
+            link.outbox.put(os.urandom(500), time.monotonic() + 5, session.group.mesh.fault)
             wait_for_go()
 """
     with (

@@ -68,6 +68,11 @@ class GroupCore:
         return self._bound.mesh.peers
 
     @property
+    def mesh(self) -> Mesh:
+        """This member's links in the current generation: for tests, tools and whoever owns the group."""
+        return self._bound.mesh
+
+    @property
     def generation(self) -> int:
         """The generation whose members these are."""
         return self._bound.mesh.generation

@@ -29,6 +29,9 @@ class FaultyMesh(Mesh):
     Args:
         mesh: the mesh that does the work.
         tamper: what befalls frames.
+
+    Attributes:
+        inner: the mesh that does the work.
     """
 
     def __init__(self, mesh: Mesh, tamper: Tamper) -> None:
@@ -36,29 +39,29 @@ class FaultyMesh(Mesh):
         self.rank = mesh.rank
         self.peers = mesh.peers
         self.fault = mesh.fault
-        self._mesh = mesh
+        self.inner = mesh
         self._tamper = tamper
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
         """The link to a rank, with faults (`Mesh.link`)."""
-        return _FaultyLink(self._mesh.link(peer, purpose, group), self._tamper)
+        return _FaultyLink(self.inner.link(peer, purpose, group), self._tamper)
 
     def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
         """Ranks with a link (`Mesh.linked`)."""
-        return self._mesh.linked(purpose, group)
+        return self.inner.linked(purpose, group)
 
     @property
     def bytes_sent(self) -> int:
         """What the mesh that does the work has sent (`Mesh.bytes_sent`)."""
-        return self._mesh.bytes_sent
+        return self.inner.bytes_sent
 
     def close(self, deadline: float) -> None:
         """Closes every link (`Mesh.close`)."""
-        self._mesh.close(deadline)
+        self.inner.close(deadline)
 
     def close_group(self, group: str, deadline: float) -> None:
         """Closes the links of a group (`Mesh.close_group`)."""
-        self._mesh.close_group(group, deadline)
+        self.inner.close_group(group, deadline)
 
 
 class _FaultyLink(Link):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
@@ -18,7 +18,7 @@ from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.frame import Frame
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["LocalLink", "LocalMesh", "local_meshes"]
+__all__ = ["LocalLink", "LocalMesh", "local_meshes", "next_meshes"]
 
 CAPACITY = 64
 """Frames that a link holds before `send` waits."""
@@ -104,11 +104,14 @@ class LocalLink(Link):
 class LocalMesh(Mesh):
     """One rank's links to the others of its process."""
 
-    def __init__(self, rank: int, peers: list[Peer], generation: int, verdict_timeout: float, board: _Board) -> None:
+    def __init__(
+        self, rank: int, peers: Sequence[Peer], generation: int, verdict_timeout: float, board: _Board
+    ) -> None:
         self.generation = generation
         self.rank = rank
         self.peers = peers
         self.fault = Fault(generation, rank, verdict_timeout)
+        self._verdict_timeout = verdict_timeout
         self._board = board
         self._lock = threading.Lock()
         self._links: dict[tuple[int, Purpose, str], LocalLink] = {}
@@ -141,6 +144,10 @@ class LocalMesh(Mesh):
         self._end(orderly=True)
         for link in list(self._links.values()):
             link.close(deadline)
+
+    def next(self) -> LocalMesh:
+        """This member's mesh in the next generation, over the same links."""
+        return LocalMesh(self.rank, self.peers, self.generation + 1, self._verdict_timeout, self._board)
 
     def close_group(self, group: str, deadline: float) -> None:
         """Closes the links of a group (`Mesh.close_group`)."""
@@ -176,7 +183,16 @@ def local_meshes(world: int, config: Config | None = None, *, generation: int = 
         raise InvalidWorldSize(f"a world needs at least 1 rank, not {world}")
     peers = [Peer(rank, f"local-{rank}", "local") for rank in range(world)]
     board, verdict_timeout = _Board(), (config or Config()).verdict_timeout
-    meshes = [LocalMesh(rank, peers, generation, verdict_timeout, board) for rank in range(world)]
+    return _judged([LocalMesh(rank, peers, generation, verdict_timeout, board) for rank in range(world)])
+
+
+def next_meshes(meshes: Sequence[LocalMesh]) -> list[LocalMesh]:
+    """The meshes of the generation after this one: the same members, over the same links."""
+    return _judged([mesh.next() for mesh in meshes])
+
+
+def _judged(meshes: list[LocalMesh]) -> list[LocalMesh]:
+    """Meshes whose members all hear of the first suspicion of any of them."""
     for mesh in meshes:
         mesh.fault.on_suspicion(_judge(mesh.rank, meshes))
     return meshes
@@ -249,8 +265,10 @@ class _Pipe:
 
     def get(self, deadline: float, fault: Fault) -> Frame:
         with self._changed:
+            self._drop_before(fault.generation)
             while not self._frames and self._end is None and not fault.failed:
                 self._wait(deadline, "no frame came")
+                self._drop_before(fault.generation)
             if self._frames and not fault.failed:
                 if len(self._frames) >= CAPACITY:
                     self._changed.notify_all()
@@ -264,6 +282,12 @@ class _Pipe:
         fault.check()  # not under the lock: it may wait for a verdict
         assert self._end is not None
         return LinkEnded(str(self._end), orderly=self._end.orderly)
+
+    def _drop_before(self, generation: int) -> None:
+        """Frames of a generation that is over may still be here, of which nothing is lent any more."""
+        while self._frames and self._frames[0][0].generation < generation:
+            self._frames.popleft()
+            self._changed.notify_all()
 
     def end(self, *, orderly: bool) -> None:
         with self._changed:
