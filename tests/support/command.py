@@ -24,7 +24,8 @@ class Command:
     """
 
     def __init__(self, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+        kept = "PACELINE_FLIGHT_DIR"  # the tests' own
+        clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("PACELINE_")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "paceline", *arguments],
             stdin=subprocess.DEVNULL,

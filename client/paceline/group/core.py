@@ -40,7 +40,7 @@ class GroupCore:
         recorder: FlightRecorder | None = None,
     ) -> None:
         self._config = config
-        self._choose = choose
+        self.choose = choose
         self._label = label
         self._lock = threading.Lock()
         self.recorder = recorder if recorder is not None else FlightRecorder()
@@ -105,7 +105,7 @@ class GroupCore:
         Raises:
             PacelineError: the generation has failed.
         """
-        self._issue(lambda bound: barrier_task(bound.engine, self._choose), timeout, async_op=False)
+        self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op=False)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
         """A new array that links can use without a copy; its contents are undefined."""

@@ -66,7 +66,7 @@ class Gathering(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: all_gather_task(bound.engine, array, out, self._choose, uneven=uneven), timeout, async_op
+            lambda bound: all_gather_task(bound.engine, array, out, self.choose, uneven=uneven), timeout, async_op
         )
 
     @overload
@@ -121,7 +121,7 @@ class Gathering(GroupCore):
         self._check_rank("root", root)
         array = as_array(x)
         return self._issue(
-            lambda bound: gather_task(bound.engine, array, root, out, self._choose, uneven=uneven), timeout, async_op
+            lambda bound: gather_task(bound.engine, array, root, out, self.choose, uneven=uneven), timeout, async_op
         )
 
     @overload

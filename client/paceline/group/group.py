@@ -50,6 +50,7 @@ class Group(Reducing, Objects, Messages):
         recorder: remembers operations; one of its own if None.
 
     Attributes:
+        choose: picks schedules; may be set, to the same on all ranks, while no collective is under way.
         recorder: the last 1,000 operations of this member, in this group and its parts.
         on_abort: called with the error when the generation has failed, in the thread that raises it.
         parent: the group that this one is a part of; None for the view.
@@ -171,7 +172,7 @@ class Group(Reducing, Objects, Messages):
         mesh = SubMesh(bound.mesh, members, name)
         label = label or f"{name}-{_digest(bound.mesh.peers, members)}"
         full = f"{bound.name}/{name}" if bound.name else name
-        part = Group(mesh, self._config, choose=self._choose, name=full, label=label, recorder=self.recorder)
+        part = Group(mesh, self._config, choose=self.choose, name=full, label=label, recorder=self.recorder)
         part.parent = self
         part.on_abort = self.on_abort
         with self._lock:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy.typing as npt
 
-from paceline.arrays import Array, as_array
+from paceline.arrays import Array, as_array, native
 from paceline.errors import UnsupportedOp
+from paceline.group.binding import Binding
 from paceline.group.core import GroupCore
+from paceline.signature import Signature
 
 __all__ = ["Messages"]
 
@@ -33,7 +38,10 @@ class Messages(GroupCore):
         """
         bound = self._enter()
         self._check_rank("dst", dst)
-        bound.mailbox.send(as_array(x), dst, _check_tag(tag), self._deadline(timeout))
+        array = as_array(x)
+        detail = f"to={dst} tag={_check_tag(tag)}"
+        with self._recorded(bound, Signature("send", detail, native(array.dtype), array.shape)):
+            bound.mailbox.send(array, dst, tag, self._deadline(timeout))
 
     def recv(
         self, src: int | None = None, *, tag: int = 0, out: Array | None = None, timeout: float | None = None
@@ -59,7 +67,21 @@ class Messages(GroupCore):
         bound = self._enter()
         if src is not None:
             self._check_rank("src", src)
-        return bound.mailbox.recv(src, _check_tag(tag), out, self._deadline(timeout))
+        detail = f"from={'any' if src is None else src} tag={_check_tag(tag)}"
+        with self._recorded(bound, Signature("recv", detail)):
+            return bound.mailbox.recv(src, tag, out, self._deadline(timeout))
+
+    @contextmanager
+    def _recorded(self, bound: Binding, signature: Signature) -> Iterator[None]:
+        """Remembers a message; unlike a collective it has no number that all ranks share."""
+        entry = self.recorder.issue(bound.name, 0, signature.encode())
+        entry.begin()
+        try:
+            yield
+        except BaseException as error:
+            entry.end(error)
+            raise
+        entry.end()
 
 
 def _check_tag(tag: object) -> int:

@@ -81,7 +81,7 @@ class Reducing(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: all_reduce_task(bound.engine, array, op, out, self._choose, order), timeout, async_op
+            lambda bound: all_reduce_task(bound.engine, array, op, out, self.choose, order), timeout, async_op
         )
 
     @overload
@@ -140,7 +140,7 @@ class Reducing(GroupCore):
         self._check_rank("root", root)
         array = as_array(x)
         return self._issue(
-            lambda bound: reduce_task(bound.engine, array, op, root, out, self._choose, order), timeout, async_op
+            lambda bound: reduce_task(bound.engine, array, op, root, out, self.choose, order), timeout, async_op
         )
 
     @overload
@@ -194,7 +194,7 @@ class Reducing(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: reduce_scatter_task(bound.engine, array, op, out, self._choose, order), timeout, async_op
+            lambda bound: reduce_scatter_task(bound.engine, array, op, out, self.choose, order), timeout, async_op
         )
 
     def average(self, tree: T, *, timeout: float | None = None) -> T:
@@ -217,7 +217,7 @@ class Reducing(GroupCore):
         for vector in fusion.vectors:
             self._issue(
                 lambda bound, vector=vector: all_reduce_task(
-                    bound.engine, vector, "mean", vector, self._choose, detail=detail
+                    bound.engine, vector, "mean", vector, self.choose, detail=detail
                 ),
                 timeout,
                 async_op=False,

@@ -68,9 +68,7 @@ class Spreading(GroupCore):
         """
         self._check_rank("root", root)
         array = None if x is None else as_array(x)
-        return self._issue(
-            lambda bound: broadcast_task(bound.engine, array, root, out, self._choose), timeout, async_op
-        )
+        return self._issue(lambda bound: broadcast_task(bound.engine, array, root, out, self.choose), timeout, async_op)
 
     @overload
     def scatter(

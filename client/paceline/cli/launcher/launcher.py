@@ -19,6 +19,9 @@ from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 __all__ = ["Launcher", "Listener"]
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the workers; SIGUSR2 is passed on to them."""
+
 _DRAIN_S = 1.0
 """After the last worker's end: how long to read on from pipes that some grandchild still holds open."""
 
@@ -166,7 +169,12 @@ class Launcher:
     def _obey_signals(self) -> None:
         now = time.monotonic()
         while self._signals:
-            self._supervision.interrupt(self._signals.pop(0), now)
+            received = self._signals.pop(0)
+            if received in _ENDING:
+                self._supervision.interrupt(received, now)
+            else:  # asks for flight records, which the workers have
+                asked = [worker for worker in self.workers if worker.ask(received)]
+                self._listener.say(f"asked {len(asked)} of {len(self.workers)} workers for their flight records")
         signum = self._supervision.due(now)
         running = [worker for worker in self.workers if worker.running]
         if signum is None or not running:
@@ -208,7 +216,7 @@ class Launcher:
         def note(signum: int, frame: FrameType | None) -> None:
             self._signals.append(signal.Signals(signum))
 
-        before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        before = {signum: signal.signal(signum, note) for signum in (*_ENDING, signal.SIGUSR2)}
         # The byte that Python writes here in the C handler ends a `select` that has just begun: no signal is missed.
         previous = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         try:

@@ -154,6 +154,20 @@ class Worker:
     def __str__(self) -> str:
         return f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"
 
+    def ask(self, signum: signal.Signals) -> bool:
+        """Passes a signal on to a worker that handles it; True if it does. One that does not would die of it."""
+        if not self.running:
+            return False
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:  # not a system that tells
+            return False
+        caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+        if not int(caught, 16) >> (signum - 1) & 1:
+            return False
+        os.kill(self.pid, signum)
+        return True
+
     def signal(self, signum: signal.Signals) -> None:
         """Signals the worker and all in its process group."""
         if not self.running:
