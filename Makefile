@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types fmt protos test-slow test-containers bench image clean
+.PHONY: help demo test lint types fmt protos test-slow test-root test-containers bench image clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -37,6 +37,9 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 
 test-slow: $(VENV)/.installed  ## the slow tests
 	$(BIN)/pytest -m 'slow and not root and not containers'
+
+test-root: $(VENV)/.installed  ## the tests that need root
+	$(BIN)/pytest -m 'root and not containers'
 
 test-containers: $(VENV)/.installed  ## the tests that need a Docker engine
 	$(BIN)/pytest -m containers

@@ -134,8 +134,10 @@ class Lane:
             self.progress = Progress(operation, monotonic(), True)
             return task()
         finally:
-            self._over()
-            self._end(operation)
+            self.progress = Progress(operation, monotonic(), False)
+            with self._changed:
+                self._closes()
+                self._frees()
 
     def submit(self, begin: Begin[T]) -> Work[T]:
         """Puts an operation in line for the group's thread.
@@ -183,12 +185,17 @@ class Lane:
         self._changed.notify_all()
         return work
 
-    def _over(self) -> None:
+    def _closes(self) -> None:
         """An operation is over; nobody has been told yet, so that whoever is told may issue the next."""
-        with self._changed:
-            self._open -= 1
-            if not self._open:
-                self._issuer = None
+        self._open -= 1
+        if not self._open:
+            self._issuer = None
+
+    def _frees(self) -> None:
+        """The next in line may begin."""
+        self._busy = False
+        if self._queue or self._closed:
+            self._changed.notify_all()
 
     def _serve(self) -> None:
         while True:
@@ -199,14 +206,13 @@ class Lane:
                 work = self._queue.popleft()
                 self._busy = True
             self.progress = Progress(work.operation, monotonic(), True)
-            work._run(self._over)
+            work._run(self._before_news)
             operation = work.operation
             del work  # its result belongs to the caller, not to an idle thread
-            self._end(operation)
+            self.progress = Progress(operation, monotonic(), False)
+            with self._changed:
+                self._frees()
 
-    def _end(self, operation: int) -> None:
-        self.progress = Progress(operation, monotonic(), False)
+    def _before_news(self) -> None:
         with self._changed:
-            self._busy = False
-            if self._queue or self._closed:
-                self._changed.notify_all()
+            self._closes()

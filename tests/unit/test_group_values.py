@@ -87,7 +87,9 @@ def test_all_reduce_equals_numpy(data: Any, world: int) -> None:
     expected = kept[0].astype(dtype)
     for x in kept[1:]:
         expected = NUMPY["sum" if op == "mean" else op](expected, x.astype(dtype))
-    expected = expected / dtype.type(world) if op == "mean" else expected
+    if op == "mean":  # NumPy divides complex numbers with one rounding more
+        real = expected.view(expected.real.dtype) if dtype.kind == "c" and expected.ndim else expected
+        expected = (real / real.dtype.type(world)).view(dtype)
     for result, x, before in zip(results, inputs, kept, strict=True):
         assert result.shape == x.shape
         assert use_out != "none" or result.dtype == dtype

@@ -6,13 +6,14 @@ Shapes: n elements of a segment.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
 from paceline.arrays import Array
 from paceline.collectives.ops import Reduction
 
-__all__ = ["Arithmetic"]
+__all__ = ["Arithmetic", "arithmetic"]
 
 
 class Arithmetic:
@@ -70,6 +71,12 @@ class Arithmetic:
             self.finish(target)
         else:
             target[...] = total if self._divisor == 1.0 else total / self._wide.type(self._divisor)
+
+
+@lru_cache(maxsize=64)
+def arithmetic(reduction: Reduction, world: int) -> Arithmetic:
+    """The arithmetic of a reduction, made once."""
+    return Arithmetic(reduction, world)
 
 
 def _real(x: Array) -> Array:

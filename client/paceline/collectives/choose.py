@@ -95,7 +95,9 @@ def choose(collective: str, nbytes: int, world: int, *, in_rank_order: bool = Fa
         in_rank_order: only schedules that sum in rank order, each element at one rank, will do.
         rules: the table.
     """
-    fit = _fit(rules, collective, in_rank_order) or _fit(RULES, collective, in_rank_order)
+    fit = rules[collective]
+    if in_rank_order:
+        fit = _in_rank_order(rules, collective) or _in_rank_order(RULES, collective)
     for rule in fit:
         if rule.holds(nbytes, world):
             return Choice(rule.schedule, rule.reason)
@@ -123,9 +125,8 @@ def format_rules(rules: Rules = RULES) -> str:
     return "\n".join(lines)
 
 
-def _fit(rules: Rules, collective: str, in_rank_order: bool) -> list[Rule]:
-    schedules = SCHEDULES[collective]
-    return [rule for rule in rules[collective] if not in_rank_order or schedules[rule.schedule].in_rank_order]
+def _in_rank_order(rules: Rules, collective: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules[collective] if SCHEDULES[collective][rule.schedule].in_rank_order)
 
 
 def _when(rule: Rule) -> str:

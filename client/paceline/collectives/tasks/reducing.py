@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
-from paceline.collectives.arithmetic import Arithmetic
+from paceline.collectives.arithmetic import arithmetic
 from paceline.collectives.engine import Call, Engine
 from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
@@ -90,7 +90,7 @@ def _reduce(engine: Engine, call: Call, program: Program, x: Array, result: Arra
     base, flat = as_flat(x), result.reshape(-1)
     # Infinities are values here; a warning on one rank would help nobody.
     with np.errstate(all="ignore"):
-        engine.run(call, program, flat if result is x else base, flat, Arithmetic(reduce, engine.mesh.size))
+        engine.run(call, program, flat if result is x else base, flat, arithmetic(reduce, engine.mesh.size))
 
 
 def _order(order: str) -> str:
