@@ -10,11 +10,14 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
-from paceline.testing import coordinator
+from paceline.group import Group
+from paceline.testing import coordinator, run_ranks
 from support.processes import workers
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
@@ -35,6 +38,40 @@ def test_grpc_ring() -> None:
     print(f"\nW=2 over grpc: 1 KiB {small:.0f} us, 16 MiB {large:.2f} GB/s bus bandwidth")
     assert small <= 800
     assert large >= 0.5
+
+
+def test_local_links_pass_frames_by_reference() -> None:
+    """all_reduce of 16 MiB over 4 threads against one thread's plain sum of the same arrays, turn and turn about."""
+    world, n = 4, 4 << 20
+    inputs = [np.full(n, rank + 1, np.float32) for rank in range(world)]
+    out = np.empty(n, np.float32)
+
+    def plain() -> None:
+        np.add(inputs[0], inputs[1], out=out)
+        for x in inputs[2:]:
+            np.add(out, x, out=out)
+
+    def rank(group: Group) -> tuple[float, float]:
+        result = np.empty(n, np.float32)
+        sums, collectives = [], []
+        for _ in range(41):
+            if group.rank == 0:
+                start = time.perf_counter()
+                plain()
+                sums.append(time.perf_counter() - start)
+            group.barrier()
+            start = time.perf_counter()
+            group.all_reduce(inputs[group.rank], out=result)
+            collectives.append(time.perf_counter() - start)
+            group.barrier()
+        assert (result == 10).all()
+        return statistics.median(sums) if sums else 0.0, statistics.median(collectives)
+
+    results = run_ranks(world, rank)
+    plain_s, collective_s = results[0][0], max(collective for _, collective in results)
+    ratio = collective_s / plain_s
+    print(f"\nlocal, W=4, 16 MiB: {collective_s * 1e3:.1f} ms, plain sum {plain_s * 1e3:.1f} ms, {ratio:.1f} times")
+    assert ratio <= 3.0
 
 
 def test_import() -> None:

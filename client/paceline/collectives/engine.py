@@ -33,6 +33,9 @@ T = TypeVar("T")
 PHASE = 1 << 28
 """Parts of phase p of an operation are numbered from here times p."""
 
+_SETTLING = -1
+"""In place of a part's number: all frames are sent, and the last of them are still being read."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -166,7 +169,7 @@ class Engine:
     def _settle(self, deadline: float) -> None:
         """Returns when nobody reads this rank's arrays any more."""
         for peer in sorted(self._exchange.lent):
-            self._at = Move(Do.SEND, peer, 0, 0, Area.BASE, 0, Area.BASE, 0)
+            self._at = Move(Do.SEND, peer, _SETTLING, 0, Area.BASE, 0, Area.BASE, 0)
             self._exchange.settle(peer, deadline)
 
     def sign(
@@ -283,8 +286,10 @@ class Engine:
         sending = at.do is Do.SEND
         moves = self._program.moves if self._program is not None else ()
         total = sum(move.peer == at.peer and (move.do is Do.SEND) is sending for move in moves)
-        which = f"frame {at.part + 1}{f' of {total}' if total else ''}"
-        what = f"take {which}" if sending and at.n else f"{'release what it was lent' if sending else f'send {which}'}"
+        if at.part == _SETTLING:
+            what = "read what it was lent"
+        else:
+            what = f"{'take' if sending else 'send'} frame {at.part + 1}{f' of {total}' if total else ''}"
         return blame.timed_out(mesh.peers, mesh.rank, at.peer, call.operation, str(call), what, seconds)
 
     def _raise(self, suspicion: Suspicion) -> NoReturn:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.tasks.task import Chooser
 from paceline.config import Config
-from paceline.errors import InvalidRank, InvalidWorldSize, UnsupportedOp
+from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
 from paceline.group.binding import Binding
 from paceline.group.messages import Messages
 from paceline.group.objects import Objects
 from paceline.group.reducing import Reducing
-from paceline.links.base import Mesh, Peer
+from paceline.links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline.links.submesh import SubMesh
 from paceline.recorder import FlightRecorder
 
@@ -69,7 +68,8 @@ class Group(Reducing, Objects, Messages):
         super().__init__(mesh, config, choose=choose, name=name, label=label, recorder=recorder)
         self.parent: Group | None = None
         self._rule: Rule | None = None
-        self._parts: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._name = name  # within the parent
+        self._parts: set[Group] = set()  # until they are closed
         self._splits = 0
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> Group:
@@ -137,7 +137,7 @@ class Group(Reducing, Objects, Messages):
     def close(self, timeout: float = 5.0, *, drain: float | None = None) -> None:
         """Ends what is in line, then closes the links: the others see that this member left. Idempotent.
 
-        Closing a part closes that part's links alone.
+        Closing a part closes that part's links alone. A part that is not closed lives as long as the whole group.
 
         Args:
             timeout: seconds for what is in line to end.
@@ -146,6 +146,9 @@ class Group(Reducing, Objects, Messages):
         for part in list(self._parts):
             part.close(timeout, drain=drain)
         self._bound.close(timeout, drain)
+        if self.parent is not None:
+            with self.parent._lock:
+                self.parent._parts.discard(self)
 
     def move(self, mesh: Mesh) -> None:
         """Goes on in the next generation: for whoever owns the group, at a moment when no collective is under way.
@@ -165,15 +168,18 @@ class Group(Reducing, Objects, Messages):
             self._bound.abandon()
             return
         members = self._rule(mesh.peers, mesh.rank)
-        self._label = f"{self._bound.name}-{_digest(mesh.peers, members)}"
-        self.move(SubMesh(mesh, members, self._bound.name))
+        self._label = f"{self._name}-{_digest(mesh.peers, members)}"
+        self.move(SubMesh(mesh, members, self._name))
 
     def _part(self, bound: Binding, members: list[int], name: str, label: str) -> Group:
         mesh = SubMesh(bound.mesh, members, name)
         label = label or f"{name}-{_digest(bound.mesh.peers, members)}"
         full = f"{bound.name}/{name}" if bound.name else name
+        if len(full) > MAX_GROUP_NAME:
+            raise LimitExceeded(f"parts of parts of parts: their names together may have {MAX_GROUP_NAME} bytes")
         part = Group(mesh, self._config, choose=self.choose, name=full, label=label, recorder=self.recorder)
         part.parent = self
+        part._name = name
         part.on_abort = self.on_abort
         with self._lock:
             self._parts.add(part)

@@ -24,7 +24,11 @@ from enum import IntEnum
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame
 
-__all__ = ["Link", "LinkEnded", "LinkTimeout", "Mesh", "Peer", "Purpose"]
+__all__ = ["MAX_GROUP_NAME", "Link", "LinkEnded", "LinkTimeout", "Mesh", "Peer", "Purpose"]
+
+
+MAX_GROUP_NAME = 256
+"""Longest name of a group, in bytes (peer.proto)."""
 
 
 class Purpose(IntEnum):

@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 
 from paceline._grpc import EOF, aio, grpc
 from paceline.errors import LinkUnavailable
-from paceline.links.base import LinkEnded, Peer, Purpose
+from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameError, FrameKind, decode
 from paceline.links.grpc_link import Inbox
@@ -29,9 +29,6 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
 
 __all__ = ["Door", "Household"]
-
-MAX_GROUP_BYTES = 256
-"""Longest name of a group."""
 
 TICKET_LIFETIME = 10.0
 """Seconds for which a ticket is good (peer.proto)."""
@@ -159,7 +156,7 @@ class Door:
             text = "no kind of link that both sides have"
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         inbox = None
-        if len(request.group) <= MAX_GROUP_BYTES:
+        if len(request.group) <= MAX_GROUP_NAME:
             inbox = inside.inbox(peer.rank, Purpose(request.purpose), request.group)
         if inbox is None:
             text = "too many groups, or a name of one that is too long"
