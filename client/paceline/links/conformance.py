@@ -1,4 +1,4 @@
-"""The conformance check of links: the six rules of `links/base.py`, each as a check that a wrong link fails.
+"""The conformance check of links: the seven rules of `links/base.py`, each as a check that a wrong link fails.
 
 Use it through `paceline.testing.check_link`. A check that finds a rule broken raises AssertionError, which names the
 rule. Nothing here waits for luck: every wait has an end, and what must not block runs in a thread that can be left.
@@ -193,6 +193,36 @@ def rule_6_threads(pair: LinkPair) -> None:
             raise call.error
 
 
+def rule_7_lend(pair: LinkPair) -> None:
+    """What was lent stays as it was until `settle` or `recall` has returned; a failure wakes `settle` within 100 ms."""
+    for size in (100, 1 << 18):
+        buffer = bytearray(b"b" * size)
+        pair.a.lend(_frame(pair, 1, 0, b"", memoryview(buffer)), monotonic() + _LONG)
+        if _settled(pair.a):
+            buffer[:] = b"a" * size
+        frame = pair.b.recv(monotonic() + _LONG)
+        if _settled(pair.a):
+            buffer[:] = b"a" * size
+        assert bytes(frame.payload) == b"b" * size, "settle returned while the other side still reads"
+        pair.b.release()
+        pair.a.settle(monotonic() + _LONG)
+        pair.a.settle(0.0)
+    lent = bytearray(b"b" * (1 << 18))
+    pair.a.lend(_frame(pair, 1, 1, b"", memoryview(lent)), monotonic() + _LONG)
+    settling = _Blocked(lambda: pair.a.settle(monotonic() + _LONG))
+    copied = settling.over.wait(0.02)
+    frame = pair.b.recv(monotonic() + _LONG)
+    pair.fault_a.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
+    assert settling.over.wait(_PROMPT), f"a blocked settle was not woken within {_PROMPT} s"
+    assert copied or isinstance(settling.error, PacelineError), f"a blocked settle was woken with {settling.error!r}"
+    recall = _Blocked(pair.a.recall)
+    if recall.over.wait(0.02):
+        lent[:] = b"a" * len(lent)
+    assert bytes(frame.payload) == b"b" * len(lent), "recall returned while the other side still reads"
+    pair.b.release()
+    assert recall.over.wait(_LONG), "recall did not return when the other side had read"
+
+
 RULES: tuple[Callable[[LinkPair], None], ...] = (
     rule_1_frames,
     rule_2_send,
@@ -201,6 +231,7 @@ RULES: tuple[Callable[[LinkPair], None], ...] = (
     rule_4_cut,
     rule_5_close,
     rule_6_threads,
+    rule_7_lend,
 )
 
 
@@ -238,6 +269,15 @@ def _nothing_comes(link: Link, seconds: float = 0.02) -> None:
     except LinkTimeout:
         return
     raise AssertionError(f"a frame came that was not sent, or twice: {frame!r:.200}")
+
+
+def _settled(link: Link) -> bool:
+    """True if all that the link has lent is the caller's again."""
+    try:
+        link.settle(monotonic() + 0.02)
+    except LinkTimeout:
+        return False
+    return True
 
 
 def _fill(pair: LinkPair, part: int) -> int:

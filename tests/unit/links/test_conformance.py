@@ -102,6 +102,20 @@ class Deaf(Broken):
                 raise
 
 
+class Forgetful(Broken):
+    """Lends, and does not wait for the reader."""
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        self.link.lend(frame, deadline)
+
+
+class Hasty(Forgetful):
+    """Waits, but takes back what is being read."""
+
+    def settle(self, deadline: float) -> None:
+        self.link.settle(deadline)
+
+
 class Disorderly(Broken):
     def recv(self, deadline: float) -> Frame:
         try:
@@ -121,6 +135,8 @@ class Disorderly(Broken):
         (Silent, "rule_3"),
         (Deaf, "rule_4"),
         (Disorderly, "rule_4_cut"),
+        (Forgetful, "rule_7"),
+        (Hasty, "rule_7"),
     ],
 )
 def test_a_link_that_breaks_a_rule_is_found_out(
