@@ -1,4 +1,4 @@
-"""`paceline demo` and `paceline bench` as processes: what they promise on the command line."""
+"""`paceline demo` as a process: what it promises on the command line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import sys
 import pytest
 
 from support.command import command
-
-ROW = {"collective", "impl", "link", "world_size", "bytes", "median_us", "p10_us", "p99_us", "busbw_GBps"}
 
 
 def test_demo_json() -> None:
@@ -80,23 +78,3 @@ def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it() -> None:
     assert "stopping 2 workers" in text
     assert "Traceback" not in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is back
-
-
-@pytest.mark.parametrize("collective", ["all-reduce", "broadcast"])
-def test_bench_json(collective: str) -> None:
-    with command("bench", collective, "-n", "2", "--sizes", "4,1KiB", "--links", "local", "--json") as bench:
-        assert bench.wait() == 0, str(bench)
-    rows = json.loads(bench.stdout.splitlines()[-1])["rows"]
-    assert [set(row) for row in rows] == [ROW, ROW]
-    assert [row["bytes"] for row in rows] == [4, 1024]
-    for row in rows:
-        assert (row["impl"], row["link"], row["world_size"]) == ("paceline", "local", 2)
-        assert row["collective"] == collective.replace("-", "_")
-        assert 0 < row["p10_us"] <= row["median_us"] <= row["p99_us"]
-
-
-def test_bench_over_grpc() -> None:
-    with command("bench", "barrier", "-n", "2", "--json") as bench:
-        assert bench.wait() == 0, str(bench)
-    (row,) = json.loads(bench.stdout.splitlines()[-1])["rows"]
-    assert (row["collective"], row["link"], row["bytes"], row["busbw_GBps"]) == ("barrier", "grpc", 0, 0.0)

@@ -126,14 +126,46 @@ def status(
 
 @app.command()
 def bench(
-    collective: Annotated[str, typer.Argument(help="all-reduce, broadcast or barrier.")] = "all-reduce",
+    collective: Annotated[
+        str,
+        typer.Argument(
+            help="all-reduce, reduce, reduce-scatter, broadcast, scatter, all-gather, gather, all-to-all, send-recv, "
+            "barrier, or all."
+        ),
+    ] = "all-reduce",
     workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=64, help="Worker processes.")] = 2,
-    sizes: Annotated[str, typer.Option(help="Bytes of the array, with commas.")] = "1KiB,64KiB,1MiB,16MiB",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of the whole array, with commas; rounded up to parts that are equal.")
+    ] = "1KiB,64KiB,1MiB,16MiB",
     links: Annotated[str, typer.Option(help="Links to measure: grpc, local.")] = "grpc",
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME]", help="Force these schedules, turn about; default: the one that is chosen."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure a collective between processes on this machine."""
     with one_line_errors():
         from paceline.cli.bench.command import run_bench
 
-        raise typer.Exit(run_bench(collective, workers, sizes, links, as_json=json))
+        raise typer.Exit(run_bench(collective, workers, sizes, links, schedule, as_json=json))
+
+
+@app.command()
+def schedules(
+    collective: Annotated[str | None, typer.Argument(help="all-reduce, ...; default: the table of choices.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("-n", "--workers", min=1, max=65536, help="World size; default: 4.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Bytes of the whole array; default: 1MiB.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Whose rows to show; default: 0. Roots are 0.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show this schedule in place of the one that is chosen.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show which schedule a collective is done by, and who sends what to whom."""
+    with one_line_errors():
+        from paceline.cli.schedules import Asked, show_schedules
+
+        show_schedules(collective, Asked(workers, size, rank, schedule), as_json=json)

@@ -118,11 +118,12 @@ def only(collective: str, schedule: str) -> Rules:
 
 def format_rules(rules: Rules = RULES) -> str:
     """The table for people."""
-    lines = [f"{'collective':<16}{'schedule':<20}{'when':<44}why"]
+    rows = [("collective", "schedule", "when", "why")]
     for collective, of in rules.items():
         for index, rule in enumerate(of):
-            lines.append(f"{collective if index == 0 else '':<16}{rule.schedule:<20}{_when(rule):<44}{rule.reason}")
-    return "\n".join(lines)
+            rows.append(("" if index else collective, rule.schedule, _when(rule), rule.reason))
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:3]]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows)
 
 
 def _in_rank_order(rules: Rules, collective: str) -> tuple[Rule, ...]:
@@ -131,8 +132,12 @@ def _in_rank_order(rules: Rules, collective: str) -> tuple[Rule, ...]:
 
 def _when(rule: Rule) -> str:
     limits = [
-        f"at most {rule.max_bytes // _KIB} KiB" if rule.max_bytes is not None else "",
+        f"at most {_size(rule.max_bytes)}" if rule.max_bytes is not None else "",
         f"W at most {rule.max_world}" if rule.max_world is not None else "",
-        f"(W-1) arrays at most {rule.max_incast // _KIB} KiB" if rule.max_incast is not None else "",
+        f"(W-1) arrays at most {_size(rule.max_incast)}" if rule.max_incast is not None else "",
     ]
-    return ", ".join(limit for limit in limits if limit) or "else"
+    return ", ".join(filter(None, limits)) or "else"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // _KIB} KiB" if nbytes % _MIB else f"{nbytes // _MIB} MiB"

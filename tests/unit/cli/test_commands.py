@@ -17,7 +17,7 @@ def test_version() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("coordinator", "run", "demo", "status", "bench"):
+    for command in ("coordinator", "run", "demo", "status", "bench", "schedules"):
         assert runner.invoke(app, [command, "--help"]).exit_code == 0
 
 
@@ -32,7 +32,7 @@ def test_every_command_has_help() -> None:
         (["status", "--coordinator", "::1:70"], "write an IPv6 address in brackets"),
         (["bench", "all-reduce", "--links", "grpc,shm"], "there is no link 'shm'"),
         (["bench", "all-reduce", "--sizes", "3MiBs"], "is not a size"),
-        (["bench", "all-to-none"], "choose one of all-reduce, broadcast, barrier"),
+        (["bench", "all-to-none"], "choose one of all-reduce, reduce, reduce-scatter"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:

@@ -61,4 +61,4 @@ def test_the_table_can_be_printed() -> None:
     for collective, schedules in SCHEDULES.items():
         assert collective in text
         assert any(name in text for name in schedules)
-    assert "at most 64 KiB, (W-1) arrays at most 1024 KiB" in text
+    assert "at most 64 KiB, (W-1) arrays at most 1 MiB" in text

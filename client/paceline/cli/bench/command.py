@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.bench.arithmetic import COLLECTIVES, Row, make_row, parse_sizes, size_text
+from paceline.cli.bench.arithmetic import Row, make_row
 from paceline.cli.bench.measure import measure
+from paceline.cli.bench.plan import Job, plan
+from paceline.cli.bench.sizes import size_text
 from paceline.cli.launcher import Worker, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.output import UsageError, print_json
 from paceline.cli.run import launch
 from paceline.embedded import coordinator as embedded_coordinator
-from paceline.group import Group
+from paceline.testing import run_ranks
 
 __all__ = ["run_bench"]
 
 _LINKS = ("grpc", "local")
 
+_LOCAL_TIMEOUT_S = 3600.0
+"""For one job between threads; a machine that needs longer for it has no memory left for its arrays."""
 
-def run_bench(collective: str, workers: int, sizes: str, links: str, *, as_json: bool) -> int:
-    """Measures a collective at each size over each link.
+
+def run_bench(
+    collective: str, workers: int, sizes: str, links: str, schedule: str | None = None, *, as_json: bool
+) -> int:
+    """Measures a collective, or all of them, at each size over each link.
+
+    Args:
+        collective: as the command line spells it.
+        workers: world size.
+        sizes: with commas, see `parse_sizes`.
+        links: with commas.
+        schedule: names with commas, measured turn about, and then named in the rows; None for what is chosen.
+        as_json: the rows are standard output's last line.
 
     Returns:
         The exit code.
@@ -30,30 +47,29 @@ def run_bench(collective: str, workers: int, sizes: str, links: str, *, as_json:
     Raises:
         UsageError: something is asked for that cannot be measured.
     """
-    if collective not in COLLECTIVES:
-        raise UsageError(f"cannot measure {collective!r}: choose one of {', '.join(COLLECTIVES)}")
     wanted = [link.strip() for link in links.split(",")]
     for link in wanted:
         if link not in _LINKS:
             raise UsageError(f"there is no link {link!r}: this version measures {' and '.join(_LINKS)}")
     try:
-        byte_counts = [0] if collective == "barrier" else parse_sizes(sizes)
+        jobs = plan(collective, workers, sizes, schedule)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    name = collective.replace("-", "_")
     view = _Rows(RichConsole(stderr=as_json))
     for link in wanted:
         run = _run_processes if link == "grpc" else _run_threads
-        if code := run(name, workers, byte_counts, view):
+        if code := run(jobs, workers, view):
             return code
     if as_json:
-        print_json({"rows": view.rows})
+        # Rows have the keys that scripts rely on, and one more only where it is needed to tell rows apart.
+        rows = [{key: row[key] for key in row if schedule or key != "schedule"} for row in view.rows]
+        print_json({"rows": rows})
     return 0
 
 
-def _run_processes(collective: str, workers: int, sizes: list[int], view: _Rows) -> int:
+def _run_processes(jobs: Sequence[Job], workers: int, view: _Rows) -> int:
     """One process per rank, gRPC streams over loopback between them."""
-    command = ["-m", "paceline.cli.bench.worker", collective, *map(str, sizes)]
+    command = ["-m", "paceline.cli.bench.worker", *(job.to_argument() for job in jobs)]
     listener = _BenchListener(view)
     try:
         with embedded_coordinator() as address:
@@ -62,17 +78,11 @@ def _run_processes(collective: str, workers: int, sizes: list[int], view: _Rows)
         listener.close()
 
 
-def _run_threads(collective: str, workers: int, sizes: list[int], view: _Rows) -> int:
+def _run_threads(jobs: Sequence[Job], workers: int, view: _Rows) -> int:
     """All ranks in this process: what the schedules cost without a network."""
-    from paceline.testing import run_ranks
-
-    for size in sizes:
-
-        def rank(group: Group, size: int = size) -> list[float]:
-            return measure(group, collective, size)
-
-        times = run_ranks(workers, rank)[0]
-        view.add(make_row(collective, "local", workers, size, times).as_dict())
+    for job in jobs:
+        for schedule, times in run_ranks(workers, partial(measure, job=job), timeout=_LOCAL_TIMEOUT_S)[0]:
+            view.add(make_row(job.collective, schedule, "local", workers, job.bytes, times).as_dict())
     return 0
 
 
@@ -87,13 +97,15 @@ class _Rows:
         """Takes a row in the form of `Row.as_dict` and shows it."""
         row = Row(**values)
         if not self.rows:
-            head = f"{'collective':<11}{'link':<6}{'W':>3}{'size':>10}{'median':>12}{'p10':>12}{'p99':>12}{'bus':>13}"
-            self._console.print(head, style="bold", highlight=False)
+            head = f"{'collective':<15}{'schedule':<19}{'link':<6}{'W':>2}{'size':>10}"
+            head += f"{'median us':>11}{'p10 us':>10}{'p99 us':>11}{'bus GB/s':>10}"
+            self._console.print(head, style="bold", highlight=False, soft_wrap=True)
         self.rows.append(values)
         self._console.print(
-            f"{row.collective:<11}{row.link:<6}{row.world_size:>3}{size_text(row.bytes):>10}"
-            f"{row.median_us:>9.1f} us{row.p10_us:>9.1f} us{row.p99_us:>9.1f} us{row.busbw_GBps:>8.3f} GB/s",
+            f"{row.collective:<15}{row.schedule or '-':<19}{row.link:<6}{row.world_size:>2}{size_text(row.bytes):>10}"
+            f"{row.median_us:>11.1f}{row.p10_us:>10.1f}{row.p99_us:>11.1f}{row.busbw_GBps:>10.3f}",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -102,17 +102,17 @@ def _receive_unknown(
 
 def _whole(xs: Sequence[npt.ArrayLike] | Array | None, world: int, root: int) -> Array:
     """The root's parts as one array, shape [W, ...]."""
+    needs = f"scatter needs {world} arrays of one dtype and shape at its root, rank {root}; it got"
     if xs is None:
-        raise UnsupportedOp(f"scatter needs {world} arrays at its root, rank {root}; it got None")
-    parts = xs if isinstance(xs, np.ndarray) else [as_array(part) for part in xs]
-    if np.ndim(parts) == 0 if isinstance(parts, np.ndarray) else False:
-        raise SizeMismatch(f"scatter needs {world} arrays at its root, rank {root}; it got one of shape ()")
+        raise UnsupportedOp(f"{needs} None")
+    if isinstance(xs, np.ndarray):
+        if xs.ndim == 0 or len(xs) != world:
+            raise SizeMismatch(f"{needs} one of shape {xs.shape}")
+        return as_array(xs)
+    parts = [as_array(part) for part in xs]
     if len(parts) != world:
-        raise SizeMismatch(f"scatter needs {world} arrays at its root, rank {root}; it got {len(parts)}")
-    if isinstance(parts, np.ndarray):
-        return as_array(parts)
+        raise SizeMismatch(f"{needs} {len(parts)}")
     kinds = {(native(part.dtype), part.shape) for part in parts}
     if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype}{shape}" for dtype, shape in kinds))
-        raise SizeMismatch(f"scatter needs arrays of one dtype and shape at its root, rank {root}; it got {found}")
+        raise SizeMismatch(f"{needs} {', '.join(sorted(f'{dtype}{shape}' for dtype, shape in kinds))}")
     return np.stack(parts)
