@@ -215,7 +215,7 @@ class Mailbox:
         mesh, seconds = self._mesh, monotonic() - started
         me = mesh.peers[mesh.rank]
         text = f"send tag={tag}: {mesh.peers[dst]} did not take the message of {me} in {seconds:.3g} s"
-        raise OperationTimeout(text, ranks=(dst,), generation=mesh.generation) from None
+        raise OperationTimeout(text, ranks=(mesh.peers[dst].rank,), generation=mesh.generation) from None
 
     def _recv_late(self, src: int | None, tag: int, started: float) -> NoReturn:
         mesh, seconds = self._mesh, monotonic() - started
@@ -224,4 +224,4 @@ class Mailbox:
             others = sum(src is None or message.source == src for message in self._messages)
         text = f"recv tag={tag}: nothing from {source} to {mesh.peers[mesh.rank]} in {seconds:.3g} s"
         text += f"; {others} messages with other tags wait" if others else ""
-        raise OperationTimeout(text, ranks=() if src is None else (src,), generation=mesh.generation) from None
+        raise OperationTimeout(text, ranks=() if src is None else (mesh.peers[src].rank,), generation=mesh.generation) from None
