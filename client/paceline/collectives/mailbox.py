@@ -224,4 +224,6 @@ class Mailbox:
             others = sum(src is None or message.source == src for message in self._messages)
         text = f"recv tag={tag}: nothing from {source} to {mesh.peers[mesh.rank]} in {seconds:.3g} s"
         text += f"; {others} messages with other tags wait" if others else ""
-        raise OperationTimeout(text, ranks=() if src is None else (mesh.peers[src].rank,), generation=mesh.generation) from None
+        raise OperationTimeout(
+            text, ranks=() if src is None else (mesh.peers[src].rank,), generation=mesh.generation
+        ) from None

@@ -6,22 +6,18 @@ A switchboard stands in for the coordinator: the first suspicion of any rank is 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import monotonic
 
 from paceline.config import Config
 from paceline.errors import InvalidWorldSize
-from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
+from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.frame import Frame
+from paceline.links.pipe import Pipe
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["LocalLink", "LocalMesh", "local_meshes", "next_meshes"]
-
-CAPACITY = 64
-"""Frames that a link holds before `send` waits."""
 
 LEND_BYTES = 16 << 10
 """From here on a payload is lent; a copy of less costs no more than to wait for its release."""
@@ -32,7 +28,7 @@ class LocalLink(Link):
 
     kind = "local"
 
-    def __init__(self, peer: Peer, fault: Fault, outgoing: _Pipe, incoming: _Pipe) -> None:
+    def __init__(self, peer: Peer, fault: Fault, outgoing: Pipe, incoming: Pipe) -> None:
         self.peer = peer
         self._fault = fault
         self._outgoing = outgoing
@@ -218,113 +214,21 @@ def _judge(reporter: int, meshes: list[LocalMesh]) -> Callable[[Suspicion], None
     return report
 
 
-class _Pipe:
-    """Frames in one direction between two ranks for one purpose of one group."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._frames: deque[tuple[Frame, bool]] = deque()  # and whether it is lent
-        self._lent = 0  # frames that are lent: in the deque, or being read
-        self._reading = 0  # of them: those that are being read
-        self._end: LinkEnded | None = None
-        self.on_change: Callable[[], None] = _nothing
-
-    def put(self, frame: Frame, deadline: float, fault: Fault, *, lent: bool = False) -> None:
-        with self._changed:
-            while self._end is None and len(self._frames) >= CAPACITY and not fault.failed:
-                self._wait(deadline, "the other side takes nothing in")
-            if self._end is None and not fault.failed:
-                self._frames.append((frame, lent))
-                self._lent += lent
-                self._tell()
-                return
-        raise self._error(fault)
-
-    def settle(self, deadline: float, fault: Fault) -> None:
-        with self._changed:
-            while self._lent and self._end is None and not fault.failed:
-                self._wait(deadline, "the other side still reads")
-            if not self._lent:
-                return
-        raise self._error(fault)
-
-    def recall(self) -> None:
-        with self._changed:
-            self._frames = deque((frame, False) for frame, lent in self._frames if not lent)
-            self._lent = self._reading
-            while self._reading:  # not for long: who reads waits for nothing, or is woken by the failure
-                self._changed.wait()
-
-    def release(self) -> None:
-        if self._reading:
-            with self._changed:
-                self._lent -= self._reading
-                self._reading = 0
-                if not self._lent:
-                    self._changed.notify_all()
-
-    def get(self, deadline: float, fault: Fault) -> Frame:
-        with self._changed:
-            self._drop_before(fault.generation)
-            while not self._frames and self._end is None and not fault.failed:
-                self._wait(deadline, "no frame came")
-                self._drop_before(fault.generation)
-            if self._frames and not fault.failed:
-                if len(self._frames) >= CAPACITY:
-                    self._changed.notify_all()
-                frame, lent = self._frames.popleft()
-                self._reading += lent
-                return frame
-        raise self._error(fault)
-
-    def _error(self, fault: Fault) -> LinkEnded:
-        """How the pipe ended, unless the generation has failed, which it raises."""
-        fault.check()  # not under the lock: it may wait for a verdict
-        assert self._end is not None
-        return LinkEnded(str(self._end), orderly=self._end.orderly)
-
-    def _drop_before(self, generation: int) -> None:
-        """Frames of a generation that is over may still be here, of which nothing is lent any more."""
-        while self._frames and self._frames[0][0].generation < generation:
-            self._frames.popleft()
-            self._changed.notify_all()
-
-    def end(self, *, orderly: bool) -> None:
-        with self._changed:
-            if self._end is None:
-                how = "closed" if orderly else "broken"
-                self._end = LinkEnded(f"the link was {how} by the other side", orderly=orderly)
-                self._tell()
-
-    def wake(self) -> None:
-        with self._changed:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._changed.notify_all()
-        self.on_change()
-
-    def _wait(self, deadline: float, why: str) -> None:
-        left = deadline - monotonic()
-        if left <= 0 or not self._changed.wait(left):
-            raise LinkTimeout(f"{why} before the deadline")
-
-
 class _Board:
     """The pipes of one generation, made when first asked for."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._pipes: dict[tuple[int, int, Purpose, str], _Pipe] = {}
+        self._pipes: dict[tuple[int, int, Purpose, str], Pipe] = {}
         self._gone: dict[int, bool] = {}  # ranks that have ended, and whether in order
         self._left: set[tuple[int, int, Purpose, str]] = set()  # pipes of which one side has left the group
 
-    def pipe(self, source: int, target: int, purpose: Purpose, group: str) -> _Pipe:
+    def pipe(self, source: int, target: int, purpose: Purpose, group: str) -> Pipe:
         key = (source, target, purpose, group)
         with self.lock:
             pipe = self._pipes.get(key)
             if pipe is None:
-                pipe = self._pipes[key] = _Pipe()
+                pipe = self._pipes[key] = Pipe()
                 for rank in {source, target} & self._gone.keys():
                     pipe.end(orderly=self._gone[rank])
             return pipe
@@ -350,7 +254,3 @@ class _Board:
                     del self._pipes[key]
                 else:
                     self._left.add(key)
-
-
-def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
