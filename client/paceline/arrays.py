@@ -15,7 +15,18 @@ import numpy.typing as npt
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.signature import dtype_name
 
-__all__ = ["Array", "as_array", "as_bytes", "as_flat", "check_out", "deliver", "from_bytes", "landing", "native"]
+__all__ = [
+    "Array",
+    "as_array",
+    "as_bytes",
+    "as_flat",
+    "check_out",
+    "check_writable",
+    "deliver",
+    "from_bytes",
+    "landing",
+    "native",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -53,15 +64,24 @@ def from_bytes(data: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
     return np.frombuffer(data, dtype)
 
 
-def check_out(out: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+def check_writable(out: object) -> None:
+    """Checks that a result can be put there.
+
+    Raises:
+        UnsupportedOp: not an array, or read-only.
+    """
+    if not isinstance(out, np.ndarray) or not out.flags.writeable:
+        raise UnsupportedOp(f"out must be a writable array, not {_describe(out)}")
+
+
+def check_out(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """Checks that a result fits the caller's `out`.
 
     Raises:
         SizeMismatch: another shape.
         UnsupportedOp: another dtype, not an array, or read-only.
     """
-    if not isinstance(out, np.ndarray) or not out.flags.writeable:
-        raise UnsupportedOp(f"out must be a writable array, not {_describe(out)}")
+    check_writable(out)
     if native(out.dtype) != dtype:
         raise UnsupportedOp(f"out has dtype {out.dtype}, the result has {dtype}")
     if out.shape != shape:

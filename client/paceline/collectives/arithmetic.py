@@ -39,9 +39,9 @@ class Arithmetic:
         np.multiply(_real(own), self.scale, out=_real(scaled))
         return scaled
 
-    def combine(self, received: Array, own: Array, target: Array) -> None:
+    def combine(self, left: Array, right: Array, target: Array) -> None:
         """Two operands into the target, which may be one of them."""
-        self._ufunc(received, own, out=target)
+        self._ufunc(left, right, out=target)
 
     def finish(self, target: Array) -> None:
         """The total is complete: divides it, for a mean."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.rows import Sums
 
 __all__ = ["RULES", "Choice", "Rule", "Rules", "choose", "format_rules", "only"]
 
@@ -85,27 +86,27 @@ RULES: Rules = {
 """Source: medians of `paceline bench --schedule`; see DESIGN.md, section 8."""
 
 
-def choose(collective: str, nbytes: int, world: int, *, in_rank_order: bool = False, rules: Rules = RULES) -> Choice:
+def choose(collective: str, nbytes: int, world: int, *, sums: Sums = Sums.ALIKE, rules: Rules = RULES) -> Choice:
     """The schedule for a collective; the same on all ranks that ask for the same.
 
     Args:
         collective: "all_reduce", ...
         nbytes: bytes of the whole array.
         world: number of ranks.
-        in_rank_order: only schedules that sum in rank order, each element at one rank, will do.
+        sums: only schedules that combine an element at least so will do.
         rules: the table.
     """
     fit = rules[collective]
-    if in_rank_order:
-        fit = _in_rank_order(rules, collective) or _in_rank_order(RULES, collective)
+    if sums is not Sums.ALIKE:
+        fit = _fit(rules, collective, sums) or _fit(RULES, collective, sums)
     for rule in fit:
         if rule.holds(nbytes, world):
             return Choice(rule.schedule, rule.reason)
-    return Choice(fit[-1].schedule, "the only one left that sums in rank order")
+    return Choice(fit[-1].schedule, "the only one left that sums as it must")
 
 
 def only(collective: str, schedule: str) -> Rules:
-    """The table with one schedule for a collective at every size, but where only others sum in rank order.
+    """The table with one schedule for a collective at every size, but where it does not sum as it must.
 
     Raises:
         ValueError: there is no such schedule; the text names those that there are.
@@ -126,8 +127,8 @@ def format_rules(rules: Rules = RULES) -> str:
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows)
 
 
-def _in_rank_order(rules: Rules, collective: str) -> tuple[Rule, ...]:
-    return tuple(rule for rule in rules[collective] if SCHEDULES[collective][rule.schedule].in_rank_order)
+def _fit(rules: Rules, collective: str, sums: Sums) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules[collective] if SCHEDULES[collective][rule.schedule].sums >= sums)
 
 
 def _when(rule: Rule) -> str:

@@ -140,7 +140,9 @@ class Engine:
                     arithmetic.fold(held, target)
                     held.clear()
                 else:
-                    arithmetic.combine(received, own, target)
+                    # The lower rank's is always the left operand: where both compute the same pair, it is the same.
+                    left, right = (received, own) if peer < self.mesh.rank else (own, received)
+                    arithmetic.combine(left, right, target)
                     if do is Do.FINALIZE:
                         arithmetic.finish(target)
             exchange.release()

@@ -1,7 +1,7 @@
 """The reductions: which name means which ufunc, for which dtypes.
 
-All of them commute bit for bit (but for which NaN's payload survives), so the order of the two operands is free; the
-order of the *ranks* is not, and belongs to the schedule.
+All of them commute, bit for bit but for which NaN survives and which zero `min` and `max` choose of two; the order of
+the *ranks* belongs to the schedule.
 
 bool keeps its dtype: sum and max are "any", prod and min are "all".
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline.collectives.rows import Sums
 from paceline.errors import UnsupportedOp
 
 __all__ = ["Reduction", "reduction"]
@@ -40,14 +41,14 @@ class Reduction(NamedTuple):
         dtype: of the operands.
         wide: dtype in which several are added up at one rank, if that is another one: float16 and bfloat16 have too
             few digits. What travels between ranks is always `dtype`.
-        one_owner: each element must be computed at one rank, from all values, and copied.
+        sums: how an element must be combined, at least.
     """
 
     name: str
     ufunc: np.ufunc
     dtype: np.dtype[Any]
     wide: np.dtype[Any] | None = None
-    one_owner: bool = False
+    sums: Sums = Sums.ALIKE
 
     def scale(self, world: int) -> np.generic | None:
         """By what each rank multiplies its values first, or None: for a mean, a power of two up to 1/W.
@@ -72,13 +73,17 @@ def _exponent(world: int) -> int:
     return (world - 1).bit_length()
 
 
-@lru_cache(maxsize=256)
-def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
+def reduction(op: object, dtype: np.dtype[Any]) -> Reduction:
     """Looks up a reduction.
 
     Raises:
         UnsupportedOp: no such name, or the dtype does not have it.
     """
+    return _reduction(op if isinstance(op, str) else repr(op), dtype)
+
+
+@lru_cache(maxsize=256)
+def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     if op not in _TABLE:
         raise UnsupportedOp(f"unknown op {op!r}; there are {', '.join(_TABLE)}")
     ufunc, kinds = _TABLE[op]
@@ -86,9 +91,12 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         raise UnsupportedOp(f"op {op!r} is not defined for dtype {dtype}{_advice(op, dtype)}")
     half = dtype == np.float16 or dtype.kind == "V"
     wide = np.dtype(np.float32) if half and ufunc in (np.add, np.multiply) else None
-    # float16 means need `wide`; and not all CPUs round a product of complex numbers alike.
-    one_owner = (op == "mean" and dtype == np.float16) or (op == "prod" and dtype.kind == "c")
-    return Reduction(op, ufunc, dtype, wide, one_owner)
+    sums = Sums.ALIKE
+    if op == "mean" and dtype == np.float16:  # needs `wide`
+        sums = Sums.IN_RANK_ORDER
+    elif (op == "prod" and dtype.kind == "c") or (op in ("min", "max") and dtype.kind in "fV"):
+        sums = Sums.ONCE  # not all CPUs round a product of complex numbers alike; min(0.0, -0.0) is whichever they like
+    return Reduction(op, ufunc, dtype, wide, sums)
 
 
 def _advice(op: str, dtype: np.dtype[Any]) -> str:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from paceline.collectives.program import Bounds, Layout, Program, compile_rows
-from paceline.collectives.rows import Row, chunk_bounds
+from paceline.collectives.rows import Row, Sums, chunk_bounds
 from paceline.collectives.schedules import gathering, reducing, spreading, waiting
 
 __all__ = [
@@ -38,14 +38,14 @@ class Schedule(NamedTuple):
         chunks: number of chunks for a world size.
         pass_on: as in `compile_rows`.
         lend: as in `Program`.
-        in_rank_order: sums in rank order, so that its bits depend on no size and no world but the ranks' own values.
+        sums: of those that reduce.
     """
 
     rows: Callable[..., list[Row]]
     chunks: Callable[[int], int]
     pass_on: bool = True
     lend: bool = True
-    in_rank_order: bool = False
+    sums: Sums = Sums.ONCE
 
 
 def _one(world: int) -> int:
@@ -63,19 +63,19 @@ def _both(world: int) -> int:
 SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
     "all_reduce": {
         # Rank 0 must not send back to a rank that is still sending: both links could be full, and both would wait.
-        "star": Schedule(reducing.star_all_reduce, _one, pass_on=False, in_rank_order=True),
-        "direct": Schedule(reducing.direct_all_reduce, _all, in_rank_order=True),
+        "star": Schedule(reducing.star_all_reduce, _one, pass_on=False, sums=Sums.IN_RANK_ORDER),
+        "direct": Schedule(reducing.direct_all_reduce, _all, sums=Sums.IN_RANK_ORDER),
         "ring": Schedule(reducing.ring_all_reduce, _all),
         # Ranks write over what they have just sent.
-        "recursive_doubling": Schedule(reducing.doubling_all_reduce, _one, lend=False),
+        "recursive_doubling": Schedule(reducing.doubling_all_reduce, _one, lend=False, sums=Sums.ALIKE),
         "halving_doubling": Schedule(reducing.halving_doubling_all_reduce, reducing.power_of_two),
     },
     "reduce": {
-        "star": Schedule(reducing.star_reduce, _one, in_rank_order=True),
+        "star": Schedule(reducing.star_reduce, _one, sums=Sums.IN_RANK_ORDER),
         "tree": Schedule(reducing.tree_reduce, _one),
     },
     "reduce_scatter": {
-        "direct": Schedule(reducing.direct_reduce_scatter, _all, in_rank_order=True),
+        "direct": Schedule(reducing.direct_reduce_scatter, _all, sums=Sums.IN_RANK_ORDER),
         "ring": Schedule(reducing.ring_reduce_scatter, _all),
     },
     "broadcast": {

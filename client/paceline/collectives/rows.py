@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Action", "Row", "chunk_bounds", "format_schedule", "ring_neighbours"]
+__all__ = ["Action", "Row", "Sums", "chunk_bounds", "format_schedule", "ring_neighbours"]
 
 
 class Action(IntEnum):
@@ -26,6 +26,17 @@ class Action(IntEnum):
     """Combine it, and the total is complete: divide, for a mean."""
     FOLD = 3
     """Set it aside until all rows of the step have theirs; then combine all with its own, in rank order."""
+
+
+class Sums(IntEnum):
+    """Where a schedule combines the values of an element, and in which order. Each has what those before it have."""
+
+    ALIKE = 0
+    """At several ranks, each by itself, from the same pairs."""
+    ONCE = 1
+    """At one rank; the others copy."""
+    IN_RANK_ORDER = 2
+    """At one rank, from all values: ((x_0 + x_1) + x_2) + ... whatever the size and world."""
 
 
 class Row(NamedTuple):

@@ -87,11 +87,12 @@ class Group(Reducing, Objects, Messages):
             InvalidRank: a member lies outside the group, or this member is not among them.
         """
         bound = self._enter()
-        chosen = sorted({int(member) for member in members})
-        if not chosen:
+        members = list(members)
+        if not members:
             raise InvalidWorldSize("a group needs at least 1 member, not 0")
-        for member in chosen:
+        for member in members:
             self._check_rank("member", member)
+        chosen = sorted({int(member) for member in members})
         if self.rank not in chosen:
             raise InvalidRank(f"rank {self.rank} is not among the members {chosen} of the group that it asks for")
         if name and not _NAME.fullmatch(name):

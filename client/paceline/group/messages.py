@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import numpy.typing as npt
 
-from paceline.arrays import Array, as_array, native
+from paceline.arrays import Array, as_array, check_writable, native
 from paceline.errors import UnsupportedOp
 from paceline.group.binding import Binding
 from paceline.group.core import GroupCore
@@ -38,8 +39,8 @@ class Messages(GroupCore):
         """
         bound = self._enter()
         self._check_rank("dst", dst)
-        array = as_array(x)
-        detail = f"to={dst} tag={_check_tag(tag)}"
+        array, tag = as_array(x), _check_tag(tag)
+        detail = f"to={dst} tag={tag}"
         with self._recorded(bound, Signature("send", detail, native(array.dtype), array.shape)):
             bound.mailbox.send(array, dst, tag, self._deadline(timeout))
 
@@ -67,7 +68,10 @@ class Messages(GroupCore):
         bound = self._enter()
         if src is not None:
             self._check_rank("src", src)
-        detail = f"from={'any' if src is None else src} tag={_check_tag(tag)}"
+        if out is not None:
+            check_writable(out)
+        tag = _check_tag(tag)
+        detail = f"from={'any' if src is None else src} tag={tag}"
         with self._recorded(bound, Signature("recv", detail)):
             return bound.mailbox.recv(src, tag, out, self._deadline(timeout))
 
@@ -85,6 +89,6 @@ class Messages(GroupCore):
 
 
 def _check_tag(tag: object) -> int:
-    if not isinstance(tag, int) or not 0 <= tag < 1 << 63:
+    if isinstance(tag, bool) or not isinstance(tag, int | np.integer) or not 0 <= tag < 1 << 63:
         raise UnsupportedOp(f"a tag is a whole number from 0 to 2**63 - 1, not {tag!r}")
-    return tag
+    return int(tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -30,19 +31,29 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
         error: what grpc raised.
         doing: the call in words, for statuses that are not Paceline's own.
     """
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # an AioRpcError has what is read of a Call
-    for detail in status.details if status is not None else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-            name = f"ERROR_REASON_{info.reason}"
-            reason = ErrorReason.Value(name) if name in ErrorReason.keys() else 0  # noqa: SIM118  # not a dict
-            return error_type(reason)(error.details() or name)
+    name = _reason(error)
+    if name is not None:
+        reason = ErrorReason.Value(name) if name in ErrorReason.keys() else 0  # noqa: SIM118  # not a dict
+        return error_type(reason)(error.details() or name)
     text = f"{doing}: {error.details() or error.code().name}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.OperationTimeout(text)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return errors.CoordinatorUnreachable(f"{doing}: a gRPC server answers there, but it is no Paceline coordinator")
     return errors.CoordinatorUnreachable(text)
+
+
+def _reason(error: aio.AioRpcError) -> str | None:
+    """The name of Paceline's reason for a refusal; None if the status holds none that can be read."""
+    info = error_details_pb2.ErrorInfo()
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # an AioRpcError has what is read of a Call
+        for detail in status.details if status is not None else ():
+            if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+                return f"ERROR_REASON_{info.reason}"
+    except (ValueError, DecodeError):  # details that contradict the status, or are none: no Paceline answers there
+        return None
+    return None
 
 
 def is_transient(error: aio.AioRpcError) -> bool:

@@ -11,7 +11,7 @@ from unit.collectives.simulate import Rank, add, advance, leaves, run
 
 from paceline.collectives import programs
 from paceline.collectives.program import AHEAD, Area, Do, Program
-from paceline.collectives.rows import chunk_bounds
+from paceline.collectives.rows import Sums, chunk_bounds
 
 REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in programs.SCHEDULES[kind]]
 
@@ -58,7 +58,7 @@ def test_reductions(
             assert leaves(value) == sorted(f"{r}.{i}" for r in range(world)), "each rank's value, once"
             if world > 1:
                 assert value[0] == "/", "and then it is finished"
-            if programs.SCHEDULES[kind][name].in_rank_order and world > 1:
+            if programs.SCHEDULES[kind][name].sums is Sums.IN_RANK_ORDER and world > 1:
                 assert value == ("/", in_rank_order(world, i))
         if kind == "all_reduce":
             assert rank.memory[Area.OUT] == ranks[0].memory[Area.OUT], "the same expression, so the same bits"

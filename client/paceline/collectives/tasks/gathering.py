@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import index
 
 import numpy as np
 
@@ -193,6 +194,10 @@ def _checked(engine: Engine, call: Call, counts: Array, row_bytes: int) -> list[
 def _counts(name: str, counts: Sequence[int] | None, world: int) -> list[int] | None:
     if counts is None:
         return None
-    if len(counts) != world or any(int(count) != count or count < 0 for count in counts):
-        raise SizeMismatch(f"{name} must be {world} numbers of rows, from 0; got {list(counts)}")
-    return [int(count) for count in counts]
+    try:
+        rows = [index(count) for count in counts]
+    except TypeError:
+        rows = []
+    if len(rows) != world or min(rows) < 0:
+        raise SizeMismatch(f"{name} must be {world} numbers of rows, from 0; got {counts!r}")
+    return rows

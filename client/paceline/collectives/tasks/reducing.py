@@ -13,6 +13,7 @@ from paceline.collectives.engine import Call, Engine
 from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
 from paceline.collectives.programs import all_reduce_program, reduce_program, reduce_scatter_program
+from paceline.collectives.rows import Sums
 from paceline.collectives.tasks.task import Chooser, Task, segment
 from paceline.errors import SizeMismatch, UnsupportedOp
 
@@ -30,7 +31,7 @@ def all_reduce_task(
     signature = engine.sign("all_reduce", f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     if out is not None:
         check_out(out, dtype, x.shape)
-    choice = choose("all_reduce", x.nbytes, mesh.size, in_rank_order=reduce.one_owner or order == "rank")
+    choice = choose("all_reduce", x.nbytes, mesh.size, sums=_sums(reduce, order))
     program = all_reduce_program(choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype))
 
     def body(call: Call) -> Array:
@@ -51,7 +52,7 @@ def reduce_task(
     at_root = mesh.rank == root
     if out is not None and at_root:
         check_out(out, dtype, x.shape)
-    choice = choose("reduce", x.nbytes, mesh.size, in_rank_order=reduce.one_owner or order == "rank")
+    choice = choose("reduce", x.nbytes, mesh.size, sums=_sums(reduce, order))
     program = reduce_program(choice.schedule, mesh.rank, mesh.size, root, x.size, segment(dtype))
 
     def body(call: Call) -> Array | None:
@@ -75,7 +76,7 @@ def reduce_scatter_task(
     signature = engine.sign("reduce_scatter", f"op={op}{_order(order)}", dtype, x.shape).encode()
     if out is not None:
         check_out(out, dtype, shape)
-    choice = choose("reduce_scatter", x.nbytes, world, in_rank_order=reduce.one_owner or order == "rank")
+    choice = choose("reduce_scatter", x.nbytes, world, sums=_sums(reduce, order))
     program = reduce_scatter_program(choice.schedule, mesh.rank, world, x.size, segment(dtype))
 
     def body(call: Call) -> Array:
@@ -91,6 +92,10 @@ def _reduce(engine: Engine, call: Call, program: Program, x: Array, result: Arra
     # Infinities are values here; a warning on one rank would help nobody.
     with np.errstate(all="ignore"):
         engine.run(call, program, flat if result is x else base, flat, arithmetic(reduce, engine.mesh.size))
+
+
+def _sums(reduce: Reduction, order: str) -> Sums:
+    return Sums.IN_RANK_ORDER if order == "rank" else reduce.sums
 
 
 def _order(order: str) -> str:

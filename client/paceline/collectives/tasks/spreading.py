@@ -109,6 +109,8 @@ def _whole(xs: Sequence[npt.ArrayLike] | Array | None, world: int, root: int) ->
         if xs.ndim == 0 or len(xs) != world:
             raise SizeMismatch(f"{needs} one of shape {xs.shape}")
         return as_array(xs)
+    if not isinstance(xs, Sequence):
+        raise UnsupportedOp(f"{needs} {type(xs).__name__}")
     parts = [as_array(part) for part in xs]
     if len(parts) != world:
         raise SizeMismatch(f"{needs} {len(parts)}")

@@ -20,7 +20,7 @@ __all__ = ["Chooser", "Task", "barrier_task", "segment"]
 T = TypeVar("T")
 
 Chooser: TypeAlias = Callable[..., Choice]
-"""As `choose.choose`: (collective, bytes, world, in_rank_order=...) to a choice."""
+"""As `choose.choose`: (collective, bytes, world, sums=...) to a choice."""
 
 _NOTHING = np.empty(0, np.uint8)
 

@@ -1,0 +1,589 @@
+"""The contracts and edge cases of the reference's backends, rings and collectives that no vector holds, on every link.
+
+Where its rows cannot all hold: roots and ranks are checked at world size 1 too; sending to oneself and a world of one
+work on every link; parameters keep their shape. One difference is deliberate: all_gather of a 0-d array gives shape [W]
+at W = 1 too. Elsewhere: the chunks of (8,4), (7,4) and the tree as arithmetic are in `unit/collectives/test_schedules`,
+all_reduce against NumPy in `unit/test_group_values`, messages in `unit/test_group_messages`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline import errors
+from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.rows import chunk_bounds
+from paceline.errors import InvalidRank, InvalidWorldSize, OperationTimeout, SizeMismatch, UnsupportedOp
+from paceline.group import Group
+from paceline.links.faulty import FaultyMesh
+from paceline.links.frame import Frame
+from paceline.links.local import local_meshes
+from paceline.testing import run_groups
+from support.worlds import LINKS, SOON, errors_over, run_over, scheduled, world_over
+
+
+@pytest.fixture(params=LINKS)
+def link(request: pytest.FixtureRequest) -> str:
+    """A kind of link; each test that asks for it runs over every one."""
+    return str(request.param)
+
+
+def f4(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+def every(collective: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("schedule", SCHEDULES[collective])
+
+
+# Errors: which kind, and what it is besides.
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.InvalidWorldSize, ValueError),
+        (errors.InvalidRank, ValueError),
+        (errors.SizeMismatch, ValueError),
+        (errors.PeerLost, ConnectionError),
+        (errors.OperationTimeout, TimeoutError),
+        (errors.UnsupportedOp, TypeError),
+        (errors.CoordinatorUnreachable, ConnectionError),
+        (errors.LinkUnavailable, Exception),
+    ],
+)
+def test_every_kind_of_the_reference_is_a_type(kind: type[errors.PacelineError], builtin: type) -> None:
+    assert issubclass(kind, errors.PacelineError)
+    assert issubclass(kind, builtin)
+    raised = kind("what", ranks=(1,), operation=2, generation=3)
+    assert (raised.ranks, raised.operation, raised.generation) == ((1,), 2, 3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_and_roots_outside_the_world_are_invalid_at_every_world_size(world: int, link: str) -> None:
+    x = f4(1, 2)
+
+    def rank(group: Group) -> None:
+        for bad in (-1, world, world + 4):
+            calls: list[Callable[[], object]] = [
+                lambda bad=bad: group.broadcast(x, root=bad),
+                lambda bad=bad: group.reduce(x, root=bad),
+                lambda bad=bad: group.gather(x, root=bad),
+                lambda bad=bad: group.scatter([x] * world, root=bad),
+                lambda bad=bad: group.broadcast_object("x", root=bad),
+                lambda bad=bad: group.gather_object("x", root=bad),
+                lambda bad=bad: group.send(x, bad),
+                lambda bad=bad: group.recv(bad),
+                lambda bad=bad: group.global_rank(bad),
+                lambda bad=bad: group.subgroup([group.rank, bad]),
+            ]
+            for call in calls:
+                with pytest.raises(InvalidRank, match=rf"{bad} .*world of {world}"):
+                    call()
+        group.barrier()  # mistakes at the call have cost nothing
+
+    run_over(link, world, rank)
+
+
+# Backends: messages, timeouts, subgroups, barriers.
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sending_to_oneself_works(world: int, link: str) -> None:
+    def rank(group: Group) -> Any:
+        group.send(np.array([7], np.uint8), group.rank)
+        received, source = group.recv(group.rank)
+        return received.tolist(), source
+
+    assert run_over(link, world, rank) == [([7], rank) for rank in range(world)]
+
+
+def test_every_rank_reaches_every_other(link: str) -> None:
+    """There is no star: workers talk to each other."""
+
+    def rank(group: Group) -> list[int]:
+        for peer in range(group.size):
+            group.send(np.int64(10 * group.rank + peer), peer)
+        return [int(group.recv(peer)[0]) for peer in range(group.size)]
+
+    assert run_over(link, 4, rank) == [[10 * source + me for source in range(4)] for me in range(4)]
+
+
+def test_messages_of_one_pair_are_first_in_first_out_and_may_be_empty(link: str) -> None:
+    def rank(group: Group) -> list[int]:
+        if group.rank == 0:
+            for size in (3, 0, 5, 0, 1):
+                group.send(np.zeros(size, np.uint8), 1)
+            return []
+        return [group.recv(0)[0].size for _ in range(5)]
+
+    assert run_over(link, 2, rank)[1] == [3, 0, 5, 0, 1]
+
+
+def test_a_message_of_another_size_is_a_mismatch_and_the_next_is_intact(link: str) -> None:
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            group.send(np.arange(8, dtype=np.uint8), 1)
+            group.send(np.array([5, 6], np.uint8), 1)
+            return None
+        with pytest.raises(SizeMismatch, match=r"\(4,\).*\(8,\)"):
+            group.recv(0, out=np.zeros(4, np.uint8))
+        whole = group.recv(0)[0].tolist()  # it is not lost
+        return whole, group.recv(0, out=np.zeros(2, np.uint8))[0].tolist()
+
+    assert run_over(link, 2, rank)[1] == (list(range(8)), [5, 6])
+
+
+def test_the_timeout_of_a_recv_is_kept_and_told_with_its_fraction(link: str) -> None:
+    with world_over(link, 2) as groups:
+        for source in (1, None):
+            started = time.monotonic()
+            with pytest.raises(OperationTimeout, match=r"in 0\.\d+ s") as caught:
+                groups[0].recv(source, timeout=0.05)
+            assert 0.05 <= time.monotonic() - started < 0.5
+            assert caught.value.ranks == (() if source is None else (1,))
+
+
+def test_a_timeout_of_0_takes_what_is_there_and_waits_for_nothing(link: str) -> None:
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            with pytest.raises(OperationTimeout):
+                group.recv(1, timeout=0)
+            group.send(f4(1), 1)
+            group.send(f4(2), 1, tag=9)
+            group.barrier()
+            return None
+        group.recv(0, tag=9)  # so the one before it has come
+        got = group.recv(0, timeout=0)[0].tolist()
+        started = time.monotonic()
+        with pytest.raises(OperationTimeout):
+            group.recv(0, timeout=0)
+        assert time.monotonic() - started < 0.5
+        group.barrier()  # rank 0 is here until now: nothing comes, but it could
+        return got
+
+    assert run_over(link, 2, rank)[1] == [1]
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan")])
+def test_a_timeout_that_is_none_is_refused_before_anything_happens(seconds: float, link: str) -> None:
+    def rank(group: Group) -> float:
+        for call in (
+            lambda: group.recv(0, timeout=seconds),
+            lambda: group.send(f4(1), 0, timeout=seconds),
+            lambda: group.barrier(timeout=seconds),
+            lambda: group.all_reduce(f4(1), timeout=seconds),
+            lambda: group.all_reduce(f4(1), timeout=seconds, async_op=True),
+        ):
+            with pytest.raises(ValueError, match="timeout"):
+                call()
+        return float(group.all_reduce(f4(1))[0])
+
+    assert run_over(link, 2, rank) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"])
+def test_every_collective_has_a_timeout(call: str, link: str) -> None:
+    """Rank 1 comes to none of them; by the reference, broadcast and barrier had no timeout of their own."""
+    with world_over(link, 2) as groups:
+        arguments = () if call == "barrier" else (f4(1, 2, 3, 4),)
+        rooted = {"root": 1} if call == "broadcast" else {}
+        started = time.monotonic()
+        with pytest.raises(OperationTimeout, match=r"waited 0\.\d+ s for rank 1") as caught:
+            getattr(groups[0], call)(*arguments, timeout=0.05, **rooted)
+        assert 0.05 <= time.monotonic() - started < 0.5
+        assert (caught.value.ranks, caught.value.operation) == ((1,), 1)
+
+
+def test_one_deadline_holds_for_a_whole_collective(link: str) -> None:
+    """Not one for each receive: rank 1 comes late, rank 2 never."""
+    late = threading.Event()
+
+    def rank(group: Group) -> float:
+        started = time.monotonic()
+        if group.rank == 2:
+            return 0.0
+        if group.rank == 1:
+            late.wait(0.6)
+        with pytest.raises(OperationTimeout):
+            group.all_reduce(f4(1), timeout=0.8)
+        return time.monotonic() - started
+
+    with world_over(link, 3, choose=scheduled("all_reduce")["star"]) as groups:
+        both = run_threads([lambda g=group: rank(g) for group in groups])
+    assert 0.8 <= both[0] < 1.2
+
+
+def run_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Calls in a thread each; their results. Unlike `run_groups` it closes nothing: whoever is done stays."""
+    results: list[Any] = [None] * len(calls)
+    raised: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except BaseException as error:  # noqa: BLE001  it is raised below
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a rank hangs"
+    if raised:
+        raise raised[0]
+    return results
+
+
+def test_what_a_subgroup_may_not_be_is_checked_in_this_order(link: str) -> None:
+    with world_over(link, 4) as groups:
+        with pytest.raises(InvalidWorldSize):
+            groups[1].subgroup([])
+        with pytest.raises(InvalidRank, match="member 4"):
+            groups[1].subgroup([0, 2, 4])  # nor is rank 1 among them
+        with pytest.raises(InvalidRank, match=r"rank 1 .*\[0, 2\]"):
+            groups[1].subgroup([0, 2])
+        part = groups[2].subgroup([0, 2])
+        for call in (lambda: part.send(f4(1), 2), lambda: part.recv(2), lambda: part.global_rank(2)):
+            with pytest.raises(InvalidRank, match=r"2 .*world of 2"):
+                call()
+        assert groups[2].subgroup([2]).size == 1
+
+
+def test_a_subgroup_of_one_works(link: str) -> None:
+    def rank(group: Group) -> Any:
+        part = group.subgroup([group.rank])
+        part.barrier()
+        part.send(f4(3), 0)
+        return part.recv(0)[0].tolist(), part.all_reduce(f4(group.rank), op="mean").tolist(), part.parent is group
+
+    assert run_over(link, 3, rank) == [([3], [rank], True) for rank in range(3)]
+
+
+def test_a_subgroup_of_workers_needs_no_rank_0(link: str) -> None:
+    def rank(group: Group) -> Any:
+        if group.rank == 0:
+            return None
+        part = group.subgroup([1, 2, 3])
+        return part.all_reduce(f4(group.rank)).tolist(), part.broadcast(f4(group.rank), root=2).tolist()
+
+    assert run_over(link, 4, rank) == [None] + [([6], [3])] * 3
+
+
+@every("barrier")
+def test_messages_and_subgroups_do_not_disturb_a_barrier(schedule: str, link: str) -> None:
+    def rank(group: Group) -> Any:
+        part = group.subgroup([0, 1, 2])
+        peer = (group.rank + 1) % 3
+        group.send(np.array([group.rank], np.uint8), peer)  # one byte, as the reference's token
+        part.send(np.array([10 + group.rank], np.uint8), peer)
+        group.barrier()
+        part.barrier()
+        source = (group.rank + 2) % 3
+        return int(group.recv(source)[0][0]), int(part.recv(source)[0][0])
+
+    results = run_over(link, 3, rank, choose=scheduled("barrier")[schedule])
+    assert results == [(source, 10 + source) for source in (2, 0, 1)]
+
+
+@every("barrier")
+@pytest.mark.parametrize("last", range(4))
+def test_nobody_leaves_a_barrier_before_all_have_entered(last: int, schedule: str, link: str) -> None:
+    left: list[int] = []
+
+    def enter(group: Group) -> None:
+        group.barrier()
+        left.append(group.rank)
+
+    with world_over(link, 4, choose=scheduled("barrier")[schedule]) as groups:
+        early = [group for group in groups if group.rank != last]
+        threads = [threading.Thread(target=enter, args=(group,)) for group in early]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 10
+        while not all(group.progress().inside for group in early):
+            assert time.monotonic() < deadline, "they do not come in"
+            time.sleep(0.001)
+        assert left == []
+        groups[last].barrier()
+        for thread in threads:
+            thread.join(20)
+    assert sorted(left) == [group.rank for group in early]
+
+
+# Rings and trees.
+
+
+@pytest.mark.parametrize(
+    ("n", "parts", "sizes"),
+    [
+        (13, 4, [3, 3, 3, 4]),
+        (10, 4, [2, 3, 2, 3]),
+        (5, 3, [1, 2, 2]),
+        (3, 4, [0, 1, 1, 1]),
+        (1, 4, [0, 0, 0, 1]),
+        (0, 3, [0, 0, 0]),
+        (2**70 + 1, 2, [2**69, 2**69 + 1]),  # i * n does not overflow
+    ],
+)
+def test_chunks(n: int, parts: int, sizes: list[int]) -> None:
+    bounds = chunk_bounds(n, parts)
+    assert [hi - lo for lo, hi in bounds] == sizes
+    assert [bounds[0][0], *(hi for _, hi in bounds)] == [0, *(lo for lo, _ in bounds[1:]), n]
+
+
+@every("all_reduce")
+@pytest.mark.parametrize(
+    ("given", "total"),
+    [
+        ([[1], [2], [4], [8]], [15]),
+        ([[100 * r + i for i in range(13)] for r in range(4)], [600 + 4 * i for i in range(13)]),
+        ([[1, 2, 3, 4], [10, 20, 30, 40]], [11, 22, 33, 44]),
+        ([[]] * 3, []),
+    ],
+    ids=["fewer elements than ranks", "13 by 4", "two by two", "empty"],
+)
+def test_sums(given: list[list[float]], total: list[float], schedule: str, link: str) -> None:
+    choose = scheduled("all_reduce")[schedule]
+    results = run_over(link, len(given), lambda g: g.all_reduce(f4(*given[g.rank]), timeout=10.0), choose=choose)
+    assert [result.tolist() for result in results] == [total] * len(given)
+
+
+@every("all_reduce")
+def test_a_mean_of_the_fixtures(schedule: str, link: str) -> None:
+    given = [f4(1, 2, 3), f4(4, 5, 6)]
+    choose = scheduled("all_reduce")[schedule]
+    results = run_over(link, 2, lambda g: g.all_reduce(given[g.rank], op="mean"), choose=choose)
+    assert [result.tolist() for result in results] == [[2.5, 3.5, 4.5]] * 2
+
+
+CANCEL = [f4(*[1e8] * 3), f4(*[1] * 3), f4(*[-1e8] * 3)]
+
+
+@pytest.mark.parametrize(("schedule", "total"), [("ring", [0, 0, 1]), ("star", [0, 0, 0])])
+def test_the_order_of_a_sum_is_that_of_its_schedule(schedule: str, total: list[float], link: str) -> None:
+    results = run_over(link, 3, lambda g: g.all_reduce(CANCEL[g.rank]), choose=scheduled("all_reduce")[schedule])
+    assert [result.tolist() for result in results] == [total] * 3
+
+
+@every("all_reduce")
+def test_rank_order_is_one_order_by_every_schedule(schedule: str, link: str) -> None:
+    choose = scheduled("all_reduce")[schedule]
+    results = run_over(link, 3, lambda g: g.all_reduce(CANCEL[g.rank], order="rank"), choose=choose)
+    assert [result.tolist() for result in results] == [[0, 0, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("world", "root", "edges"),
+    [
+        (4, 1, {(1, 2), (1, 3), (2, 0)}),
+        (6, 2, {(2, 3), (2, 4), (3, 5), (3, 0), (4, 1)}),
+    ],
+)
+def test_a_broadcast_travels_down_the_tree(world: int, root: int, edges: set[tuple[int, int]]) -> None:
+    sent: set[tuple[int, int]] = set()
+
+    def watched(rank: int) -> Callable[[str, int, Frame], Frame]:
+        def tamper(way: str, peer: int, frame: Frame) -> Frame:
+            if way == "send":
+                sent.add((rank, peer))
+            return frame
+
+        return tamper
+
+    meshes = [FaultyMesh(mesh, watched(mesh.rank)) for mesh in local_meshes(world)]
+    groups = [Group(mesh, SOON, choose=scheduled("broadcast")["tree"]) for mesh in meshes]
+    results = run_groups(groups, lambda g: g.broadcast(f4(42, 43) if g.rank == root else f4(0, 0), root=root).tolist())
+    assert results == [[42, 43]] * world
+    assert sent == edges
+
+
+@every("broadcast")
+@pytest.mark.parametrize("root", range(4))
+def test_a_broadcast_from_any_root(root: int, schedule: str, link: str) -> None:
+    values = {0: [], 1: [10, 20, 30], 2: [100.5, 200.25, 300.125], 3: [7]}[root]  # an empty one is fine
+
+    def rank(group: Group) -> Any:
+        own = f4(*values) if group.rank == root else f4(*[0] * len(values))
+        return group.broadcast(own, root=root).tolist()
+
+    assert run_over(link, 4, rank, choose=scheduled("broadcast")[schedule]) == [values] * 4
+
+
+# Collectives: shapes, results, a world of one.
+
+
+@every("reduce_scatter")
+@pytest.mark.parametrize(("shape", "part"), [((4, 3), (2, 3)), ((4, 0), (2, 0)), ((0,), (0,)), ((2,), (1,))])
+def test_reduce_scatter_cuts_axis_0(shape: Any, part: Any, schedule: str, link: str) -> None:
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    results = run_over(link, 2, lambda g: g.reduce_scatter(x), choose=scheduled("reduce_scatter")[schedule])
+    for rank, result in enumerate(results):
+        assert result.shape == part
+        np.testing.assert_array_equal(result, 2 * x[rank * part[0] : (rank + 1) * part[0]])
+
+
+@every("reduce_scatter")
+def test_reduce_scatter_of_the_fixture(schedule: str, link: str) -> None:
+    given = [f4(1, 2, 3, 4), f4(5, 6, 7, 8)]
+    choose = scheduled("reduce_scatter")[schedule]
+    results = run_over(link, 2, lambda g: g.reduce_scatter(given[g.rank]).tolist(), choose=choose)
+    assert results == [[6, 8], [10, 12]]
+
+
+@pytest.mark.parametrize(("world", "shape"), [(4, (2, 4)), (2, (3, 0)), (2, ()), (2, (3,)), (4, (2,))])
+def test_reduce_scatter_of_what_has_no_equal_parts(world: int, shape: Any, link: str) -> None:
+    """Even where the number of elements could be divided, or is 0."""
+
+    def rank(group: Group) -> None:
+        with pytest.raises(SizeMismatch, match=f"{world} equal parts"):
+            group.reduce_scatter(np.zeros(shape, np.float32))
+        group.barrier()
+
+    run_over(link, world, rank)
+
+
+@every("all_gather")
+@pytest.mark.parametrize(("shape", "whole"), [((0, 3), (0, 3)), ((2, 0), (4, 0)), ((), (2,)), ((3, 1, 2), (6, 1, 2))])
+def test_all_gather_joins_on_axis_0(shape: Any, whole: Any, schedule: str, link: str) -> None:
+    parts = [np.full(shape, 5 + rank, np.float32) for rank in range(2)]
+    results = run_over(link, 2, lambda g: g.all_gather(parts[g.rank]), choose=scheduled("all_gather")[schedule])
+    for result in results:
+        assert result.shape == whole
+        np.testing.assert_array_equal(result, np.concatenate([np.atleast_1d(part) for part in parts]))
+
+
+@every("all_gather")
+def test_all_gather_of_uneven_parts_is_asked_for(schedule: str, link: str) -> None:
+    """By itself it is a mismatch (`test_reference_defects`)."""
+    choose = scheduled("all_gather")[schedule]
+    results = run_over(link, 3, lambda g: g.all_gather(np.full(g.rank, g.rank), uneven=True).tolist(), choose=choose)
+    assert results == [[1, 2, 2]] * 3
+
+
+def test_a_world_of_one(link: str) -> None:
+    """Every collective gives the argument's values and shape, in a new array."""
+
+    def rank(group: Group) -> None:
+        for x in (f4(1, 2, 3), np.float32(4).reshape(()), np.zeros((0, 3), np.float32), np.ones((2, 2), np.float32)):
+            calls: dict[str, Callable[[], Any]] = {
+                "sum": lambda x=x: group.all_reduce(x),
+                "mean": lambda x=x: group.all_reduce(x, op="mean"),
+                "rank order": lambda x=x: group.all_reduce(x, order="rank"),
+                "reduce": lambda x=x: group.reduce(x),
+                "reduce_scatter": lambda x=x: group.reduce_scatter(x, op="mean"),
+                "broadcast": lambda x=x: group.broadcast(x, root=0),
+                "scatter": lambda x=x: group.scatter([x]),
+            }
+            if x.ndim:
+                calls["all_gather"] = lambda x=x: group.all_gather(x)
+                calls["gather"] = lambda x=x: group.gather(x)
+                calls["all_to_all"] = lambda x=x: group.all_to_all(x)
+            for name, call in calls.items():
+                result = call()
+                assert result.shape == x.shape, name
+                assert not np.shares_memory(result, x), name
+                np.testing.assert_array_equal(result, x, name)
+        assert group.all_gather(np.float32(5)).tolist() == [5]  # shape [W], as at every other W
+        group.barrier()
+
+    run_over(link, 1, rank)
+
+
+@pytest.mark.parametrize(
+    ("given", "results"),
+    [
+        ([[10, 20, 30, 40], [50, 60, 70, 80]], [[10, 20, 50, 60], [30, 40, 70, 80]]),
+        ([[100 * r + i for i in range(4)] for r in range(4)], [[100 * i + r for i in range(4)] for r in range(4)]),
+    ],
+)
+def test_all_to_all_of_equal_parts(given: list[list[float]], results: list[list[float]], link: str) -> None:
+    assert run_over(link, len(given), lambda g: g.all_to_all(f4(*given[g.rank])).tolist()) == results
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["receivers know", "receivers ask"])
+def test_all_to_all_of_uneven_parts(known: bool, link: str) -> None:
+    given = [[10, 20, 21, 22], [30, 31, 40, 41]]
+    sent, received = [[1, 3], [2, 2]], [[1, 2], [3, 2]]
+
+    def rank(group: Group) -> Any:
+        counts = received[group.rank] if known else None
+        return group.all_to_all(f4(*given[group.rank]), send_counts=sent[group.rank], recv_counts=counts).tolist()
+
+    assert run_over(link, 2, rank) == [[10, 30, 31], [20, 21, 22, 40, 41]]
+
+
+def test_all_to_all_of_parts_that_cannot_be(link: str) -> None:
+    x = f4(1, 2, 3)
+
+    def rank(group: Group) -> Any:
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("2 equal parts", lambda: group.all_to_all(x)),
+            ("0-d", lambda: group.all_to_all(np.float32(1))),
+            ("send_counts", lambda: group.all_to_all(x, send_counts=[1, 1, 1])),
+            ("send_counts", lambda: group.all_to_all(x, send_counts=[3])),
+            ("send_counts", lambda: group.all_to_all(x, send_counts=[1, 1])),
+            ("send_counts", lambda: group.all_to_all(x, send_counts=[4, -1])),
+            ("recv_counts", lambda: group.all_to_all(x, send_counts=[1, 2], recv_counts=[1, 1, 1])),
+        ]
+        for what, call in calls:
+            with pytest.raises(SizeMismatch, match=what):
+                call()
+        return float(group.all_reduce(f4(1))[0])
+
+    assert run_over(link, 2, rank) == [2, 2]
+
+
+def test_a_result_is_a_new_array_of_the_same_dtype_and_byte_order(link: str) -> None:
+    def rank(group: Group) -> None:
+        x = np.arange(4, dtype=">f4")
+        for result in (group.all_reduce(x), group.broadcast(x), group.all_gather(x), group.reduce_scatter(x)):
+            assert result.dtype == np.float32
+            assert result.dtype.isnative
+            assert result.flags.writeable
+            assert not np.shares_memory(result, x)
+        np.testing.assert_array_equal(group.all_reduce(x), 2 * np.arange(4))
+
+    run_over(link, 2, rank)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_the_dtypes_of_the_reference(dtype: str, op: str, link: str) -> None:
+    x = np.array([1, 2.5, -3.14, 0], dtype)
+    total = x + x + x + x if op == "sum" else x
+    for result in run_over(link, 4, lambda g: g.all_reduce(x, op=op)):
+        assert result.dtype == x.dtype
+        assert result.tobytes() == total.tobytes()
+
+
+def test_what_has_no_such_op_is_unsupported(link: str) -> None:
+    def rank(group: Group) -> None:
+        with pytest.raises(UnsupportedOp, match="mean"):
+            group.all_reduce(np.arange(3), op="mean")
+        with pytest.raises(UnsupportedOp, match="unknown op"):
+            group.reduce_scatter(f4(1, 2), op="average")
+        with pytest.raises(UnsupportedOp, match="order"):
+            group.all_reduce(f4(1), order="random")
+        group.barrier()
+
+    run_over(link, 2, rank)
+
+
+def test_a_timeout_ends_the_generation_for_all(link: str) -> None:
+    """By the reference only those who waited saw it."""
+
+    def call(group: Group) -> None:
+        if group.rank == 2:
+            group.recv(0, tag=1, timeout=20.0)  # busy elsewhere; the others' failure wakes it
+        group.all_reduce(f4(1), timeout=0.1)
+
+    raised = errors_over(link, 3, call)
+    assert [type(error) for error in raised] == [OperationTimeout] * 3

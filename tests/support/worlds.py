@@ -1,0 +1,123 @@
+"""The groups of one generation in one process, over each kind of link: what every link must do alike is tested on all.
+
+with world_over("grpc", 3) as groups: ...
+
+assert run_over("grpc", 3, lambda group: int(group.all_reduce(np.int64(1)))) == [3] * 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from paceline.collectives.choose import choose as choose_by_rules
+from paceline.collectives.choose import only
+from paceline.collectives.programs import SCHEDULES
+from paceline.config import Config
+from paceline.errors import PacelineError
+from paceline.group import Group
+from paceline.links.faulty import FaultyMesh, Tamper
+from paceline.testing import local_groups, run_groups
+from support.grpc_pair import grpc_world
+
+__all__ = ["LINKS", "SOON", "errors_over", "grpc_groups", "local_world", "run_over", "scheduled", "world_over"]
+
+T = TypeVar("T")
+
+SOON = Config(failure_timeout=0.6)
+"""Timeouts for tests in which something fails."""
+
+
+@contextmanager
+def local_world(world: int, config: Config = SOON) -> Iterator[list[Group]]:
+    """Groups over local links, by rank; closed at the end."""
+    with _closed(local_groups(world, config)) as groups:
+        yield groups
+
+
+@contextmanager
+def grpc_groups(world: int, config: Config = SOON) -> Iterator[list[Group]]:
+    """Groups over gRPC links on real sockets, by rank; closed at the end.
+
+    There is no coordinator, and so no verdict: a failure is what each rank saw itself, or was told along the links.
+    """
+    with grpc_world(world) as made, _closed([Group(mesh, config) for mesh in made.meshes]) as groups:
+        yield groups
+
+
+LINKS: Mapping[str, Callable[[int, Config], AbstractContextManager[list[Group]]]] = {
+    "local": local_world,
+    "grpc": grpc_groups,
+}
+"""Kind of link to what makes a world of it."""
+
+
+@contextmanager
+def world_over(
+    link: str,
+    world: int,
+    *,
+    config: Config = SOON,
+    choose: Callable[..., Any] = choose_by_rules,
+    tamper: Mapping[int, Tamper] | None = None,
+) -> Iterator[list[Group]]:
+    """Groups over one kind of link.
+
+    Args:
+        link: a key of `LINKS`.
+        world: number of ranks.
+        config: timeouts.
+        choose: picks schedules.
+        tamper: what befalls the frames of some ranks, by rank.
+    """
+    with LINKS[link](world, config) as groups:
+        for group in groups:
+            group.choose = choose
+            if tamper is not None and group.rank in tamper:
+                group.move(FaultyMesh(group.mesh, tamper[group.rank]))
+        yield groups
+
+
+def run_over(
+    link: str,
+    world: int,
+    fn: Callable[[Group], T],
+    *,
+    config: Config = SOON,
+    choose: Callable[..., Any] = choose_by_rules,
+    timeout: float = 30.0,
+) -> list[T]:
+    """Runs `fn(group)` on every rank, each in a thread of its own (`run_groups`), over one kind of link."""
+    with world_over(link, world, config=config, choose=choose) as groups:
+        return run_groups(groups, fn, timeout=timeout)
+
+
+def errors_over(
+    link: str, world: int, fn: Callable[[Group], object], *, timeout: float = 30.0
+) -> list[PacelineError | None]:
+    """What each rank raises, None for one that does not."""
+
+    def rank(group: Group) -> PacelineError | None:
+        try:
+            fn(group)
+        except PacelineError as error:
+            return error
+        return None
+
+    return run_over(link, world, rank, timeout=timeout)
+
+
+def scheduled(collective: str) -> dict[str, Callable[..., Any]]:
+    """For each schedule of a collective what makes a group take it."""
+    return {name: partial(choose_by_rules, rules=only(collective, name)) for name in SCHEDULES[collective]}
+
+
+@contextmanager
+def _closed(groups: list[Group]) -> Iterator[list[Group]]:
+    """Closes them at the end, if they are not closed yet; a member waits for no other that is gone."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.callback(group.close, 0.2)
+        yield groups
