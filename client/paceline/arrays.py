@@ -26,6 +26,7 @@ __all__ = [
     "from_bytes",
     "landing",
     "native",
+    "same_elements",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -88,17 +89,34 @@ def check_out(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         raise SizeMismatch(f"out has shape {out.shape}, the result has {shape}")
 
 
-def landing(out: Array | None, x: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def landing(
+    out: Array | None, x: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...], *, in_place: bool = False
+) -> Array:
     """Where to put a result together: a contiguous, native array of this shape; `out` itself if it will do.
 
     It will not do if it lies in memory in another way, or if writing it in pieces could change elements of `x` that
-    are still to be read. `out` being `x` is fine: an element is read before it is written.
+    are still to be read.
+
+    Args:
+        out: what the caller gave.
+        x: what is read meanwhile, if anything.
+        dtype: of the result.
+        shape: of the result.
+        in_place: each element is read before it is written: `out` may be `x`.
     """
     if out is None or not (out.flags.c_contiguous and out.dtype.isnative):
         return np.empty(shape, dtype)
-    if x is not None and x is not out and _overlaps(x, out):
+    if x is not None and np.may_share_memory(x, out) and not (in_place and same_elements(x, out)):
         return np.empty(shape, dtype)
     return out
+
+
+def same_elements(x: Array, out: Array) -> bool:
+    """True if the two are the same elements in the same places of memory."""
+    if x is out:
+        return True
+    same = x.ctypes.data == out.ctypes.data and x.shape == out.shape and x.strides == out.strides
+    return same and x.dtype == out.dtype
 
 
 def deliver(result: Array, out: Array | None) -> Array:
@@ -107,13 +125,6 @@ def deliver(result: Array, out: Array | None) -> Array:
         return result
     out[...] = result
     return out
-
-
-def _overlaps(x: Array, out: Array) -> bool:
-    if not np.may_share_memory(x, out):
-        return False
-    same = x.ctypes.data == out.ctypes.data and x.shape == out.shape and x.strides == out.strides
-    return not (same and x.dtype == out.dtype)
 
 
 def _describe(out: object) -> str:

@@ -35,7 +35,7 @@ def all_reduce_task(
     program = all_reduce_program(choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype))
 
     def body(call: Call) -> Array:
-        result = landing(out, x, dtype, x.shape)
+        result = landing(out, x, dtype, x.shape, in_place=True)
         _reduce(engine, call, program, x, result, reduce)
         return deliver(result, out)
 
@@ -56,7 +56,7 @@ def reduce_task(
     program = reduce_program(choice.schedule, mesh.rank, mesh.size, root, x.size, segment(dtype))
 
     def body(call: Call) -> Array | None:
-        result = landing(out, x, dtype, x.shape) if at_root else np.empty(0, dtype)
+        result = landing(out, x, dtype, x.shape, in_place=True) if at_root else np.empty(0, dtype)
         _reduce(engine, call, program, x, result, reduce)
         return deliver(result, out) if at_root else None
 
@@ -89,9 +89,11 @@ def reduce_scatter_task(
 
 def _reduce(engine: Engine, call: Call, program: Program, x: Array, result: Array, reduce: Reduction) -> None:
     base, flat = as_flat(x), result.reshape(-1)
+    if np.may_share_memory(base, flat):
+        base = flat
     # Infinities are values here; a warning on one rank would help nobody.
     with np.errstate(all="ignore"):
-        engine.run(call, program, flat if result is x else base, flat, arithmetic(reduce, engine.mesh.size))
+        engine.run(call, program, base, flat, arithmetic(reduce, engine.mesh.size))
 
 
 def _sums(reduce: Reduction, order: str) -> Sums:

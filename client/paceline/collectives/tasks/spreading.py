@@ -44,9 +44,9 @@ def broadcast_task(engine: Engine, x: Array | None, root: int, out: Array | None
     plan = program(like.size, dtype)
 
     def body(call: Call) -> Array:
-        result = landing(out, x if mesh.rank == root else None, dtype, shape)
+        result = landing(out, x if mesh.rank == root else None, dtype, shape, in_place=True)
         flat = result.reshape(-1)
-        base = as_flat(x) if mesh.rank == root and x is not None and x is not result else flat
+        base = flat if mesh.rank != root or x is None or np.may_share_memory(x, result) else as_flat(x)
         engine.run(call, plan, base, flat)
         return deliver(result, out)
 
