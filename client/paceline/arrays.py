@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
 from paceline.signature import dtype_name
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "from_bytes",
     "landing",
     "native",
+    "new_array",
     "same_elements",
 ]
 
@@ -105,10 +106,22 @@ def landing(
         in_place: each element is read before it is written: `out` may be `x`.
     """
     if out is None or not (out.flags.c_contiguous and out.dtype.isnative):
-        return np.empty(shape, dtype)
+        return new_array(shape, dtype)
     if x is not None and np.may_share_memory(x, out) and not (in_place and same_elements(x, out)):
-        return np.empty(shape, dtype)
+        return new_array(shape, dtype)
     return out
+
+
+def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new array whose size another member may have announced.
+
+    Raises:
+        LimitExceeded: there is no memory for it.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError:
+        raise LimitExceeded(f"there is no memory here for an array of shape {shape} and dtype {dtype}") from None
 
 
 def same_elements(x: Array, out: Array) -> bool:

@@ -39,18 +39,38 @@ class Entry:
 
     Attributes:
         group: the group's name; "" is the whole view.
-        operation: its number in the group.
+        operation: its number in the group and generation; 0 for messages.
+        generation: the generation.
         signature: kind, arguments, dtype and shape, as `paceline.signature.Signature` encodes them.
     """
 
-    __slots__ = ("_began", "_clock", "_ended", "_error", "_issued", "_order", "group", "operation", "signature")
+    __slots__ = (
+        "_began",
+        "_clock",
+        "_ended",
+        "_error",
+        "_issued",
+        "_order",
+        "generation",
+        "group",
+        "operation",
+        "signature",
+    )
 
     def __init__(
-        self, group: str, operation: int, signature: bytes, order: int, issued: float, clock: Callable[[], float]
+        self,
+        group: str,
+        operation: int,
+        signature: bytes,
+        generation: int,
+        order: int,
+        issued: float,
+        clock: Callable[[], float],
     ) -> None:
         self.group = group
         self.operation = operation
         self.signature = signature
+        self.generation = generation
         self._order = order
         self._issued = issued
         self._clock = clock
@@ -83,6 +103,7 @@ class Entry:
         return {
             "number": self.operation,
             "group": self.group,
+            "generation": self.generation,
             **_parse(self.signature),
             "state": state,
             "issued_at": wall(self._issued),
@@ -118,23 +139,24 @@ class FlightRecorder:
         # A ring, not a deque: a list may be copied while another thread, or the interrupted one, stores into it.
         self._ring: list[Entry | None] = [None] * capacity
 
-    def issue(self, group: str, operation: int, signature: bytes) -> Entry:
+    def issue(self, group: str, operation: int, signature: bytes, generation: int = 0) -> Entry:
         """Remembers an operation that has been issued; for the caller to `begin` and `end`.
 
         Args:
             group: the group's name; "" is the whole view.
             operation: its number in the group.
             signature: an encoded `Signature`; not looked at here.
+            generation: in which that number counts.
         """
         order = next(self._orders)
-        entry = Entry(group, operation, signature, order, self._clock(), self._clock)
+        entry = Entry(group, operation, signature, generation, order, self._clock(), self._clock)
         self._ring[order % self._capacity] = entry
         return entry
 
-    def find(self, group: str, operation: int) -> bytes | None:
-        """The signature of an operation, the latest by that number; None if it is not remembered (any more)."""
+    def find(self, generation: int, group: str, operation: int) -> bytes | None:
+        """The signature of an operation; None if it is not remembered (any more)."""
         for entry in reversed(self._entries()):
-            if entry.operation == operation and entry.group == group:
+            if entry.operation == operation and entry.group == group and entry.generation == generation:
                 return entry.signature
         return None
 
@@ -142,11 +164,11 @@ class FlightRecorder:
         """All that is remembered, oldest first, in types that JSON has.
 
         Returns:
-            One dict for each operation: `number` in the group; `group`; `operation`, its kind; `detail`, its arguments;
-            `dtype`, `shape` and `bytes` of the array, None where none travels or the sender decides; `state`: "issued",
-            "running", "done" or "failed"; `issued_at`, `began_at` and `ended_at`: UTC, ISO 8601, None for what has not
-            been; `waited_s`: seconds in line, until now if it still is; `took_s`: seconds from its begin, until now if
-            it runs, None if it never began; `error`: type and text, or None.
+            One dict for each operation: `number` in the group and generation; `group`; `generation`; `operation`, its
+            kind; `detail`, its arguments; `dtype`, `shape` and `bytes` of the array, None where none travels or the
+            sender decides; `state`: "issued", "running", "done" or "failed"; `issued_at`, `began_at` and `ended_at`:
+            UTC, ISO 8601, None for what has not been; `waited_s`: seconds in line, until now if it still is; `took_s`:
+            seconds from its begin, until now if it runs, None if it never began; `error`: type and text, or None.
         """
         entries, now = self._entries(), self._clock()
         offset = self._wall() - now  # one for all, so that differences stay true when the wall clock is set

@@ -76,7 +76,7 @@ class Signature(NamedTuple):
             return cls(kind, detail[1:])
         dtype = _dtype(name)
         shape = tuple(int(size) for size in sizes.split(",")) if sizes else ()
-        if dtype is None or len(shape) > MAX_DIMENSIONS or prod(shape) * dtype.itemsize > MAX_ARRAY_BYTES:
+        if dtype is None or len(shape) > MAX_DIMENSIONS or _bytes(shape, dtype) > MAX_ARRAY_BYTES:
             raise ValueError(f"a signature that announces an impossible array: {data[:80]!r}")
         return cls(kind, detail[1:], dtype, shape)
 
@@ -106,9 +106,14 @@ def _encode(signature: Signature) -> bytes:
     if dtype is not None and shape is not None:
         if len(shape) > MAX_DIMENSIONS:
             raise LimitExceeded(f"an array of {len(shape)} dimensions cannot travel: the limit is {MAX_DIMENSIONS}")
-        if prod(shape) * dtype.itemsize > MAX_ARRAY_BYTES:
+        if _bytes(shape, dtype) > MAX_ARRAY_BYTES:
             raise LimitExceeded(f"an array of shape {shape} cannot travel: the limit is {MAX_ARRAY_BYTES} bytes")
     return str(signature).encode("ascii")
+
+
+def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes of the array; of an empty one, what its other dimensions make, for NumPy has limits for these too."""
+    return prod(filter(None, shape)) * dtype.itemsize
 
 
 def _dtype(name: str) -> np.dtype[Any] | None:

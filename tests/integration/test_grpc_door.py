@@ -121,6 +121,28 @@ def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None
     assert caught.value.ranks == (0,)
 
 
+@pytest.mark.parametrize("kind", [FrameKind.DATA, FrameKind.CLOSE])
+def test_a_frame_after_close_is_refused_and_names_its_sender(kind: FrameKind) -> None:
+    close = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))
+
+    async def talk(channel: aio.Channel) -> grpc.StatusCode:
+        return await deliver(channel, await knock(channel, hello()), close, encode(Frame(kind, 1, 1, 0, b"", b"")))
+
+    with grpc_world() as world:
+        assert at_door_1(world, talk) is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(errors.PeerBrokeProtocol, match=f"{kind.name} came after CLOSE") as caught:
+            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+    assert caught.value.ranks == (0,)
+
+
+def test_a_group_s_name_is_measured_in_bytes() -> None:
+    with grpc_world() as world:
+        assert len(at_door_1(world, lambda channel: knock(channel, hello(group="é" * 128)))) == 16
+        with pytest.raises(aio.AioRpcError) as caught:
+            at_door_1(world, lambda channel: knock(channel, hello(group="é" * 129)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 @pytest.mark.parametrize(
     "payload",
     [

@@ -127,16 +127,16 @@ def test_the_oldest_are_forgotten(recorder: FlightRecorder) -> None:
     for number in range(1, 11):
         recorder.issue("", number, SUM)
     assert [entry["number"] for entry in recorder.snapshot()] == [7, 8, 9, 10]
-    assert recorder.find("", 6) is None
-    assert recorder.find("", 7) == SUM
+    assert recorder.find(0, "", 6) is None
+    assert recorder.find(0, "", 7) == SUM
 
 
 def test_find_knows_groups_apart_and_prefers_the_latest(recorder: FlightRecorder) -> None:
     recorder.issue("", 1, b"barrier")
     recorder.issue("model", 1, SUM)
-    assert (recorder.find("", 1), recorder.find("model", 1), recorder.find("data", 1)) == (b"barrier", SUM, None)
-    recorder.issue("", 1, b"broadcast root=0")  # the next generation counts from 1 again
-    assert recorder.find("", 1) == b"broadcast root=0"
+    assert tuple(recorder.find(0, name, 1) for name in ("", "model", "data")) == (b"barrier", SUM, None)
+    recorder.issue("", 1, b"broadcast root=0", 2)  # the next generation counts from 1 again
+    assert (recorder.find(0, "", 1), recorder.find(2, "", 1)) == (b"barrier", b"broadcast root=0")
 
 
 def test_a_recorder_remembers_something() -> None:

@@ -30,6 +30,10 @@ WAITING = 0xFFFF_FFFF
 """Part number of the frame "I wait for you in this operation"; it has a signature and no payload."""
 
 
+_NOTES = 8
+"""Notes of a peer that one look around takes in; an honest peer sends one for each operation."""
+
+
 class Disagreement(Exception):
     """A peer's frame shows that it is in another call.
 
@@ -57,7 +61,7 @@ class Exchange:
         self._mesh = mesh
         self._history = history
         self.lent: set[int] = set()
-        self._taken: list[Link] = []  # on which a frame was received that is not released yet
+        self._taken: list[Link] = []  # on which a frame may have been received that is not released yet
         self._links: dict[int, Link] = {}
         self._early: dict[int, Frame] = {}  # found while looking around, to be read later; one from a rank at most
         self._call = (0, b"")  # operation and signature
@@ -107,13 +111,13 @@ class Exchange:
             PacelineError: the generation has failed.
         """
         link = self._links.get(peer) or self.link(peer)
+        self._taken.append(link)  # before: an interrupt may come between a frame's arrival and the next line
         asked = False
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
                 return early
             try:
                 frame = link.recv(min(deadline, monotonic() + PATIENCE))
-                self._taken.append(link)
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -125,6 +129,8 @@ class Exchange:
             if frame.part != WAITING:
                 return frame
             self.compare(peer, frame)
+            if monotonic() >= deadline:  # however many notes come
+                raise LinkTimeout("nothing but notes came")
 
     def release(self) -> None:
         """The payloads of all frames received so far are needed no longer."""
@@ -180,17 +186,27 @@ class Exchange:
         for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
             if peer == awaited or peer in self._early:
                 continue
+            link = self.link(peer)
             try:
-                link = self.link(peer)
-                frame = link.recv(monotonic())
-                while frame.part == WAITING:
+                frame = self._first_of(peer, link)
+                if frame is not None:  # copied: its sender need not wait for our turn
+                    self._early[peer] = replace(frame, payload=bytes(frame.payload))
                     self.compare(peer, frame)
-                    frame = link.recv(monotonic())
+            finally:
+                if link not in self._taken:  # else it may hold a frame that is still needed
+                    link.release()
+
+    def _first_of(self, peer: int, link: Link) -> Frame | None:
+        """What has come from a rank, behind notes, which are compared; None for nothing."""
+        for _ in range(_NOTES):
+            try:
+                frame = link.recv(monotonic())
             except (LinkTimeout, LinkEnded):
-                continue  # an end counts when something is awaited from there
-            self._early[peer] = replace(frame, payload=bytes(frame.payload))  # its sender need not wait for our turn
-            link.release()
+                return None  # an end counts when something is awaited from there
+            if frame.part != WAITING:
+                return frame
             self.compare(peer, frame)
+        return None
 
     def compare(self, peer: int, frame: Frame) -> None:
         """Compares what a frame says with this member's call of the same number, if it has come so far.

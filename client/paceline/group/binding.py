@@ -37,7 +37,7 @@ class Binding:
     def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder) -> None:
         self.mesh = mesh
         self.name = name
-        self.engine = Engine(mesh, partial(recorder.find, name), label)
+        self.engine = Engine(mesh, partial(recorder.find, mesh.generation, name), label)
         self.lane = Lane(self.engine.abort, exclusive=mesh.size > 1)
         self.stale = False
         self.parts: Counter[str] = Counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -136,9 +136,9 @@ class GroupCore:
             raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
 
     @overload
-    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: Literal[False]) -> T: ...
     @overload
-    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, *, async_op: bool) -> T: ...
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
     def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]:
         """Makes a task, and runs it in its turn."""
         bound = self._enter()
@@ -146,7 +146,7 @@ class GroupCore:
         started, deadline = monotonic(), self._deadline(timeout)
 
         def begin(operation: int) -> Callable[[], T]:
-            entry = self.recorder.issue(bound.name, operation, task.signature)
+            entry = self.recorder.issue(bound.name, operation, task.signature, bound.mesh.generation)
 
             def run() -> T:
                 entry.begin()

@@ -12,9 +12,11 @@ from paceline.collectives.tasks.task import Chooser
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
 from paceline.group.binding import Binding
+from paceline.group.gathering import Gathering
 from paceline.group.messages import Messages
 from paceline.group.objects import Objects
 from paceline.group.reducing import Reducing
+from paceline.group.spreading import Spreading
 from paceline.links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline.links.submesh import SubMesh
 from paceline.recorder import FlightRecorder
@@ -27,7 +29,7 @@ Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
 _NAME = re.compile(r"[A-Za-z0-9_]{1,40}")
 
 
-class Group(Reducing, Objects, Messages):
+class Group(Reducing, Spreading, Gathering, Objects, Messages):
     """The members of one generation, or a part of them.
 
     All members must call the same collectives in the same order. A collective returns its result in a new array, or
@@ -164,13 +166,17 @@ class Group(Reducing, Objects, Messages):
 
     def _follow(self, mesh: Mesh) -> None:
         if self._rule is None:
-            for part in list(self._parts):
-                part._follow(mesh)
-            self._bound.abandon()
+            self._expire()
             return
         members = self._rule(mesh.peers, mesh.rank)
         self._label = f"{self._name}-{_digest(mesh.peers, members)}"
         self.move(SubMesh(mesh, members, self._name))
+
+    def _expire(self) -> None:
+        """This part and its own were for a generation that is over."""
+        self._bound.abandon()
+        for part in list(self._parts):
+            part._expire()
 
     def _part(self, bound: Binding, members: list[int], name: str, label: str) -> Group:
         mesh = SubMesh(bound.mesh, members, name)

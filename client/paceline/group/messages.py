@@ -78,7 +78,7 @@ class Messages(GroupCore):
     @contextmanager
     def _recorded(self, bound: Binding, signature: Signature) -> Iterator[None]:
         """Remembers a message; unlike a collective it has no number that all ranks share."""
-        entry = self.recorder.issue(bound.name, 0, signature.encode())
+        entry = self.recorder.issue(bound.name, 0, signature.encode(), bound.mesh.generation)
         entry.begin()
         try:
             yield

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from paceline.arrays import Array
+from paceline.collectives import blame
 from paceline.collectives.objects import decode_object, encode_object
-from paceline.errors import PeerBrokeProtocol
-from paceline.group.gathering import Gathering
-from paceline.group.spreading import Spreading
+from paceline.collectives.tasks.gathering import all_gather_task, gather_task
+from paceline.collectives.tasks.spreading import broadcast_task
+from paceline.group.core import GroupCore
 
 __all__ = ["Objects"]
 
@@ -18,7 +19,7 @@ _HEAD = 8
 """Bytes of the length before each object."""
 
 
-class Objects(Gathering, Spreading):
+class Objects(GroupCore):
     """broadcast_object, all_gather_object, gather_object: see `Group`."""
 
     def broadcast_object(self, o: object = None, *, root: int = 0, timeout: float | None = None) -> Any:
@@ -35,7 +36,12 @@ class Objects(Gathering, Spreading):
         """
         self._check_rank("root", root)
         data = _encode(o) if self.rank == root else None
-        return self._decode(self.broadcast(data, root=root, timeout=timeout), root)
+        sent = self._issue(
+            lambda bound: broadcast_task(bound.engine, data, root, None, self.choose, "broadcast_object"),
+            timeout,
+            async_op=False,
+        )
+        return self._decode(sent, root)
 
     def all_gather_object(self, o: object, *, timeout: float | None = None) -> list[Any]:
         """The objects of all ranks, in rank order.
@@ -43,7 +49,13 @@ class Objects(Gathering, Spreading):
         Raises:
             UnsupportedOp, PacelineError: as `broadcast_object`.
         """
-        return self._split(self.all_gather(_encode(o), uneven=True, timeout=timeout))
+        data = _encode(o)
+        joined = self._issue(
+            lambda bound: all_gather_task(bound.engine, data, None, self.choose, uneven=True, kind="all_gather_object"),
+            timeout,
+            async_op=False,
+        )
+        return self._split(joined)
 
     def gather_object(self, o: object, *, root: int = 0, timeout: float | None = None) -> list[Any] | None:
         """The objects of all ranks, in rank order, at the root; None elsewhere.
@@ -52,7 +64,12 @@ class Objects(Gathering, Spreading):
             UnsupportedOp, InvalidRank, PacelineError: as `broadcast_object`.
         """
         self._check_rank("root", root)
-        joined = self.gather(_encode(o), root=root, uneven=True, timeout=timeout)
+        data = _encode(o)
+        joined = self._issue(
+            lambda bound: gather_task(bound.engine, data, root, None, self.choose, uneven=True, kind="gather_object"),
+            timeout,
+            async_op=False,
+        )
         return None if joined is None else self._split(joined)
 
     def _split(self, joined: Array) -> list[Any]:
@@ -65,11 +82,15 @@ class Objects(Gathering, Spreading):
         return objects
 
     def _decode(self, data: Array, source: int) -> Any:
+        """A rank's object; one that is none ends the generation."""
         try:
+            if data.ndim != 1 or data.dtype != np.uint8:
+                raise ValueError(f"an array of shape {data.shape} and dtype {data.dtype}")
             return decode_object(data[_HEAD:].data)
         except ValueError as error:
-            peer = self.members[source]
-            raise PeerBrokeProtocol(f"{peer} sent what is no object: {error}", ranks=(peer.rank,)) from None
+            mesh = self._bound.mesh
+            mesh.fault.suspect(blame.broke_protocol(mesh.peers, mesh.rank, source, 0, "objects", str(error)))
+            raise mesh.fault.error() from None
 
 
 def _encode(o: object) -> Array:

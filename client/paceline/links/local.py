@@ -119,15 +119,16 @@ class LocalMesh(Mesh):
         with self._lock:
             link = self._links.get((peer, purpose, group))
             if link is None:
-                outgoing = self._board.pipe(self.rank, peer, purpose, group)
-                incoming = self._board.pipe(peer, self.rank, purpose, group)
+                of = self._of_now(group)
+                outgoing = self._board.pipe(self.rank, peer, purpose, of)
+                incoming = self._board.pipe(peer, self.rank, purpose, of)
                 link = LocalLink(self.peers[peer], self.fault, outgoing, incoming)
                 self._links[peer, purpose, group] = link
             return link
 
     def linked(self, purpose: Purpose, group: str = "") -> list[int]:
         """Ranks that have sent, or been sent to (`Mesh.linked`)."""
-        return self._board.linked(self.rank, purpose, group)
+        return self._board.linked(self.rank, purpose, self._of_now(group))
 
     @property
     def bytes_sent(self) -> int:
@@ -154,7 +155,11 @@ class LocalMesh(Mesh):
         for link in links:
             link.close(deadline)
             link.forget()
-        self._board.leave_group(self.rank, group)
+        self._board.leave_group(self.rank, self._of_now(group))
+
+    def _of_now(self, group: str) -> str:
+        """Links between all members go on in the next generation, those of parts do not: members close them at will."""
+        return f"{self.generation}:{group}" if group else ""
 
     def cut(self) -> None:
         """Breaks all links, as the death of this rank's process would."""
@@ -184,6 +189,7 @@ def local_meshes(world: int, config: Config | None = None, *, generation: int = 
 
 def next_meshes(meshes: Sequence[LocalMesh]) -> list[LocalMesh]:
     """The meshes of the generation after this one: the same members, over the same links."""
+    meshes[0]._board.forget_groups()
     return _judged([mesh.next() for mesh in meshes])
 
 
@@ -244,6 +250,12 @@ class _Board:
             pipes = [pipe for (source, target, *_), pipe in self._pipes.items() if rank in (source, target)]
         for pipe in pipes:
             pipe.end(orderly=orderly)
+
+    def forget_groups(self) -> None:
+        """The generation is over, and its parts with it."""
+        with self.lock:
+            self._pipes = {key: pipe for key, pipe in self._pipes.items() if not key[3]}
+            self._left.clear()
 
     def leave_group(self, rank: int, group: str) -> None:
         """A rank uses a group no more; what both sides have left is forgotten."""

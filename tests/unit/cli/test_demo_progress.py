@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from paceline.cli.launcher.outcome import Exit
@@ -78,12 +80,41 @@ def test_records_of_other_kinds_are_left_alone() -> None:
     assert progress.step == 4
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"kind": "view"},
+        {"kind": ["view"]},
+        view(-1),
+        view(True),
+        {"kind": "step", "step": 4},
+        step(5, samples=10**400),
+        step(5, rate="fast"),
+        {"kind": "epoch", "of": 3, "loss": None, "accuracy": 0.9},
+        {"kind": "result", "accuracy": 0.9},
+        RESULT | {"seconds": 0.0},
+    ],
+)
+def test_records_that_are_not_as_the_demo_says_them_are_left_alone(record: dict[str, Any]) -> None:
+    progress = a_run()
+    progress.told(0, 100, record)
+    assert progress == a_run()
+
+
 def test_sparkline() -> None:
     assert sparkline([], 8) == ""
     assert sparkline([1.0, 1.0], 8) == "▁▁"
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([9, 9, 0, 7], 2) == "▁█"
     assert sparkline([0, 7], 8, unicode=False) == "_#"
+
+
+def test_a_run_that_diverges_can_be_shown() -> None:
+    assert sparkline([math.nan], 8) == "?"
+    assert sparkline([1.0, 2.0, math.inf, math.nan, -math.inf], 8) == "▅▅█?▁"
+    assert sparkline([-1.7e308, 1.7e308], 8) == "▁█"
+    assert sparkline([0.0, 5e-324], 8) == "▁█"
 
 
 def test_the_picture_shows_every_worker() -> None:

@@ -92,6 +92,25 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
         wire.read_settings(pb.JobSettings(**settings))
 
 
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_numbers_that_no_state_file_holds_are_refused(number: int) -> None:
+    reason = ErrorReason.ERROR_REASON_TIMEOUT
+    with pytest.raises(BadRequest, match=r"report.operation must be below 2\^63"):
+        wire.read_report(pb.Report(operation=number, reason=reason), ServerSettings())
+    with pytest.raises(BadRequest, match=r"heartbeat.operation must be below 2\^63"):
+        wire.read_progress(0.0, pb.Heartbeat(operation=number))
+    with pytest.raises(BadRequest, match=r"start_ticks must be below 2\^63"):
+        wire.read_process(pb.ProcessIdentity(host="h", pid=1, start_ticks=number), ServerSettings())
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(2**63 - 1, 3.15e9), (-(2**63), 0.0), (60, 60.0)])
+def test_progress_since_whenever_can_be_told(seconds: int, told: float) -> None:
+    beat = pb.Heartbeat(operation=2**63 - 1, since=Duration(seconds=seconds))
+    again = wire.write_progress(1e6, wire.read_progress(1e6, beat))
+    assert again.operation == beat.operation
+    assert wire.from_duration(again.since, "since") == pytest.approx(told)
+
+
 def test_versions_are_named() -> None:
     with pytest.raises(VersionMismatch, match="version 9 of the protocol, the coordinator version 1"):
         wire.check_version(9)

@@ -1,7 +1,10 @@
 """What every storage must do, over all of them; and what the file does besides."""
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,27 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
     run(main)
 
 
+@pytest.mark.parametrize("kind", ["row", "schema"])
+def test_a_damaged_file_is_said_to_be_unusable(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "s.db"
+    assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), VerdictStored("a", VERDICT))
+    if kind == "row":
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute("UPDATE job SET culprits = 'nobody'")
+    else:
+        data = path.read_bytes()
+        assert data.count(b"CREATE TABLE seat") == 1
+        path.write_bytes(data.replace(b"CREATE TABLE seat", b"CREATE TABLE \xff\xfe\xfd\xfc"))
+
+    async def main() -> None:
+        storage = SqliteStorage(path)
+        with pytest.raises(StateUnusable, match=r"cannot use the state file .*s\.db: "):
+            await asyncio.wait_for(storage.load(), 5.0)
+        await storage.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("kind", ["garbage", "other", "future", "folder"])
 def test_a_file_that_is_no_state_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.db"
@@ -124,15 +148,26 @@ def test_a_file_that_is_no_state_file(tmp_path: Path, kind: str) -> None:
     run(main)
 
 
-def test_a_change_that_cannot_be_stored_does_not_take_others_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        KeySet("a", "y", None),  # type: ignore[arg-type]
+        KeySet("a", "half a character: \ud800", b"2"),
+        VerdictStored("a", replace(VERDICT, operation=2**63)),
+    ],
+    ids=["nothing", "no text", "too great"],
+)
+def test_a_change_that_cannot_be_stored_does_not_take_others_with_it(tmp_path: Path, change: Change) -> None:
     async def main() -> None:
         storage = SqliteStorage(tmp_path / "s.db")
         await storage.load()
-        written = [storage.write([KeySet("a", key, value)]) for key, value in (("x", b"1"), ("y", None), ("z", b"3"))]  # type: ignore[arg-type]
-        await written[0]
+        first = storage.write([KeySet("a", "x", b"1")])
+        bad = storage.write([change])
+        last = storage.write([KeySet("a", "z", b"3")])
+        await first
         with pytest.raises(OSError, match="cannot write the state file"):
-            await written[1]
-        await written[2]
+            await asyncio.wait_for(bad, 5.0)
+        await last
         await storage.close()
 
     run(main)

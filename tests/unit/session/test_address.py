@@ -25,7 +25,10 @@ def test_read(text: str, endpoint: Endpoint) -> None:
     assert parse_endpoint(str(endpoint)) == endpoint
 
 
-@pytest.mark.parametrize("text", ["", ":1", "host:", "host:x", "host:65536", "::1:80", "host:-1", "host"])
+BRACKETS = ["[]:1", "[[a]]:1", "[a:1", "a]:1", "a[b]:1", "[a]b]:1"]
+
+
+@pytest.mark.parametrize("text", ["", ":1", "host:", "host:x", "host:65536", "::1:80", "host:-1", "host", *BRACKETS])
 def test_refuse(text: str) -> None:
     with pytest.raises(ValueError, match="address"):
         parse_endpoint(text)

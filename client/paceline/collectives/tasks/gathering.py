@@ -24,11 +24,11 @@ _COUNT = np.dtype(np.int64)
 
 
 def all_gather_task(
-    engine: Engine, x: Array, out: Array | None, choose: Chooser, *, uneven: bool = False
+    engine: Engine, x: Array, out: Array | None, choose: Chooser, *, uneven: bool = False, kind: str = "all_gather"
 ) -> Task[Array]:
-    """See `Group.all_gather`."""
+    """See `Group.all_gather`; `kind` is what the signature calls it."""
     mesh = engine.mesh
-    gathering = _Gathering(engine, "all_gather", "", x, choose, uneven=uneven)
+    gathering = _Gathering(engine, kind, "", x, choose, uneven=uneven)
     if out is not None and not uneven:
         check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))
 
@@ -51,11 +51,18 @@ def all_gather_task(
 
 
 def gather_task(
-    engine: Engine, x: Array, root: int, out: Array | None, choose: Chooser, *, uneven: bool = False
+    engine: Engine,
+    x: Array,
+    root: int,
+    out: Array | None,
+    choose: Chooser,
+    *,
+    uneven: bool = False,
+    kind: str = "gather",
 ) -> Task[Array | None]:
-    """See `Group.gather`."""
+    """See `Group.gather`; `kind` is what the signature calls it."""
     mesh = engine.mesh
-    gathering = _Gathering(engine, "gather", f"root={root}", x, choose, uneven=uneven)
+    gathering = _Gathering(engine, kind, f"root={root}", x, choose, uneven=uneven)
     at_root = mesh.rank == root
     if out is not None and at_root and not uneven:
         check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))

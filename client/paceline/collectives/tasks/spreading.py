@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.arrays import Array, as_array, as_flat, check_out, deliver, landing, native
+from paceline.arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
 from paceline.collectives.engine import Call, Engine
 from paceline.collectives.program import Program
 from paceline.collectives.programs import broadcast_program, scatter_program
@@ -22,8 +22,10 @@ from paceline.errors import SizeMismatch, UnsupportedOp
 __all__ = ["broadcast_task", "scatter_task"]
 
 
-def broadcast_task(engine: Engine, x: Array | None, root: int, out: Array | None, choose: Chooser) -> Task[Array]:
-    """See `Group.broadcast`."""
+def broadcast_task(
+    engine: Engine, x: Array | None, root: int, out: Array | None, choose: Chooser, kind: str = "broadcast"
+) -> Task[Array]:
+    """See `Group.broadcast`; `kind` is what the signature calls it."""
     mesh = engine.mesh
 
     def program(n: int, dtype: np.dtype[Any]) -> Program:
@@ -36,9 +38,9 @@ def broadcast_task(engine: Engine, x: Array | None, root: int, out: Array | None
     if like is None:
         parent = tree_parent(mesh.rank, mesh.size, root)
         assert parent is not None, "only the root has no parent, and it knows its array"
-        return _receive_unknown(engine, "broadcast", root, parent, program)
+        return _receive_unknown(engine, kind, root, parent, program)
     dtype, shape = native(like.dtype), like.shape
-    signature = engine.sign("broadcast", f"root={root}", dtype, shape).encode()
+    signature = engine.sign(kind, f"root={root}", dtype, shape).encode()
     if out is not None:
         check_out(out, dtype, shape)
     plan = program(like.size, dtype)
@@ -91,7 +93,7 @@ def _receive_unknown(
 
     def body(call: Call) -> Array:
         first, dtype, shape = engine.first_frame(call, source, asked)
-        result = np.empty(shape, dtype)
+        result = new_array(shape, dtype)
         flat = result.reshape(-1)
         told = Call(call.operation, first.signature, call.started, call.deadline)
         engine.run(told, program(flat.size, flat.dtype), flat, flat, first=first)

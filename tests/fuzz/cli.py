@@ -1,0 +1,141 @@
+"""Text from outside the program: addresses, sizes, and what workers write to the pipe to their launcher."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console as RichConsole
+
+from paceline.cli.bench.sizes import parse_sizes
+from paceline.cli.launcher.console import Console, LogFiles
+from paceline.cli.launcher.lines import LineSplitter
+from paceline.cli.launcher.outcome import Exit
+from paceline.cli.launcher.worker import Worker
+from paceline.demo.progress import Progress
+from paceline.demo.view import picture
+from paceline.session.address import parse_endpoint
+
+__all__ = ["SEEDS", "address", "news", "progress", "sizes"]
+
+_PID = 4711
+
+
+def address(data: bytes) -> None:
+    """An address that is accepted is read as the same again; byte 0 says whether a port may be left out."""
+    text = data[1:].decode("utf-8", "surrogateescape")
+    try:
+        found = parse_endpoint(text, default_port=7400 if data[0] & 1 else None) if data else None
+    except ValueError:
+        return
+    if found is not None:
+        assert 0 <= found.port < 1 << 16
+        assert parse_endpoint(str(found)) == found
+        assert isinstance(found.is_loopback, bool)
+
+
+def sizes(data: bytes) -> None:
+    """Sizes are whole float32 elements, one for each word."""
+    text = data.decode("utf-8", "surrogateescape")
+    try:
+        found = parse_sizes(text)
+    except ValueError:
+        return
+    assert len(found) == text.count(",") + 1
+    assert all(size > 0 and size % 4 == 0 for size in found)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _worker() -> Worker:
+    worker = object.__new__(Worker)  # without a process
+    worker.index, worker.rank, worker._blamed = 3, None, []
+    worker._process = SimpleNamespace(pid=_PID, returncode=1)  # type: ignore[assignment]
+    return worker
+
+
+def news(data: bytes) -> None:
+    """Whatever stands on the pipe, and however it is cut, the launcher goes on, and can show and log it."""
+    worker, splitter = _worker(), LineSplitter(max_line_bytes=4096)
+    terminal = _Terminal()
+    logs = object.__new__(LogFiles)
+    logs._folder, logs._files = Path(os.devnull), {worker.index: io.BytesIO()}
+    console = Console(logs, terminal, terminal)
+    try:
+        cut = data[0] + 1 if data else 1
+        lines = [line for at in range(1, len(data), cut) for line in splitter.feed(data[at : at + cut])]
+        lines += splitter.finish()
+        assert sum(map(len, lines)) <= len(data)
+        for line in lines:
+            record = worker.heard(line)
+            if record is None:
+                continue
+            assert isinstance(record, dict)
+            assert worker.rank is None or type(worker.rank) is int
+            console.record(worker, record)
+            console.line(worker, "stdout", line)
+            console.ended(worker, worker.end(), False)
+    finally:
+        console.close()
+
+
+def progress(data: bytes) -> None:
+    """A record that is not as the demo makes it is left alone; the picture can be drawn after each."""
+    worker, state = _worker(), Progress()
+    screen = RichConsole(file=io.StringIO(), width=80)
+    for line in data.split(b"\n")[:16]:
+        record = worker.heard(line)
+        if record is not None:
+            state.told(worker.index, _PID, record)
+            screen.print(picture(state, screen))
+    state.ended(worker.index, Exit("rank 0", _PID, 0))
+    screen.print(picture(state, screen))
+
+
+def _lines(*records: dict[str, Any]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+_VIEW = {"kind": "view", "pid": _PID, "rank": 1, "world_size": 2, "generation": 1}
+
+
+def _news_seeds() -> Sequence[bytes]:
+    failed = {"kind": "error", "ranks": [1]}
+    return [
+        b"\xff" + _lines({"kind": "waiting", "reason": "3 of 4 workers are here"}, _VIEW, failed),
+        b"\x05" + _lines({**_VIEW, "rank": True}, {**_VIEW, "rank": -1}, {**_VIEW, "rank": "\ud800"}),
+        b"\x00" + b"no JSON\r\n" + _lines({"kind": "waiting", "reason": "\ud800"}) + b"[" * 3000,
+    ]
+
+
+def _progress_seeds() -> Sequence[bytes]:
+    step = {"kind": "step", "step": 3, "samples": 96, "rate": 7.5, "bytes_sent": 4096, "total": 100}
+    epoch = {"kind": "epoch", "of": 5, "loss": 0.25, "accuracy": 0.5}
+    return [
+        _lines(_VIEW, step, epoch, epoch, {"kind": "result", "accuracy": 0.9}),
+        _lines(_VIEW, {**epoch, "loss": float("nan")}, {**epoch, "loss": float("inf")}),
+        _lines({}, {"kind": "step"}, {"kind": ["view"]}),
+    ]
+
+
+SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
+    "address": lambda: [
+        b"\x00localhost:7400",
+        b"\x00[::1]:0",
+        b"\x01host",
+        b"\x01[fe80::1]",
+        b"\x00[]:1",
+        b"\x00a:65536",
+    ],
+    "sizes": lambda: [b"1KiB,16MiB,4096", b" 4 kb , 1GiB", b"0", "\u0664KiB".encode()],
+    "news": _news_seeds,
+    "progress": _progress_seeds,
+}

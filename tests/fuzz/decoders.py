@@ -1,0 +1,270 @@
+"""Pure decoders: frames, signatures, objects, messages, verdicts, statuses, member lists."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames
+from paceline._grpc import aio, grpc
+from paceline.collectives.messages import Assembler, to_frames
+from paceline.collectives.objects import decode_object, encode_object
+from paceline.errors import PacelineError
+from paceline.links.fault import read_verdict
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
+from paceline.session.view import fetch_peers
+from paceline.session.wire import error_from_status
+from paceline.signature import MAX_ARRAY_BYTES, Signature
+from pacelinepb import ERROR_DOMAIN
+from pacelinepb.v1 import session_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.peer_pb2 import FramesRequest
+
+__all__ = ["SEEDS", "SEGMENT", "frame", "messages", "objects", "signature", "status", "verdict", "view"]
+
+SEGMENT = 1024
+"""Bytes per frame while a target runs, so that a short input makes a message of many frames."""
+
+
+def frame(data: bytes) -> None:
+    """Accepted bytes are those that `encode` makes, and mean to protobuf what they mean here."""
+    try:
+        found = decode(data)
+    except FrameError:
+        with contextlib.suppress(DecodeError, FrameError, ValueError):  # ValueError: no kind of frame
+            told = FramesRequest.FromString(data)
+            again = Frame(
+                FrameKind(told.kind), told.generation, told.operation, told.part, told.signature, told.payload
+            )
+            assert encode(again) != data, "a frame in canonical form was refused"
+        return
+    assert encode(found) == data
+    assert len(found.signature) <= MAX_SIGNATURE_BYTES
+    told = FramesRequest.FromString(data)
+    assert (told.kind, told.generation, told.operation, told.part) == (
+        found.kind,
+        found.generation,
+        found.operation,
+        found.part,
+    )
+    assert (told.signature, told.payload) == (found.signature, found.payload)
+
+
+def signature(data: bytes) -> None:
+    """What is accepted describes an array that can be, and has a text of its own."""
+    try:
+        found = Signature.decode(data)
+    except ValueError:
+        return
+    assert Signature.decode(found.encode()) == found
+    assert (found.dtype is None) == (found.shape is None)
+    if found.dtype is not None and found.shape is not None:
+        nbytes = prod(found.shape) * found.dtype.itemsize
+        assert nbytes <= MAX_ARRAY_BYTES
+        assert np.broadcast_to(np.empty((), found.dtype), found.shape).nbytes == nbytes  # NumPy can have this shape
+
+
+def objects(data: bytes) -> None:
+    """What is accepted is no larger than it may be, and its encoding stands for the same."""
+    try:
+        found = decode_object(data)
+    except ValueError:
+        return
+    assert _footprint(found) <= 32 * len(data) + 256
+    again = encode_object(found)
+    assert encode_object(decode_object(again)) == again
+
+
+def _footprint(o: Any) -> int:
+    """Bytes that an object takes, with what it holds."""
+    size, todo = 0, [o]
+    while todo:
+        item = todo.pop()
+        size += sys.getsizeof(item) + (item.nbytes if isinstance(item, np.ndarray) else 0)
+        if isinstance(item, dict):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            todo += item
+    return size
+
+
+def messages(data: bytes) -> None:
+    """No message ever has more bytes, or other ones, than its first frame announced."""
+    with mock.patch("paceline.collectives.messages.SEGMENT_BYTES", SEGMENT):
+        assembler, taken, payload = Assembler(0), 0, b""
+        for each in unpack_frames(data):
+            try:
+                message = assembler.add(each)
+            except ValueError:
+                return
+            payload = (b"" if each.part == 0 else payload) + bytes(each.payload)
+            under_way = message or assembler._message
+            assert under_way is not None
+            nbytes = prod(under_way.shape) * under_way.dtype.itemsize
+            assert under_way.weight == len(payload) + 1024
+            assert under_way.missing == nbytes - len(payload) >= 0
+            assert len(under_way.payloads) <= max(1, len(payload))
+            if message is None:
+                continue
+            taken += 1
+            assert each.operation >= taken
+            assert message.missing == 0
+            result = np.empty(message.shape, message.dtype)
+            message.unpack(result)
+            assert result.tobytes() == payload
+
+
+def verdict(data: bytes) -> None:
+    """Any verdict is a typed error."""
+    try:
+        word = session_pb2.Verdict.FromString(data)
+    except DecodeError:
+        return
+    error = read_verdict(word).to_error()
+    assert isinstance(error, PacelineError)
+    assert (error.ranks, error.operation, error.generation) == (tuple(word.culprits), word.operation, word.generation)
+
+
+_CODES = tuple(grpc.StatusCode)
+
+
+def status(data: bytes) -> None:
+    """Whatever a server says when it refuses is a typed error: code, text and details are its own."""
+    code = _CODES[data[0] % len(_CODES)] if data else grpc.StatusCode.UNKNOWN
+    text, details, *_ = [*unpack_chunks(data[1:]), b"", b""]
+    trailing = aio.Metadata(("grpc-status-details-bin", details))
+    error = aio.AioRpcError(code, aio.Metadata(), trailing, text.decode("utf-8", "replace") or None)
+    assert isinstance(error_from_status(error, "the fuzzer"), PacelineError)
+
+
+def view(data: bytes) -> None:
+    """A member list is that of the view, or a typed error: the pages come from whoever answers there."""
+    head, *pages = [*unpack_chunks(data), b""]
+    try:
+        formed = session_pb2.ViewFormed.FromString(head)
+    except DecodeError:
+        return
+    if not formed.members_sha256:  # a digest is not guessed: the script leaves it out, and here it is made
+        formed.members_sha256 = hashlib.sha256(b"".join(pages)).digest()
+    formed.pages = len(pages)
+
+    class Channel:
+        def unary_unary(self, path: str, request_serializer: Any) -> Callable[..., Any]:
+            async def get_page(request: session_pb2.GetViewRequest, **_: Any) -> bytes:
+                return pages[request.page]
+
+            return get_page
+
+    task = fetch_peers(Channel(), "job", formed, 1.0)  # type: ignore[arg-type]
+    try:
+        peers = _finish(task)
+    except PacelineError:
+        return
+    assert [peer.rank for peer in peers] == list(range(formed.world_size))
+
+
+def _finish(coroutine: Any) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
+def _frame_seeds() -> Sequence[bytes]:
+    return [
+        encode(Frame(FrameKind.DATA, 1, 1, 0, b"all_reduce op=sum float32[4]", bytes(16))),
+        encode(Frame(FrameKind.DATA, 2**64 - 1, 2**64 - 1, 2**32 - 1, bytes(MAX_SIGNATURE_BYTES), b"")),
+        encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b"")),
+        encode(Frame(FrameKind.ABORT, 1, 0, 0, b"", _verdict_seeds()[0])),
+    ]
+
+
+def _signature_seeds() -> Sequence[bytes]:
+    return [
+        b"barrier",
+        b"all_reduce op=sum float32[1024,3]",
+        b"broadcast group=split1-00ff root=0 bfloat16[]",
+        b"send tag=7 complex128[0,2]",
+        b"all_gather rows=any bool[1,1,1,1,1,1,1,1]",
+        b"array float32[0,999999999999999]",
+    ]
+
+
+def _object_seeds() -> Sequence[bytes]:
+    values: list[Any] = [
+        None,
+        {"loss": 0.5, "step": 7, b"raw": [True, False, None], ("a", 1): -1},
+        [1 << 70, -(1 << 63), "ä\ud800", b"", (), {}, []],
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        [np.float16(1.0), np.bool_(True), np.zeros((0, 3)), np.ones(2, np.complex64), ml_dtypes.bfloat16(1)],
+        {np.float64(1.5): {1: {2: {3: [[[[]]]]}}}},
+    ]
+    return [encode_object(value) for value in values]
+
+
+def _message_seeds() -> Sequence[bytes]:
+    arrays = [np.arange(320, dtype=np.float64), np.empty((0, 2), np.int8), np.ones((), bool)]
+    with mock.patch("paceline.collectives.messages.SEGMENT_BYTES", SEGMENT):
+        whole = [f for number, array in enumerate(arrays, 1) for f in to_frames(array, number, 1, number)]
+        given_up = [*list(to_frames(arrays[0], 1, 1, 1))[:2], *to_frames(arrays[2], 1, 1, 2)]
+    return [pack_frames(whole), pack_frames(given_up)]
+
+
+def _verdict_seeds() -> Sequence[bytes]:
+    lost = ErrorReason.ERROR_REASON_PEER_LOST
+    return [
+        session_pb2.Verdict(
+            generation=1, reason=lost, culprits=[0, 1], operation=9, text="rank 1 died"
+        ).SerializeToString(),
+        session_pb2.Verdict(generation=1, reason=lost, culprits=[0], operation=2**64 - 1).SerializeToString(),
+        session_pb2.Verdict(generation=1, text="none is to blame").SerializeToString(),
+    ]
+
+
+def _status_seeds() -> Sequence[bytes]:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(domain=ERROR_DOMAIN, reason="RANK_TAKEN"))
+    told = status_pb2.Status(code=6, message="rank 1 is claimed twice", details=[detail]).SerializeToString()
+    taken = bytes([_CODES.index(grpc.StatusCode.ALREADY_EXISTS)])
+    return [
+        taken + pack_chunks([b"rank 1 is claimed twice", told]),
+        taken + pack_chunks([b"another text", told]),
+        bytes([_CODES.index(grpc.StatusCode.UNAVAILABLE)]) + pack_chunks([b"no answer", b""]),
+    ]
+
+
+def _view_seeds() -> Sequence[bytes]:
+    process = session_pb2.ProcessIdentity(host="host-a", pid=7)
+    pages = [
+        session_pb2.GetViewResponse(
+            members=[session_pb2.Member(member_id=f"m{rank}", rank=rank, process=process, address="127.0.0.1:1")]
+        ).SerializeToString()
+        for rank in (0, 1)
+    ]
+    formed = session_pb2.ViewFormed(generation=3, world_size=2, rank=1, pages=2)
+    huge = session_pb2.ViewFormed(generation=3, world_size=2**32 - 1, pages=1)
+    return [pack_chunks([formed.SerializeToString(), *pages]), pack_chunks([huge.SerializeToString(), pages[0]])]
+
+
+SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
+    "frame": _frame_seeds,
+    "signature": _signature_seeds,
+    "objects": _object_seeds,
+    "messages": _message_seeds,
+    "verdict": _verdict_seeds,
+    "status": _status_seeds,
+    "view": _view_seeds,
+}

@@ -1,0 +1,72 @@
+"""Fuzzes one target, guided by coverage: `python tests/fuzz/run.py TARGET [--seconds N] [--corpus DIR]`.
+
+It needs atheris. A finding ends it with an exit code other than 0, and its input is kept in `--findings`; from there
+`python tests/fuzz/run.py TARGET --reproduce FILE` shows it again, without atheris.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MEMORY = 1 << 30
+"""Bytes of address space beyond what the program itself takes: who believes an announced length finds none."""
+
+
+def main() -> None:
+    sys.path[:1] = [str(HERE.parent)]  # instead of this folder: modules here are `fuzz.*`
+    parser = argparse.ArgumentParser(description="Fuzzes one decoder.")
+    parser.add_argument("target")
+    parser.add_argument("--seconds", type=int, default=60, help="for how long")
+    parser.add_argument("--corpus", type=Path, help="where inputs are kept from run to run; tests/fuzz/corpus/TARGET")
+    parser.add_argument("--findings", type=Path, default=HERE / "findings", help="where inputs that fail are kept")
+    parser.add_argument("--reproduce", type=Path, help="run this input once, and nothing else")
+    options = parser.parse_args()
+    warnings.simplefilter("error")  # as in all tests
+    if options.reproduce:
+        from fuzz.targets import TARGETS
+
+        _limit_memory()
+        TARGETS[options.target](options.reproduce.read_bytes())
+        return
+    _fuzz(options.target, options.seconds, options.corpus or HERE / "corpus" / options.target, options.findings)
+
+
+def _limit_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+
+
+def _fuzz(target: str, seconds: int, corpus: Path, findings: Path) -> None:
+    import atheris
+
+    with atheris.instrument_imports(include=["fuzz", "paceline", "paceline_server"]):
+        from fuzz.targets import TARGETS, seeds
+
+    function = TARGETS[target]
+    for folder in (corpus, findings):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, data in seeds(target).items():
+        (corpus / name).write_bytes(data)
+    _limit_memory()
+    arguments = [
+        sys.argv[0],
+        f"-max_total_time={seconds}",
+        f"-artifact_prefix={findings / target}-",
+        "-max_len=16384",
+        "-timeout=10",
+        "-rss_limit_mb=2048",
+        "-print_final_stats=1",
+        "-verbosity=1",
+        str(corpus),
+    ]
+    atheris.Setup(arguments, function)
+    atheris.Fuzz()  # ends the process
+
+
+if __name__ == "__main__":
+    main()

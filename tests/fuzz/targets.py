@@ -1,0 +1,49 @@
+"""One function for each place where bytes from outside are taken apart: `target(data)` raises only over a real bug.
+
+Each asserts what the decoder promises: the documented exception and no other, what was accepted survives a round trip,
+memory in proportion to the input. `seeds(name)` are valid inputs, from which a fuzzer starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from fuzz import cli, collectives, coordinator, decoders, door
+
+__all__ = ["TARGETS", "seeds"]
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "frame": decoders.frame,
+    "signature": decoders.signature,
+    "objects": decoders.objects,
+    "messages": decoders.messages,
+    "verdict": decoders.verdict,
+    "status": decoders.status,
+    "view": decoders.view,
+    "collective": collectives.collective,
+    "receive": collectives.receive,
+    "abort": door.abort,
+    "hello": door.hello,
+    "stream": door.stream,
+    "address": cli.address,
+    "sizes": cli.sizes,
+    "news": cli.news,
+    "progress": cli.progress,
+    "requests": coordinator.requests,
+    "storage": coordinator.storage,
+    "state_file": coordinator.state_file,
+}
+
+_SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
+    **decoders.SEEDS,
+    **collectives.SEEDS,
+    **door.SEEDS,
+    **cli.SEEDS,
+    **coordinator.SEEDS,
+}
+
+
+def seeds(name: str) -> dict[str, bytes]:
+    """Valid inputs of a target, by the name of a file for each."""
+    return {hashlib.sha256(data).hexdigest()[:16]: data for data in _SEEDS[name]()}

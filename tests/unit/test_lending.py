@@ -1,0 +1,29 @@
+"""What a rank has lent stays lent until it has been read, however long that takes."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from paceline.collectives import exchange
+from paceline.collectives.choose import choose, only
+from paceline.group import Group
+from paceline.testing import run_ranks
+
+
+def test_looking_around_gives_nothing_back_that_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root holds rank 1's lent array while it waits for rank 2, longer than it takes it to look around."""
+    monkeypatch.setattr(exchange, "PATIENCE", 0.02)
+    late = threading.Event()
+
+    def rank(group: Group) -> float | None:
+        group.choose = partial(choose, rules=only("reduce", "star"))
+        x = np.full(50_000, 1.0)
+        if group.rank == 2:
+            late.wait(0.3)
+        total = group.reduce(x, root=0)
+        x[:] = 1e9  # the caller's again
+        return None if total is None else float(total.max())
+
+    assert run_ranks(3, rank) == [3.0, None, None]

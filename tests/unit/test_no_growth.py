@@ -1,0 +1,119 @@
+"""A long training run holds no more memory, threads or files than a short one."""
+
+import gc
+import os
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from paceline.group import Group
+from paceline.testing import local_groups
+from paceline.work import Work
+
+WORLD = 3
+WARM_UP, LONG = 2_000, 10_000
+"""Collectives of each rank: so many that the flight recorder is full and every program is made, and all together."""
+GROWTH_BYTES = 100_000
+
+X = np.arange(12.0)
+LARGE = np.arange(3 * 4096.0)
+"""Of 32 KiB for each third: it is lent."""
+
+KINDS: list[Callable[[Group, int, bool], Any]] = [
+    lambda group, root, later: group.all_reduce(X, async_op=later),
+    lambda group, root, later: group.all_reduce(X, op="mean", order="rank", async_op=later),
+    lambda group, root, later: group.all_reduce(LARGE, async_op=later),
+    lambda group, root, later: group.reduce(X, root=root, async_op=later),
+    lambda group, root, later: group.reduce_scatter(X, async_op=later),
+    lambda group, root, later: group.broadcast(X if group.rank == root else None, root=root, async_op=later),
+    lambda group, root, later: group.broadcast(LARGE, root=root, async_op=later),
+    lambda group, root, later: group.scatter([X] * 3 if group.rank == root else None, root=root, async_op=later),
+    lambda group, root, later: group.all_gather(X, async_op=later),
+    lambda group, root, later: group.all_gather(X[: group.rank], uneven=True, async_op=later),
+    lambda group, root, later: group.gather(X, root=root, async_op=later),
+    lambda group, root, later: group.gather(X[: group.rank], root=root, uneven=True, async_op=later),
+    lambda group, root, later: group.all_to_all(X, async_op=later),
+    lambda group, root, later: group.all_to_all(X, send_counts=[2, 4, 6], async_op=later),
+    lambda group, root, later: group.barrier(),
+    lambda group, root, later: group.all_gather_object({"rank": group.rank}),
+    lambda group, root, later: group.average({"a": X, "b": [X]}),
+]
+"""Every kind of collective, given a root and whether it may be asynchronous."""
+
+
+def many(groups: list[Group], first: int, last: int) -> None:
+    """The collectives of these numbers at every rank, in two groups by turns, every third asynchronous."""
+    failures: list[BaseException] = []
+
+    def run(pair: tuple[Group, Group]) -> None:
+        works: list[Work[Any]] = []
+        try:
+            for i in range(first, last):
+                found = KINDS[i % len(KINDS)](pair[i // len(KINDS) % 2], i // 7 % WORLD, i % 3 == 0)
+                if isinstance(found, Work):
+                    works.append(found)
+                if len(works) == 8:
+                    while works:
+                        works.pop().wait(20)
+            while works:
+                works.pop().wait(20)
+        except BaseException as error:  # noqa: BLE001  it is raised below
+            failures.append(error)
+
+    pairs = list(zip(groups[:WORLD], groups[WORLD:], strict=True))
+    threads = [threading.Thread(target=run, args=(pair,), daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
+def held() -> tuple[int, int, int]:
+    """(bytes that Python objects hold, threads, open files)."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0], threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def growth(groups: list[Group]) -> tuple[int, int, int]:
+    """What has been added between the end of the warm-up and the end of the long run."""
+    tracemalloc.start()
+    try:
+        many(groups, 0, WARM_UP)
+        before = held()
+        many(groups, WARM_UP, LONG)
+        nbytes, threads, files = (now - then for now, then in zip(held(), before, strict=True))
+    finally:
+        tracemalloc.stop()
+    return nbytes, threads, files
+
+
+def test_ten_thousand_collectives_leave_nothing_behind() -> None:
+    view = local_groups(WORLD)
+    groups = [*view, *(group.subgroup(range(WORLD), name="other") for group in view)]
+    try:
+        nbytes, threads, files = growth(groups)
+        assert abs(nbytes) < GROWTH_BYTES
+        assert (threads, files) == (0, 0)
+    finally:
+        for group in view:
+            group.close()
+
+
+def test_growth_would_be_found() -> None:
+    """An object that each call leaves behind is too much."""
+    kept: list[bytes] = []
+
+    class Hoarder:
+        rank, size = 0, 1
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: kept.append(bytes(8))
+
+    hoarders: Any = [Hoarder()] * (2 * WORLD)
+    assert growth(hoarders)[0] > GROWTH_BYTES
