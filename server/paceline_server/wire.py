@@ -36,6 +36,12 @@ __all__ = [
 
 _SHORTEST_FAILURE_TIMEOUT, _LONGEST_FAILURE_TIMEOUT = 0.05, 86_400.0
 
+_CENTURY = 3.15e9
+"""Seconds; stands for whatever is longer, so that it fits into a Duration again (at most 10,000 years)."""
+
+_STORABLE = 1 << 63
+"""Numbers from outside must be below: integers of the state file have 64 bits and a sign."""
+
 
 def token_hash(token: bytes) -> bytes:
     """What is kept of a session token."""
@@ -112,9 +118,7 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
         raise BadRequest("the names in a process identity must be printable and not long")
     if not message.pid:
         raise BadRequest("a process identity needs a pid")
-    if message.start_ticks >= 1 << 63:
-        raise BadRequest("start_ticks must be below 2^63")
-    return Process(message.host, message.pid, message.boot_id, message.start_ticks)
+    return Process(message.host, message.pid, message.boot_id, _storable(message.start_ticks, "start_ticks"))
 
 
 def read_settings(message: pb.JobSettings) -> JobSettings:
@@ -135,15 +139,31 @@ def read_settings(message: pb.JobSettings) -> JobSettings:
 
 
 def read_progress(now: float, message: pb.Heartbeat) -> Progress:
-    """A heartbeat; what it says of durations becomes times on our clock."""
+    """A heartbeat; what it says of durations becomes times on our clock.
+
+    Raises:
+        BadRequest: the number of the operation is too great to be one.
+    """
     since = message.since.seconds + message.since.nanos * 1e-9
-    return Progress(message.operation, now - max(0.0, since), message.inside)
+    operation = _storable(message.operation, "heartbeat.operation")
+    return Progress(operation, now - min(max(0.0, since), _CENTURY), message.inside)
 
 
 def read_report(message: pb.Report, settings: ServerSettings) -> Report:
-    """A report; the membership fills in the reporter's rank."""
+    """A report; the membership fills in the reporter's rank.
+
+    Raises:
+        BadRequest: the number of the operation is too great to be one.
+    """
     accused = message.accused if message.HasField("accused") else None
-    return Report(-1, message.reason, accused, message.operation, cut(message.text, settings.max_text_bytes))
+    operation = _storable(message.operation, "report.operation")
+    return Report(-1, message.reason, accused, operation, cut(message.text, settings.max_text_bytes))
+
+
+def _storable(number: int, name: str) -> int:
+    if number >= _STORABLE:
+        raise BadRequest(f"{name} must be below 2^63")
+    return number
 
 
 def write_process(process: Process) -> pb.ProcessIdentity:

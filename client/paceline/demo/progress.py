@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,12 @@ __all__ = ["Progress", "WorkerRow", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=+*#"
+
+_FAR = 1e300
+"""Stands for infinity in a curve, so that the distance between any two values is a number."""
+
+_MAX_COUNT = 1 << 63
+"""No run counts so far."""
 
 
 @dataclass(slots=True)
@@ -78,29 +85,49 @@ class Progress:
         return sum(rates) / len(rates) if rates else 0.0
 
     def told(self, index: int, pid: int, record: dict[str, Any]) -> None:
-        """A worker told something; what is not of the demo is left alone."""
+        """A worker told something; what is not of the demo, or not as the demo says it, is left alone."""
         row = self.rows.setdefault(index, WorkerRow(pid))
-        match record["kind"]:
-            case "view":
-                row.rank, row.state = record["rank"], "joined"
-                self.generations.add(record["generation"])
-                self.world_size = record["world_size"]
-            case "step":
+        match record:
+            case {"kind": "view", "rank": rank, "generation": generation, "world_size": size} if _are_counts(
+                rank, generation, size
+            ):
+                row.rank, row.state = rank, "joined"
+                self.generations.add(generation)
+                self.world_size = size
+            case {
+                "kind": "step",
+                "step": step,
+                "total": total,
+                "samples": samples,
+                "rate": float(rate),
+                "bytes_sent": sent,
+            } if _are_counts(step, total, samples, sent):
                 row.state = "training"
-                row.step, row.samples = record["step"], record["samples"]
-                row.rate, row.bytes_sent = record["rate"], record["bytes_sent"]
-                self.total = record["total"]
-            case "epoch":
-                self.epochs = record["of"]
-                self.losses.append(record["loss"])
-                self.accuracy = record["accuracy"]
-            case "result":
+                row.step, row.samples = step, samples
+                row.rate, row.bytes_sent = rate, sent
+                self.total = total
+            case {"kind": "epoch", "of": of, "loss": float(loss), "accuracy": float(accuracy)} if _are_counts(of):
+                self.epochs = of
+                self.losses.append(loss)
+                self.accuracy = accuracy
+            case {
+                "kind": "result",
+                "accuracy": float(),
+                "steps": steps,
+                "samples_once": bool(),
+                "seconds": float(seconds),
+                "world_size": size,
+            } if _are_counts(steps, size) and seconds > 0:
                 self.result = record
 
     def ended(self, index: int, end: Exit) -> None:
         """A worker ended."""
         row = self.rows.setdefault(index, WorkerRow(end.pid))
         row.state = _state_at_the_end(end)
+
+
+def _are_counts(*found: object) -> bool:
+    return all(type(number) is int and 0 <= number < _MAX_COUNT for number in found)
 
 
 def _state_at_the_end(end: Exit) -> str:
@@ -115,11 +142,11 @@ def _state_at_the_end(end: Exit) -> str:
 
 
 def sparkline(values: list[float], width: int, *, unicode: bool = True) -> str:
-    """A curve in one line of text, from its lowest to its highest value; the last `width` values."""
+    """A curve in one line of text, from its lowest to its highest value; the last `width` values, NaN as "?"."""
     blocks = _BLOCKS if unicode else _ASCII_BLOCKS
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((value - low) * scale)] for value in shown)
+    shown = [min(max(value, -_FAR), _FAR) for value in values[-width:]]
+    numbers = [value for value in shown if not math.isnan(value)]
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+    span = (high - low) or 1.0
+    heights = ("?" if math.isnan(value) else blocks[round((value - low) / span * (len(blocks) - 1))] for value in shown)
+    return "".join(heights)

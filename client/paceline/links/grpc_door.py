@@ -156,7 +156,7 @@ class Door:
             text = "no kind of link that both sides have"
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         inbox = None
-        if len(request.group) <= MAX_GROUP_NAME:
+        if len(request.group.encode()) <= MAX_GROUP_NAME:
             inbox = inside.inbox(peer.rank, Purpose(request.purpose), request.group)
         if inbox is None:
             text = "too many groups, or a name of one that is too long"
@@ -211,6 +211,11 @@ class Door:
                     _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+                if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
+                    text = f"a frame of kind {frame.kind.name} came after CLOSE"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+                    await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
                 frames += 1
                 if frame.kind is FrameKind.CLOSE:
                     whole = True

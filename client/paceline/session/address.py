@@ -49,6 +49,8 @@ def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"{text!r}: write an IPv6 address in brackets, [address]:port")
+    if not host or "[" in host or "]" in host:
+        raise ValueError(f"{text!r} is not an address of the form host:port: its brackets hold no host")
     return Endpoint(host, int(port))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 
+from google.protobuf.message import DecodeError
+
 from paceline import errors
 from paceline._grpc import aio, untyped
 from paceline.links.base import Peer
@@ -34,12 +36,24 @@ async def fetch_peers(channel: aio.Channel, job: str, view: pb.ViewFormed, timeo
         except aio.AioRpcError as error:
             if not is_transient(error) or time.monotonic() >= deadline:
                 raise error_from_status(error, f"the members of generation {view.generation}") from error
-    whole = hashlib.sha256(b"".join(pages)).digest() == view.members_sha256
-    members = [member for page in pages for member in pb.GetViewResponse.FromString(page).members] if whole else []
-    if [member.rank for member in members] != list(range(view.world_size)):
+    peers = _read(pages, view)
+    if peers is None:
         raise errors.PacelineError(
             f"the member list of generation {view.generation} is not the one that the coordinator announced"
         )
+    return peers
+
+
+def _read(pages: list[bytes], view: pb.ViewFormed) -> list[Peer] | None:
+    """The members on the pages; None if they are not those of the view."""
+    if hashlib.sha256(b"".join(pages)).digest() != view.members_sha256:
+        return None
+    try:
+        members = [member for page in pages for member in pb.GetViewResponse.FromString(page).members]
+    except DecodeError:
+        return None
+    if len(members) != view.world_size or any(member.rank != rank for rank, member in enumerate(members)):
+        return None
     return [
         Peer(member.rank, member.member_id, member.process.host, member.address, member.process.pid)
         for member in members

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class StateUnusable(OSError):
-    """The state file cannot be opened, is no state file, or another coordinator has it; the text names it."""
+    """The state file cannot be opened, is none or a damaged one, or another coordinator has it; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,9 +52,10 @@ class SqliteStorage:
         """Opens the file and returns all jobs.
 
         Raises:
-            StateUnusable: it cannot be opened, is no state file, or another coordinator has it.
+            StateUnusable: it cannot be opened, is no state file or a damaged one, or another coordinator has it.
         """
         loaded: Future[list[StoredJob]] = Future()
+        loaded.set_running_or_notify_cancel()  # who waits may be cancelled; the thread goes on until `close`
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="paceline-state", daemon=True)
         self._thread.start()
         return await asyncio.wrap_future(loaded)
@@ -75,26 +77,18 @@ class SqliteStorage:
     # On the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self, loaded: Future[list[StoredJob]]) -> None:
-        connection: sqlite3.Connection | None = None
         try:
             # isolation_level None: transactions are opened by hand, so that one holds a whole round of batches.
-            connection = sqlite3.connect(self._path, isolation_level=None, timeout=0.5)
-            schema.prepare(connection)
-            jobs = schema.load(connection)
-        except (sqlite3.Error, schema.NotAStateFile) as error:
-            if connection is not None:
-                connection.close()
-            taken = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-            why = "another coordinator is using it" if taken else str(error)
-            loaded.set_exception(StateUnusable(f"cannot use the state file {self._path}: {why}"))
-            self._closed.set_result(None)
-            return
-        loaded.set_result(jobs)
-        try:
-            while self._commit_round(connection):
-                pass
+            with closing(sqlite3.connect(self._path, isolation_level=None, timeout=0.5)) as connection:
+                schema.prepare(connection)
+                loaded.set_result(schema.load(connection))
+                while self._commit_round(connection):
+                    pass
+        except Exception as error:  # what damage makes of a row may raise anything
+            if loaded.done():
+                raise
+            loaded.set_exception(StateUnusable(f"cannot use the state file {self._path}: {_why_unusable(error)}"))
         finally:
-            connection.close()
             self._closed.set_result(None)
 
     def _commit_round(self, connection: sqlite3.Connection) -> bool:
@@ -115,7 +109,7 @@ class SqliteStorage:
     def _commit(self, connection: sqlite3.Connection, batches: list[_Batch], is_last_try: bool = False) -> bool:
         try:
             _in_transaction(connection, lambda: _apply_all(connection, batches))
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a change, those after it must not wait for ever
             if is_last_try:
                 for batch in batches:
                     batch.done.set_exception(OSError(f"cannot write the state file {self._path}: {error}"))
@@ -123,6 +117,12 @@ class SqliteStorage:
         for batch in batches:
             batch.done.set_result(None)
         return True
+
+
+def _why_unusable(error: Exception) -> str:
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+        return "another coordinator is using it"
+    return str(error) if isinstance(error, sqlite3.Error | schema.NotAStateFile) else f"it is damaged ({error})"
 
 
 def _apply_all(connection: sqlite3.Connection, batches: list[_Batch]) -> None:

@@ -62,7 +62,7 @@ class LogFiles:
 
     def note(self, worker: Worker, text: str) -> None:
         """Appends a line of the launcher's own, marked as such."""
-        self.write(worker, f"# {text}".encode())
+        self.write(worker, f"# {text}".encode(errors="replace"))  # a record's words may hold half of a character
 
     def close(self) -> None:
         """Closes all files."""

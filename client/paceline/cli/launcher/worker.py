@@ -121,12 +121,14 @@ class Worker:
         """
         try:
             record = json.loads(line)
-        except ValueError:  # a script may write what it likes to a descriptor that it finds open
+        except (ValueError, RecursionError):  # a script may write what it likes to a descriptor that it finds open
             return None
         if not isinstance(record, dict):
             return None
-        if record.get("kind") == "view" and record.get("pid") == self.pid and isinstance(record.get("rank"), int):
-            self.rank = record["rank"]
+        if record.get("kind") == "view" and record.get("pid") == self.pid:
+            rank = record.get("rank")
+            if type(rank) is int and rank >= 0:  # True is an int too
+                self.rank = rank
         elif record.get("kind") == "error" and isinstance(record.get("ranks"), list):
             self._blamed = record["ranks"]
         return record
