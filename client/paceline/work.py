@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -75,13 +76,19 @@ class Work(Generic[T]):
                     self._over.wait()
             except BaseException as error:
                 self._abort(self.operation, error)
-                self._over.wait()
+                self._outlast()
                 raise
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _run(self, before_news: Callable[[], None]) -> None:
+    def _outlast(self) -> None:
+        """Waits for the end of what has been aborted, even if a second interrupt comes."""
+        while not self._over.is_set():
+            with suppress(KeyboardInterrupt):
+                self._over.wait()
+
+    def _run(self) -> None:
         task, self._task = self._task, None  # let go of the arrays when it is over
         assert task is not None
         try:
@@ -90,7 +97,6 @@ class Work(Generic[T]):
             self._error = error
         finally:
             del task
-            before_news()
             self._over.set()
 
 
@@ -100,19 +106,19 @@ class Lane:
     Args:
         abort: makes the running operation end, soon and with an error; given the operation that nobody waits for any
             longer, and why.
-        exclusive: refuse an operation while another thread's is not over.
+        exclusive: refuse operations of a second thread while the first lives and has not handed over.
     """
 
     def __init__(self, abort: Abort, *, exclusive: bool = False) -> None:
         self._abort = abort
         self._exclusive = exclusive
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[Work[Any]] = deque()
-        self._busy = False
+        self._busy: threading.Thread | None = None  # who is inside an operation
         self._closed = False
         self._issued = 0
-        self._open = 0  # operations that are not over, all of them issued by
-        self._issuer: threading.Thread | None = None
+        self._owner: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self.progress = Progress(0, monotonic(), False)
 
@@ -120,23 +126,32 @@ class Lane:
         """Runs an operation in its turn and returns its result; `begin` makes its task of its number.
 
         Raises:
-            ConcurrentUse: another thread's operation is not over.
+            ConcurrentUse: the lane belongs to another thread.
             SessionClosed: the lane is closed.
         """
-        with self._changed:
-            operation, task = self._take_number(begin)
-            first = not self._busy and not self._queue
-            self._busy = self._busy or first
-            work = None if first else self._enqueue(operation, task)
-        if work is not None:
-            return work.wait(max(0.0, deadline - monotonic()))
+        numbered = inside = mine = False
+        work: Work[T] | None = None
         try:
+            with self._lock:
+                self._check()
+                numbered = True
+                operation, task = self._number(begin)
+                mine = self._busy is None and not self._queue
+                if mine:
+                    self._busy = threading.current_thread()
+                else:
+                    work = self._enqueue(operation, task)
+            if work is not None:
+                return work.wait(max(0.0, deadline - monotonic()))
             self.progress = Progress(operation, monotonic(), True)
+            inside = True
             return task()
+        except BaseException as error:
+            if numbered and not inside and work is None:  # an interrupt: the number is used up, and nobody else knows
+                self._abort(self._issued, error)
+            raise
         finally:
-            self.progress = Progress(operation, monotonic(), False)
-            with self._changed:
-                self._closes()
+            if mine:
                 self._frees()
 
     def submit(self, begin: Begin[T]) -> Work[T]:
@@ -145,34 +160,58 @@ class Lane:
         Raises:
             ConcurrentUse, SessionClosed: as `run`.
         """
-        with self._changed:
-            return self._enqueue(*self._take_number(begin))
+        numbered = False
+        try:
+            with self._lock:
+                self._check()
+                numbered = True
+                return self._enqueue(*self._number(begin))
+        except BaseException as error:
+            if numbered:
+                self._abort(self._issued, error)
+            raise
+
+    def hand_over(self) -> None:
+        """The next thread that issues an operation owns the lane."""
+        with self._lock:
+            self._owner = None
 
     def close(self, deadline: float) -> None:
-        """Runs what is in line until the deadline, aborts the rest, and ends the thread. Idempotent."""
-        with self._changed:
+        """Runs what is under way until the deadline, aborts the rest, and ends the thread. Idempotent."""
+        me = threading.current_thread()
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is None:
-            return
-        self._thread.join(max(0.0, deadline - monotonic()))
-        if self._thread.is_alive():
+            while (left := deadline - monotonic()) > 0 and self._working(me):
+                self._changed.wait(left)
+            working = self._working(me)
+        if working:
             self._abort(self.progress.operation, SessionClosed("the group was closed before the operation was done"))
+            with self._lock:
+                while self._working(me):  # not for long: the failure wakes it
+                    self._changed.wait()
+        if self._thread is not None and me not in (self._thread, self._busy):
             self._thread.join()
 
-    def _take_number(self, begin: Begin[T]) -> tuple[int, Callable[[], T]]:
+    def _working(self, me: threading.Thread) -> bool:
+        """True while another thread has an operation under way, or some are in line for the group's."""
+        return self._busy not in (None, me) or bool(self._queue)
+
+    def _check(self) -> None:
         if self._closed:
             raise SessionClosed("the group is closed")
-        caller = threading.current_thread()
-        if self._exclusive and self._open and self._issuer is not caller:
-            text = (
-                f"thread {caller.name!r} called a collective while operation {self._issued} of the same group, of "
-                f"thread {self._issuer.name if self._issuer else ''!r}, was not over; give each thread a group of its "
-                f'own: group.subgroup(range(group.size), name="...")'
-            )
-            raise ConcurrentUse(text)
-        self._issuer = caller
-        self._open += 1
+        caller, owner = threading.current_thread(), self._owner
+        if self._exclusive and owner is not caller:
+            if owner is not None and owner.is_alive():
+                raise ConcurrentUse(
+                    f"thread {caller.name!r} called a collective of a group that is thread {owner.name!r}'s, which "
+                    f"lives (operation {self._issued} was its last); give each thread a group of its own, "
+                    'group.subgroup(range(group.size), name="..."), or call group.hand_over() in between',
+                    operation=self._issued,
+                )
+            self._owner = caller
+
+    def _number(self, begin: Begin[T]) -> tuple[int, Callable[[], T]]:
         self._issued += 1
         return self._issued, begin(self._issued)
 
@@ -180,39 +219,30 @@ class Lane:
         work = Work(operation, task, self._abort)
         self._queue.append(work)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="paceline-group", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="paceline-group", daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify_all()
         return work
 
-    def _closes(self) -> None:
-        """An operation is over; nobody has been told yet, so that whoever is told may issue the next."""
-        self._open -= 1
-        if not self._open:
-            self._issuer = None
+    def _serve(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closed))
+                if not self._queue:
+                    return
+                self._busy = me
+                work = self._queue.popleft()
+            self.progress = Progress(work.operation, monotonic(), True)
+            work._run()
+            del work  # its result belongs to the caller, not to an idle thread
+            self._frees()
 
     def _frees(self) -> None:
         """The next in line may begin."""
-        self._busy = False
-        if self._queue or self._closed:
-            self._changed.notify_all()
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._busy and (self._queue or self._closed))
-                if not self._queue:
-                    return
-                work = self._queue.popleft()
-                self._busy = True
-            self.progress = Progress(work.operation, monotonic(), True)
-            work._run(self._before_news)
-            operation = work.operation
-            del work  # its result belongs to the caller, not to an idle thread
-            self.progress = Progress(operation, monotonic(), False)
-            with self._changed:
-                self._frees()
-
-    def _before_news(self) -> None:
-        with self._changed:
-            self._closes()
+        self.progress = Progress(self.progress.operation, monotonic(), False)
+        with self._lock:
+            self._busy = None
+            if self._queue or self._closed:
+                self._changed.notify_all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.config import Config
-from paceline.errors import OperationTimeout, PeerRaised, SessionClosed
+from paceline.errors import ConcurrentUse, OperationTimeout, PacelineError, PeerRaised, SessionClosed
 from paceline.group import Group
 from paceline.testing import local_groups, run_ranks
 
@@ -105,3 +105,40 @@ def test_a_closed_group_says_so() -> None:
         group.barrier()
     with pytest.raises(SessionClosed):
         group.all_reduce(np.ones(2), async_op=True)
+
+
+def test_a_group_is_one_threads_until_it_hands_over() -> None:
+    """Even if the two never meet: on another rank they may have come in the other order, and equal shapes would mix."""
+    groups = local_groups(2, Config(failure_timeout=0.3))
+    works = [group.all_reduce(np.ones(1), async_op=True) for group in groups]
+    assert [work.wait()[0] for work in works] == [2, 2]
+    found: list[Any] = []
+
+    def other(call: Any) -> None:
+        try:
+            found.append(call())
+        except PacelineError as error:
+            found.append(error)
+
+    def in_another_thread(*calls: Any) -> list[Any]:
+        found.clear()
+        threads = [threading.Thread(target=other, args=(call,), name="other") for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    for group in groups:
+        group.hand_over()
+    assert in_another_thread(*(group.barrier for group in groups)) == [None, None]
+    works = [group.all_reduce(np.ones(1), async_op=True) for group in groups]  # that thread has ended
+    assert [work.wait()[0] for work in works] == [2, 2]
+    (error,) = in_another_thread(groups[0].barrier)
+    assert isinstance(error, ConcurrentUse)
+    assert "'other'" in str(error)
+    assert "'MainThread'" in str(error)
+    with pytest.raises(PeerRaised, match=r"operation 3.*ConcurrentUse"):
+        groups[1].barrier()
+    for group in groups:
+        group.close()

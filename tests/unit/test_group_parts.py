@@ -531,6 +531,7 @@ def test_a_closed_part_disturbs_nobody() -> None:
         for parts, work in zip((keep, lasting, groups), works, strict=True):
             each(parts[1:], lambda part: part.all_reduce(np.ones(2)))
             assert work.wait(5).tolist() == [3, 3]
+            parts[0].hand_over()  # from the test's thread, which lives on
             assert each(parts, lambda part: part.recv((part.rank - 1) % 3)[1]) == [2, 0, 1]
             assert each(parts, total) == [[3]] * 3
         next_generation(groups)

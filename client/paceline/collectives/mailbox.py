@@ -42,7 +42,10 @@ class Mailbox:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._changed = threading.Condition()  # guards these, and tells of messages that came and of a free pump:
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._changed = threading.Condition(
+            self._lock
+        )  # guards these, and tells of messages that came and of a free pump:
         self._messages: deque[Message] = deque()
         self._weight: Counter[int] = Counter()  # of the messages, by source
         self._links: dict[int, Link] = {}
@@ -90,7 +93,7 @@ class Mailbox:
         for peer in peers:
             self._link(peer)
         while True:
-            with self._changed:
+            with self._lock:
                 message = self._take(sources, tag, out)
                 if message is None and self._pumping:
                     if not self._changed.wait(max(0.0, deadline - monotonic())):
@@ -110,7 +113,7 @@ class Mailbox:
                 self._free_pump()
 
     def _link(self, peer: int) -> Link:
-        with self._changed:
+        with self._lock:
             link = self._links.get(peer)
             if link is None:
                 link = self._links[peer] = self._mesh.link(peer, Purpose.POINT_TO_POINT)
@@ -119,7 +122,7 @@ class Mailbox:
 
     def _send_to_self(self, frames: Iterator[Frame]) -> None:
         """Through the same frames as to others, copied: the sender may change its array."""
-        with self._changed:
+        with self._lock:
             for frame in frames:
                 message = self._assemblers[self._mesh.rank].add(replace(frame, payload=bytes(frame.payload)))
                 if message is not None:
@@ -139,7 +142,7 @@ class Mailbox:
 
     def _take_in(self) -> None:
         """Takes in what has arrived, unless another thread does."""
-        with self._changed:
+        with self._lock:
             if self._pumping:
                 return
             self._pumping = True
@@ -152,7 +155,7 @@ class Mailbox:
             self._free_pump()
 
     def _free_pump(self) -> None:
-        with self._changed:
+        with self._lock:
             self._pumping = False
             self._changed.notify_all()
 
@@ -178,7 +181,7 @@ class Mailbox:
                 self._mesh.fault.suspect(blame.broke_protocol(peers, me, rank, 0, "messages", str(error)))
                 raise self._mesh.fault.error() from None
             if message is not None:
-                with self._changed:
+                with self._lock:
                     self._keep(message)
 
     def _keep(self, message: Message) -> None:
@@ -220,7 +223,7 @@ class Mailbox:
     def _recv_late(self, src: int | None, tag: int, started: float) -> NoReturn:
         mesh, seconds = self._mesh, monotonic() - started
         source = "any rank" if src is None else str(mesh.peers[src])
-        with self._changed:
+        with self._lock:
             others = sum(src is None or message.source == src for message in self._messages)
         text = f"recv tag={tag}: nothing from {source} to {mesh.peers[mesh.rank]} in {seconds:.3g} s"
         text += f"; {others} messages with other tags wait" if others else ""

@@ -52,16 +52,13 @@ class Binding:
                 self._mailbox = Mailbox(self.mesh)
             return self._mailbox
 
-    def close(self, timeout: float, drain: float | None = None) -> None:
-        """Ends what is in line, then closes the links. Idempotent."""
-        self.lane.close(monotonic() + timeout)
+    def end_lane(self, deadline: float) -> None:
+        """Ends what is under way; the links are the caller's to close. Idempotent."""
+        self.lane.close(deadline)
         if self._mailbox is not None:
             self._mailbox.close()
-        self.mesh.close(monotonic() + (timeout if drain is None else drain))
 
     def abandon(self) -> None:
-        """Ends what is in line, of a generation that is over; its links end with its mesh."""
+        """The group goes on without this; its links end with its mesh."""
         self.stale = True
-        self.lane.close(monotonic())
-        if self._mailbox is not None:
-            self._mailbox.close()
+        self.end_lane(monotonic())

@@ -44,7 +44,7 @@ class GroupCore:
         self._label = label
         self._lock = threading.Lock()
         self.recorder = recorder if recorder is not None else FlightRecorder()
-        self.on_abort: Callable[[PacelineError], None] | None = None
+        self.on_abort: Callable[[BaseException], None] | None = None
         self._bound = Binding(mesh, name, label, self.recorder)
 
     @property
@@ -107,6 +107,10 @@ class GroupCore:
         """
         self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op=False)
 
+    def hand_over(self) -> None:
+        """Lets another thread go on with collectives on this group: the next one to call any owns it from then on."""
+        self._bound.lane.hand_over()
+
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
         """A new array that links can use without a copy; its contents are undefined."""
         return np.empty(shape, dtype)
@@ -154,8 +158,7 @@ class GroupCore:
                     result = bound.engine.attempt(Call(operation, task.signature, started, deadline), task.body)
                 except BaseException as error:
                     entry.end(error)
-                    if isinstance(error, PacelineError):
-                        self._tell_abort(error)
+                    self._tell_abort(error)
                     raise
                 entry.end()
                 return result
@@ -165,10 +168,10 @@ class GroupCore:
         try:
             return bound.lane.submit(begin) if async_op else bound.lane.run(begin, deadline)
         except ConcurrentUse as error:
-            bound.engine.abort(0, error)
+            bound.engine.abort(error.operation, error)
             raise
 
-    def _tell_abort(self, error: PacelineError) -> None:
-        """The generation has failed: whoever keeps records of that shall hear of it, once the others do."""
-        if self.on_abort is not None:
+    def _tell_abort(self, error: BaseException) -> None:
+        """If the generation has failed, whoever keeps records of that hears of it, after the others do."""
+        if self.on_abort is not None and self._bound.mesh.fault.failed:
             self.on_abort(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, TypeAlias
 
 from paceline.collectives.choose import choose as choose_by_rules
@@ -38,9 +39,10 @@ class Group(Reducing, Spreading, Gathering, Objects, Messages):
     A timeout is in seconds and counts from the call; the default is `Config.step_timeout`. A collective that fails
     anywhere fails everywhere, with the same error, and ends the generation: every later call raises it again.
 
-    Collectives of one group are for one thread at a time: one that comes while another thread's is not over is
-    `ConcurrentUse`, for their order need not be the same on all ranks. Groups never wait for each other: give each
-    thread a part of its own, `group.subgroup(range(group.size), name="prefetch")`. Messages are for any thread.
+    Collectives of one group are one thread's: the first to call any. Those of another thread, while the first lives and
+    has not called `hand_over`, are `ConcurrentUse`, for their order need not be the same on all ranks. Groups never
+    wait for each other: give each thread a part of its own, `group.subgroup(range(group.size), name="prefetch")`.
+    Messages are for any thread.
 
     Args:
         mesh: this member's links.
@@ -146,9 +148,22 @@ class Group(Reducing, Spreading, Gathering, Objects, Messages):
             timeout: seconds for what is in line to end.
             drain: seconds for the others to take in what was sent to them; as `timeout` if left out.
         """
+        now = monotonic()
+        self._end_lanes(now + timeout)
+        self._close_links(now + (timeout if drain is None else drain))
+
+    def _end_lanes(self, deadline: float) -> None:
         for part in list(self._parts):
-            part.close(timeout, drain=drain)
-        self._bound.close(timeout, drain)
+            part._end_lanes(deadline)
+        self._bound.end_lane(deadline)
+
+    def _close_links(self, deadline: float) -> None:
+        for part in list(self._parts):
+            part._close_links(deadline)
+        self._bound.mesh.close(deadline)
+        self._forget()
+
+    def _forget(self) -> None:
         if self.parent is not None:
             with self.parent._lock:
                 self.parent._parts.discard(self)
@@ -158,25 +173,33 @@ class Group(Reducing, Spreading, Gathering, Objects, Messages):
 
         Lasting parts follow, the others are stale from now on.
         """
-        old, name = self._bound, self._bound.name
-        for part in list(self._parts):
-            part._follow(mesh)
-        old.abandon()
-        self._bound = Binding(mesh, name, self._label, self.recorder)
+        plan = self._plan(mesh)  # a rule may raise: nothing has moved then
+        for group in [self, *(group for group, *_ in plan)]:
+            for part in list(group._parts):
+                if part._rule is None:
+                    part._expire()
+        for group, its_mesh, label in [(self, mesh, self._label), *plan]:
+            group._bound.abandon()
+            group._label = label
+            group._bound = Binding(its_mesh, group._bound.name, label, self.recorder)
 
-    def _follow(self, mesh: Mesh) -> None:
-        if self._rule is None:
-            self._expire()
-            return
-        members = self._rule(mesh.peers, mesh.rank)
-        self._label = f"{self._name}-{_digest(mesh.peers, members)}"
-        self.move(SubMesh(mesh, members, self._name))
+    def _plan(self, mesh: Mesh) -> list[tuple[Group, Mesh, str]]:
+        """Lasting parts, with their links and labels in the generation of a mesh."""
+        plan: list[tuple[Group, Mesh, str]] = []
+        for part in list(self._parts):
+            if part._rule is not None:
+                members = part._rule(mesh.peers, mesh.rank)
+                of_part = SubMesh(mesh, members, part._name)
+                plan.append((part, of_part, f"{part._name}-{_digest(mesh.peers, members)}"))
+                plan += part._plan(of_part)
+        return plan
 
     def _expire(self) -> None:
         """This part and its own were for a generation that is over."""
-        self._bound.abandon()
         for part in list(self._parts):
             part._expire()
+        self._bound.abandon()
+        self._forget()
 
     def _part(self, bound: Binding, members: list[int], name: str, label: str) -> Group:
         mesh = SubMesh(bound.mesh, members, name)

@@ -84,6 +84,7 @@ class Messages(GroupCore):
             yield
         except BaseException as error:
             entry.end(error)
+            self._tell_abort(error)
             raise
         entry.end()
 

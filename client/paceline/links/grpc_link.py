@@ -35,7 +35,8 @@ class Outbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._room = threading.Condition()
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._room = threading.Condition(self._lock)
         self._frames: deque[bytes] = deque()
         self._ended: LinkEnded | None = None
         self._closing = False
@@ -44,7 +45,7 @@ class Outbox:
 
     def put(self, data: bytes, deadline: float, fault: Fault) -> None:
         """Adds a frame, waiting for room until the deadline."""
-        with self._room:
+        with self._lock:
             while len(self._frames) >= OUTBOX_FRAMES and self._ended is None and not fault.failed:
                 if not self._room.wait(deadline - time.monotonic()):
                     raise LinkTimeout("the peer took nothing")
@@ -66,7 +67,7 @@ class Outbox:
 
     def put_last(self, data: bytes) -> None:
         """Drops what waits and sends this frame instead: the news that the generation has failed."""
-        with self._room:
+        with self._lock:
             self._frames.clear()
             self._frames.append(data)
             self._closing = True
@@ -74,12 +75,12 @@ class Outbox:
 
     def wake(self) -> None:
         """Makes a blocked `put` look at the fault again."""
-        with self._room:
+        with self._lock:
             self._room.notify_all()
 
     def end(self, error: LinkEnded) -> None:
         """The peer is gone: every `put` raises from now on."""
-        with self._room:
+        with self._lock:
             self._ended = self._ended or error
             self._frames.clear()
             self._room.notify_all()
@@ -87,7 +88,7 @@ class Outbox:
 
     def close(self, last: bytes) -> None:
         """No more frames after this one; the writer half-closes the stream when it has written what is here."""
-        with self._room:
+        with self._lock:
             if not self._closing:
                 self._closing = True
                 self._frames.append(last)
@@ -95,14 +96,14 @@ class Outbox:
 
     def wait_empty(self, deadline: float) -> None:
         """Waits until the writer has taken all frames, or until the deadline."""
-        with self._room:
+        with self._lock:
             while self._frames and self._ended is None and self._room.wait(max(0.0, deadline - time.monotonic())):
                 pass
 
     async def take(self) -> bytes | None:
         """The next frame to write; None when the outbox is closed and empty. On the loop only."""
         while True:
-            with self._room:
+            with self._lock:
                 if self._frames:
                     data = self._frames.popleft()
                     self._room.notify()

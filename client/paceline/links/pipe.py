@@ -29,7 +29,8 @@ class Pipe:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._changed = threading.Condition(self._lock)
         self._frames: deque[tuple[Frame, bool]] = deque()  # and whether it is lent
         self._lent = 0  # frames that are lent: in the deque, or being read
         self._reading = 0  # of them: those that are being read
@@ -38,7 +39,7 @@ class Pipe:
 
     def put(self, frame: Frame, deadline: float, fault: Fault, *, lent: bool = False) -> None:
         """Adds a frame, waiting for room until the deadline; `lent`: its payload stays the writer's."""
-        with self._changed:
+        with self._lock:
             while self._end is None and len(self._frames) >= CAPACITY and not fault.failed:
                 self._wait(deadline, "the other side takes nothing in")
             if self._end is None and not fault.failed:
@@ -50,7 +51,7 @@ class Pipe:
 
     def settle(self, deadline: float, fault: Fault) -> None:
         """Waits until the reader has released all that was lent."""
-        with self._changed:
+        with self._lock:
             while self._lent and self._end is None and not fault.failed:
                 self._wait(deadline, "the other side still reads")
             if not self._lent:
@@ -59,7 +60,7 @@ class Pipe:
 
     def recall(self) -> None:
         """Takes back what is lent: frames that wait are dropped, the one that is being read is waited for."""
-        with self._changed:
+        with self._lock:
             self._frames = deque((frame, False) for frame, lent in self._frames if not lent)
             self._lent = self._reading
             while self._reading:  # not for long: who reads waits for nothing, or is woken by the failure
@@ -68,7 +69,7 @@ class Pipe:
     def release(self) -> None:
         """The reader needs what it has read no longer."""
         if self._reading:
-            with self._changed:
+            with self._lock:
                 self._lent -= self._reading
                 self._reading = 0
                 if not self._lent:
@@ -76,7 +77,7 @@ class Pipe:
 
     def get(self, deadline: float, fault: Fault) -> Frame:
         """The next frame of the fault's generation (`Link.recv`)."""
-        with self._changed:
+        with self._lock:
             self._drop_before(fault.generation)
             while not self._frames and self._end is None and not fault.failed:
                 self._wait(deadline, "no frame came")
@@ -103,7 +104,7 @@ class Pipe:
 
     def end(self, *, orderly: bool) -> None:
         """Nothing follows; what is here can still be read."""
-        with self._changed:
+        with self._lock:
             if self._end is None:
                 how = "closed" if orderly else "broken"
                 self._end = LinkEnded(f"the link was {how} by the other side", orderly=orderly)
@@ -111,7 +112,7 @@ class Pipe:
 
     def wake(self) -> None:
         """Makes blocked calls look at the fault."""
-        with self._changed:
+        with self._lock:
             self._tell()
 
     def _tell(self) -> None:
