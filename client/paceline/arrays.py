@@ -109,7 +109,7 @@ def landing(
         return new_array(shape, dtype)
     if x is not None and np.may_share_memory(x, out) and not (in_place and same_elements(x, out)):
         return new_array(shape, dtype)
-    return out
+    return out if type(out) is np.ndarray else out.view(np.ndarray)
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -136,6 +136,8 @@ def deliver(result: Array, out: Array | None) -> Array:
     """The result, in `out` if the caller gave one."""
     if out is None or result is out:
         return result
+    if same_elements(result, out):  # a subclass of arrays
+        return out
     out[...] = result
     return out
 

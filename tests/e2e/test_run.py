@@ -94,7 +94,8 @@ def test_a_killed_worker_is_named_by_the_launcher_and_by_every_other_worker(loop
     lines = run.stderr.splitlines()
     assert f"paceline: rank 1 (pid {victim}) was killed by SIGKILL" in lines
     for rank in (0, 2):
-        (told,) = [line for line in lines if line.startswith(f"[{rank}]")]
+        record, told = sorted(line for line in lines if line.startswith(f"[{rank}]"))[::-1]
+        assert record.startswith(f"[{rank}] the last "), "where the flight record is"
         assert told.startswith(f"[{rank}] paceline: PeerLost: ")
         assert "rank 1" in told
     assert "Traceback" not in run.stderr

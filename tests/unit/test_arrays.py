@@ -79,9 +79,17 @@ def test_a_result_is_put_together_in_out_where_that_is_safe() -> None:
     buffer = np.arange(10.0)
     x = buffer[:8]
     f8 = x.dtype
-    assert landing(x, x, f8, (8,)) is x
+    assert landing(x, x, f8, (8,), in_place=True) is x
     same = buffer[:8]
-    assert landing(same, x, f8, (8,)) is same
+    assert landing(same, x, f8, (8,), in_place=True) is same
+    assert not np.shares_memory(landing(x, x, f8, (8,)), buffer), "elements may be written before they are read"
+    assert landing(np.empty(8), x, f8, (8,)).size == 8
+    assert landing(part := buffer[:4], x, f8, (4,), in_place=True) is not part, "the same start is not the same array"
+    subclass = np.arange(8.0).view(type("Sub", (np.ndarray,), {}))
+    plain = landing(subclass, x, f8, (8,))
+    assert type(plain) is np.ndarray
+    assert np.shares_memory(plain, subclass)
+    assert deliver(plain, subclass) is subclass
     shifted = buffer[2:]
     assert not np.shares_memory(landing(shifted, x, f8, (8,)), buffer)
     strided = np.empty(16)[::2]

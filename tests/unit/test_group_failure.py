@@ -2,6 +2,7 @@
 
 import threading
 import time
+from time import monotonic
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,11 @@ from paceline.errors import (
     PeerRaised,
 )
 from paceline.group import Group
-from paceline.links.base import LinkEnded
+from paceline.links.base import LinkEnded, Purpose
 from paceline.links.faulty import FaultyMesh
-from paceline.links.frame import Frame
+from paceline.links.frame import Frame, FrameKind
 from paceline.links.local import local_meshes
+from paceline.testing import local_groups
 
 CONFIG = Config(failure_timeout=0.6)
 N = 64
@@ -270,3 +272,59 @@ def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
     assert (out == 7).all()
     for group in groups:
         group.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: g.broadcast(None, root=1) if g.rank == 0 else _announce(g, "broadcast root=1 uint8[8796093022208]"),
+        lambda g: g.scatter(None, root=1) if g.rank == 0 else _announce(g, "scatter root=1 uint8[8796093022208]"),
+    ],
+    ids=["broadcast", "scatter"],
+)
+def test_who_announces_what_no_memory_holds_is_named(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = np.empty
+
+    def empty(shape: Any, *of: Any, **more: Any) -> Any:
+        if np.prod(shape) > 1 << 40:
+            raise MemoryError
+        return real(shape, *of, **more)
+
+    monkeypatch.setattr("paceline.arrays.np.empty", empty)
+    groups = local_groups(2, CONFIG)
+    call(groups[1])
+    with pytest.raises(CollectiveMismatch, match=r"rank 1 .* announces .* no memory") as caught:
+        call(groups[0])
+    assert 1 in caught.value.ranks
+    for group in groups:
+        group.close()
+
+
+def _announce(group: Group, signature: str) -> None:
+    """Sends the first frame of a collective that this rank cannot mean."""
+    frame = Frame(FrameKind.DATA, 1, 1, 0, signature.encode(), b"")
+    group.mesh.link(0, Purpose.COLLECTIVE).send(frame, monotonic() + 1.0)
+
+
+def test_every_failure_that_ends_the_generation_is_recorded() -> None:
+    """Of a message, and of a caller's own interrupt too."""
+    for act in (lambda g: g.recv(1), _interrupted):
+        groups = local_groups(2, CONFIG)
+        told: list[BaseException] = []
+        groups[0].on_abort = told.append
+        if act is not _interrupted:
+            groups[1].mesh.cut()  # type: ignore[attr-defined]
+        with pytest.raises((PeerLost, KeyboardInterrupt)):
+            act(groups[0])
+        assert told
+        assert groups[0].recorder.snapshot()[-1]["state"] == "failed"
+        for group in groups:
+            group.close(0.1)
+
+
+def _interrupted(group: Group) -> None:
+    def interrupt(way: str, peer: int, frame: Frame) -> Frame:
+        raise KeyboardInterrupt
+
+    group.move(FaultyMesh(group.mesh, interrupt))
+    group.all_reduce(np.ones(3))

@@ -51,6 +51,7 @@ def test_an_operation_that_is_done(recorder: FlightRecorder, clock: Clock) -> No
         {
             "number": 7,
             "group": "model",
+            "generation": 0,
             "operation": "all_reduce",
             "detail": "op=sum",
             "dtype": "float32",

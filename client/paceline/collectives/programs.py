@@ -145,7 +145,7 @@ def scatter_program(rank: int, world: int, root: int, n: int, segment: int) -> P
     return _compile("scatter", "direct", rank, world, layout, segment, root)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, ...], segment: int) -> Program:
     """sizes[r] elements at rank r; all of them everywhere, in rank order.
 
@@ -158,7 +158,7 @@ def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, .
     return _compile("all_gather", schedule, rank, world, Layout(base, out), segment)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], segment: int) -> Program:
     """sizes[r] elements at rank r; all of them at the root, in rank order. Elsewhere only the own size counts."""
     base: list[Bounds | None] = [None] * world
@@ -167,7 +167,7 @@ def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], seg
     return _compile("gather", "direct", rank, world, layout, segment, root)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def all_to_all_program(
     rank: int, world: int, sent: tuple[int, ...], received: tuple[int, ...], segment: int
 ) -> Program:

@@ -18,10 +18,13 @@ from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
 
-__all__ = ["Inbox", "Outbox", "GrpcLink", "INBOX_BYTES", "OUTBOX_FRAMES"]
+__all__ = ["Inbox", "Outbox", "GrpcLink", "EARLY_INBOX_BYTES", "INBOX_BYTES", "OUTBOX_FRAMES"]
 
 INBOX_BYTES = 32 << 20
 """Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
+
+EARLY_INBOX_BYTES = 4 << 20
+"""The same, for a link that this member has not used yet: the 4 frames that every link holds."""
 
 FRAME_COST = 1024
 """Bytes that a frame counts on top of its payload, so that empty ones are bounded too."""
@@ -122,21 +125,28 @@ class Inbox:
         self._items: queue.SimpleQueue[Frame | LinkEnded | None] = queue.SimpleQueue()
         self._ended: LinkEnded | None = None
         self._waiting_bytes = 0
+        self._limit = EARLY_INBOX_BYTES
         self._lock = threading.Lock()
         self._room = asyncio.Event()  # touched on the loop only
         self.on_item: Callable[[], None] = _nothing
 
     async def put(self, frame: Frame) -> None:
-        """Adds a frame; waits while more than INBOX_BYTES wait unread. On the loop only."""
+        """Adds a frame; waits while more than the limit wait unread. On the loop only."""
         with self._lock:
             self._waiting_bytes += len(frame.payload) + FRAME_COST
-            full = self._waiting_bytes > INBOX_BYTES
+            full = self._waiting_bytes > self._limit
             if full:
                 self._room.clear()
         self._items.put(frame)
         self.on_item()
         if full:
             await self._room.wait()
+
+    def widen(self) -> None:
+        """This member uses the link now: up to INBOX_BYTES may wait."""
+        with self._lock:
+            self._limit = INBOX_BYTES
+        self._loop.call_soon_threadsafe(self._room.set)
 
     def end(self, error: LinkEnded) -> None:
         """Nothing follows."""
@@ -167,9 +177,9 @@ class Inbox:
 
     def _took(self, size: int) -> None:
         with self._lock:
-            was_full = self._waiting_bytes > INBOX_BYTES
+            was_full = self._waiting_bytes > self._limit
             self._waiting_bytes -= size
-            resume = was_full and self._waiting_bytes <= INBOX_BYTES
+            resume = was_full and self._waiting_bytes <= self._limit
         if resume:
             self._loop.call_soon_threadsafe(self._room.set)
 

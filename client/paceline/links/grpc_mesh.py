@@ -28,8 +28,8 @@ _log = logging.getLogger("paceline.links")
 
 _Key: TypeAlias = tuple[int, Purpose, str]  # rank, purpose, group
 
-MAX_GROUPS = 4096
-"""Groups of one generation at one member: what frames of groups that it does not know may make it keep."""
+MAX_EARLY_GROUPS = 256
+"""Groups of which a peer has sent frames and this member none: it may only be late, but what they hold is bounded."""
 
 _ABORT_GRACE = 0.2
 """Seconds for the ABORT frames of a failed generation to go out before its links are closed."""
@@ -72,7 +72,7 @@ class GrpcMesh(Mesh):
         self._by_id = {peer.member_id: peer for peer in self.peers}
         self._lock = threading.Lock()
         self._links: dict[_Key, GrpcLink] = {}
-        self._groups: set[str] = {""}
+        self._closed_groups: set[str] = set()
         self._sent_by_closed = 0
         self._dialled: set[GrpcLink] = set()
         self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
@@ -87,11 +87,14 @@ class GrpcMesh(Mesh):
         """See `Mesh.link`."""
         if self._closed:
             raise SessionClosed("the links are closed: the session has ended")
+        if group in self._closed_groups:
+            raise SessionClosed("this member has closed the group")
         link = self._get(peer, purpose, group)
         with self._lock:
             new = link not in self._dialled
             self._dialled.add(link)
         if new:
+            link.inbox.widen()
             self._thread.loop.call_soon_threadsafe(self._start, link, purpose, group)
         return link
 
@@ -103,7 +106,11 @@ class GrpcMesh(Mesh):
     def close_group(self, group: str, deadline: float) -> None:
         """See `Mesh.close_group`; waits for the peers' word that they have taken in all."""
         with self._lock:
-            links = [link for key, link in self._links.items() if key[2] == group and link in self._dialled]
+            self._closed_groups.add(group)  # names are not used twice; a late Hello shall not bring it back
+            ours = [link for key, link in self._links.items() if key[2] == group]
+            links = [link for link in ours if link in self._dialled]
+        for link in ours:
+            link.inbox.end(LinkEnded("this member has closed the group", orderly=True))
         for link in links:
             link.half_close()
         for link in links:
@@ -114,7 +121,6 @@ class GrpcMesh(Mesh):
                 self._dialled.discard(link)
                 self._sent_by_closed += link.outbox.sent_bytes
                 link.forget()
-            self._groups.discard(group)
 
     def close(self, deadline: float) -> None:
         """See `Mesh.close`."""
@@ -146,7 +152,10 @@ class GrpcMesh(Mesh):
     def inbox(self, rank: int, purpose: Purpose, group: str) -> Inbox | None:
         """Where frames from that rank go; None for one group too many: what a peer may make us keep has a limit."""
         with self._lock:
-            if group not in self._groups and len(self._groups) >= MAX_GROUPS:
+            if group in self._closed_groups:
+                return Inbox(self._thread.loop)  # what still comes is of no use to anybody
+            early = {key[2] for key, link in self._links.items() if key[0] == rank and link not in self._dialled}
+            if group not in early and len(early) >= MAX_EARLY_GROUPS:
                 return None
         return self._get(rank, purpose, group).inbox
 
@@ -170,7 +179,6 @@ class GrpcMesh(Mesh):
                 loop = self._thread.loop
                 link = GrpcLink(self.peers[rank], Inbox(loop), Outbox(loop), self.fault)
                 self._links[rank, purpose, group] = link
-                self._groups.add(group)
             return link
 
     def _start(self, link: GrpcLink, purpose: Purpose, group: str) -> None:

@@ -91,7 +91,7 @@ class FlightLog:
                     self._warned = True
                     _log.warning("the flight recorder could not be written (%.200s): %s", reason, error_text(error))
             else:
-                _log.warning("the last %d operations are in %s (%.200s)", number, path, reason)
+                _log.warning("the last %d operations are in %s", number, path)
         return path
 
     def on_abort(self, error: BaseException) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
 from paceline.collectives.engine import Call, Engine
 from paceline.collectives.programs import all_gather_program, all_to_all_program, gather_program
 from paceline.collectives.tasks.task import Chooser, Task, segment
-from paceline.errors import SizeMismatch
+from paceline.errors import LimitExceeded, SizeMismatch
 from paceline.signature import MAX_ARRAY_BYTES
 
 __all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
@@ -34,7 +35,7 @@ def all_gather_task(
 
     def body(call: Call) -> Array:
         counts = gathering.counts(call)
-        result = gathering.landing(counts, out)
+        result = gathering.landing(call, counts, out)
         sizes = tuple(count * gathering.row for count in counts)
         flat = result.reshape(-1)
         schedule = choose("all_gather", flat.nbytes, mesh.size).schedule
@@ -69,8 +70,9 @@ def gather_task(
 
     def body(call: Call) -> Array | None:
         counts = gathering.counts(call)
-        sizes = tuple(count * gathering.row for count in counts)
-        result = gathering.landing(counts, out) if at_root else np.empty(0, gathering.dtype)
+        # Elsewhere only the own size counts; with the others' each program would be compiled anew.
+        sizes = tuple(count * gathering.row if at_root or r == mesh.rank else 0 for r, count in enumerate(counts))
+        result = gathering.landing(call, counts, out) if at_root else np.empty(0, gathering.dtype)
         program = gather_program(mesh.rank, mesh.size, root, sizes, segment(gathering.dtype))
         engine.run(gathering.second(call), program, as_flat(x), result.reshape(-1))
         return deliver(result, out) if at_root else None
@@ -112,7 +114,7 @@ def all_to_all_task(
         shape = (sum(received), *x.shape[1:])
         if out is not None:
             check_out(out, dtype, shape)
-        result = landing(out, x, dtype, shape)
+        result = _landing(engine, call, received, out, x, dtype, shape)
         sizes_out, sizes_in = (tuple(count * row for count in counts) for counts in (sent, received))
         program = all_to_all_program(mesh.rank, world, sizes_out, sizes_in, segment(dtype))
         second = call if not uneven else Call(call.operation, call.signature, call.started, call.deadline, 1)
@@ -161,12 +163,29 @@ class _Gathering:
         """Shape of all rows together."""
         return (sum(counts), *self._tail)
 
-    def landing(self, counts: Sequence[int], out: Array | None) -> Array:
-        """Where to put them; not in memory that holds rows which are still to be sent."""
+    def landing(self, call: Call, counts: Sequence[int], out: Array | None) -> Array:
+        """Where to put them."""
         shape = self.shape(counts)
         if out is not None:
             check_out(out, self.dtype, shape)
-        return landing(out, self._x, self.dtype, shape)
+        return _landing(self._engine, call, counts, out, self._x, self.dtype, shape)
+
+
+def _landing(
+    engine: Engine,
+    call: Call,
+    counts: Sequence[int],
+    out: Array | None,
+    x: Array,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+) -> Array:
+    """As `arrays.landing`; where there is no memory for all rows, the rank that announces most of them is to blame."""
+    try:
+        return landing(out, x, dtype, shape)
+    except LimitExceeded as error:
+        most = max(range(len(counts)), key=counts.__getitem__)
+        engine.disagree(call, most, f"announces {counts[most]} rows: {error}")
 
 
 def _exchange_counts(

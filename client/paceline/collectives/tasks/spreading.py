@@ -6,6 +6,7 @@ Letters: N elements, W world size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from paceline.collectives.program import Program
 from paceline.collectives.programs import broadcast_program, scatter_program
 from paceline.collectives.schedules.spreading import tree_parent
 from paceline.collectives.tasks.task import Chooser, Task, segment
-from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
 
 __all__ = ["broadcast_task", "scatter_task"]
 
@@ -74,7 +75,7 @@ def scatter_task(
     signature = engine.sign("scatter", f"root={root}", dtype, shape).encode()
     if out is not None:
         check_out(out, dtype, shape)
-    plan = program(int(np.prod(shape)), dtype)
+    plan = program(prod(shape), dtype)
 
     def body(call: Call) -> Array:
         result = landing(out, whole, dtype, shape)
@@ -93,7 +94,10 @@ def _receive_unknown(
 
     def body(call: Call) -> Array:
         first, dtype, shape = engine.first_frame(call, source, asked)
-        result = new_array(shape, dtype)
+        try:
+            result = new_array(shape, dtype)
+        except LimitExceeded as error:
+            engine.disagree(call, source, f"announces an array that cannot be: {error}")
         flat = result.reshape(-1)
         told = Call(call.operation, first.signature, call.started, call.deadline)
         engine.run(told, program(flat.size, flat.dtype), flat, flat, first=first)

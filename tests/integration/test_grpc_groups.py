@@ -1,0 +1,78 @@
+"""Parts of a view over gRPC: their links come and go, and nothing of them is left behind."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from paceline.config import Config
+from paceline.errors import PacelineError, PeerRaised
+from paceline.group import Group
+from paceline.links import grpc_mesh
+from paceline.links.base import Purpose
+from paceline.links.grpc_mesh import GrpcMesh
+from paceline.testing import run_groups
+from support.grpc_pair import grpc_world
+from support.worlds import grpc_groups
+
+
+def test_many_parts_made_used_and_closed_leave_no_links_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that only listens dials too, late perhaps: that must not bring back what the other side has closed."""
+    monkeypatch.setattr(grpc_mesh, "MAX_EARLY_GROUPS", 8)
+
+    def rank(group: Group) -> tuple[int, int]:
+        group.barrier()
+        mesh = group.mesh
+        assert isinstance(mesh, GrpcMesh)
+        for i in range(30):
+            part = group.subgroup([0, 1])
+            assert part.scatter([np.array([i]), np.array([-i])] if group.rank == 0 else None)[0] in (i, -i)
+            part.close()
+        group.barrier()
+        return len(mesh._links), len(mesh.fault._wakers)
+
+    with grpc_groups(2) as groups:
+        for links, wakers in run_groups(groups, rank):
+            assert links <= 2
+            assert wakers <= 4
+
+
+def test_what_a_peer_may_send_to_groups_that_are_not_made_here_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_mesh, "MAX_EARLY_GROUPS", 3)
+    with grpc_world() as world:
+        group = Group(world.meshes[0], Config(failure_timeout=0.6))
+        parts = [group.subgroup([0, 1], name=f"n{i}") for i in range(6)]
+        for part in parts[:3]:
+            part.send(np.ones(1), 1)
+        parts[3].mesh.link(1, Purpose.POINT_TO_POINT)  # knocks at the door
+        with pytest.raises(PacelineError, match="too many groups"):
+            group.recv(1, timeout=5.0)
+        group.close(0.1)
+
+
+def test_a_part_closed_under_a_collective_is_this_members_own_doing() -> None:
+    with grpc_world() as world:
+        groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in world.meshes]
+        part = groups[0].subgroup([0, 1])
+        errors: list[PacelineError] = []
+
+        def wait() -> None:
+            try:
+                part.all_reduce(np.ones(4))
+            except PacelineError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not part.progress().inside:
+            time.sleep(0.001)
+        started = time.monotonic()
+        part.close(0.05)
+        thread.join(5.0)
+        assert time.monotonic() - started < 1.5
+        (error,) = errors
+        assert isinstance(error, PeerRaised)
+        assert error.ranks == (0,), "and nobody else's"
+        for group in groups:
+            group.close(0.1)
