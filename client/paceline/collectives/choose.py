@@ -54,10 +54,12 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 RULES: Rules = {
     "all_reduce": (
-        Rule("star", 64 * _KIB, None, _MIB, "2 steps, and little for rank 0 to take in"),
-        Rule("recursive_doubling", 64 * _KIB, None, None, "log2 W steps: few bytes, too many ranks for the star"),
-        Rule("direct", None, 16, None, "2 steps, and every link has an equal share; W-1 links a rank are affordable"),
+        Rule("recursive_doubling", 256 * _KIB, 4, None, "log2 W steps, and few ranks send more than by the star"),
+        Rule("star", 256 * _KIB, None, _MIB, "2 steps and the fewest frames, and little for rank 0 to take in"),
+        Rule("recursive_doubling", 256 * _KIB, None, None, "log2 W steps: too many ranks for the star"),
+        Rule("direct", None, 4, None, "2 steps, and every link has an equal share"),
         Rule("halving_doubling", _MIB, None, None, "2 log2 W steps, every rank an equal share, log2 W links a rank"),
+        Rule("direct", None, 16, None, "2 steps, and every link has an equal share; W-1 links a rank are affordable"),
         Rule("ring", reason="every rank has an equal share and two links"),
     ),
     "reduce": (
@@ -75,15 +77,17 @@ RULES: Rules = {
     ),
     "scatter": (Rule("direct", reason="each part goes where it belongs"),),
     "all_gather": (
-        Rule("direct", None, 16, None, "1 step; W-1 links a rank are affordable"),
+        Rule("direct", None, 3, None, "1 step, and every link has an equal share"),
         Rule("bruck", _MIB, None, None, "log2 W steps and links a rank"),
+        Rule("direct", None, 16, None, "1 step; W-1 links a rank are affordable"),
         Rule("ring", reason="every rank has an equal share and two links"),
     ),
     "gather": (Rule("direct", reason="each part goes where it belongs"),),
     "all_to_all": (Rule("pairwise", reason="each part goes where it belongs"),),
     "barrier": (Rule("dissemination", reason="log2 W steps"),),
 }
-"""Source: medians of `paceline bench --schedule`; see DESIGN.md, section 8."""
+"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (DESIGN.md, section 8; `paceline bench
+--schedule` repeats them). Beyond W=8 the rules follow from the number of steps, bytes and links."""
 
 
 def choose(collective: str, nbytes: int, world: int, *, sums: Sums = Sums.ALIKE, rules: Rules = RULES) -> Choice:

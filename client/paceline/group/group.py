@@ -37,7 +37,8 @@ class Group(Reducing, Spreading, Gathering, Objects, Messages):
     in `out`, and never changes its argument; `out` may be the argument itself. With `async_op=True` it returns a
     `Work` at once, copies nothing, and neither the argument nor `out` may be changed before `Work.wait` has returned.
     A timeout is in seconds and counts from the call; the default is `Config.step_timeout`. A collective that fails
-    anywhere fails everywhere, with the same error, and ends the generation: every later call raises it again.
+    anywhere ends the generation: all its members get the same error, those that had done their part in the next call,
+    and every later call raises it again.
 
     Collectives of one group are one thread's: the first to call any. Those of another thread, while the first lives and
     has not called `hand_over`, are `ConcurrentUse`, for their order need not be the same on all ranks. Groups never

@@ -12,11 +12,13 @@ KIB, MIB = 1 << 10, 1 << 20
 @pytest.mark.parametrize(
     ("nbytes", "world", "schedule"),
     [
-        (KIB, 2, "star"),
+        (KIB, 2, "recursive_doubling"),
+        (64 * KIB, 5, "star"),
         (64 * KIB, 8, "star"),
         (64 * KIB, 64, "recursive_doubling"),
-        (64 * KIB + 1, 2, "direct"),
-        (MIB, 16, "direct"),
+        (256 * KIB + 1, 2, "direct"),
+        (MIB, 5, "halving_doubling"),
+        (MIB + 1, 16, "direct"),
         (MIB, 17, "halving_doubling"),
         (MIB + 1, 17, "ring"),
         (MIB // 999, 1000, "star"),
@@ -62,4 +64,4 @@ def test_the_table_can_be_printed() -> None:
     for collective, schedules in SCHEDULES.items():
         assert collective in text
         assert any(name in text for name in schedules)
-    assert "at most 64 KiB, (W-1) arrays at most 1 MiB" in text
+    assert "at most 256 KiB, (W-1) arrays at most 1 MiB" in text
