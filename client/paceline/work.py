@@ -129,7 +129,7 @@ class Lane:
             ConcurrentUse: the lane belongs to another thread.
             SessionClosed: the lane is closed.
         """
-        numbered = inside = mine = False
+        numbered = done = mine = False
         work: Work[T] | None = None
         try:
             with self._lock:
@@ -144,10 +144,11 @@ class Lane:
             if work is not None:
                 return work.wait(max(0.0, deadline - monotonic()))
             self.progress = Progress(operation, monotonic(), True)
-            inside = True
-            return task()
+            result = task()
+            done = True
+            return result
         except BaseException as error:
-            if numbered and not inside and work is None:  # an interrupt: the number is used up, and nobody else knows
+            if numbered and not done and work is None:  # perhaps the number is used up, and nobody else knows
                 self._abort(self._issued, error)
             raise
         finally:
