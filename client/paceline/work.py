@@ -115,7 +115,8 @@ class Lane:
         self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Work[Any]] = deque()
-        self._busy: threading.Thread | None = None  # who is inside an operation
+        self._busy: threading.Thread | None = None  # whose turn it is
+        self._inside = False  # a caller's thread is inside an operation
         self._closed = False
         self._issued = 0
         self._owner: threading.Thread | None = None
@@ -144,7 +145,9 @@ class Lane:
             if work is not None:
                 return work.wait(max(0.0, deadline - monotonic()))
             self.progress = Progress(operation, monotonic(), True)
+            self._inside = True
             result = task()
+            self._inside = False
             done = True
             return result
         except BaseException as error:
@@ -202,6 +205,10 @@ class Lane:
         if self._closed:
             raise SessionClosed("the group is closed")
         caller, owner = threading.current_thread(), self._owner
+        if self._busy is caller:
+            if self._inside:
+                raise ConcurrentUse("a collective was called from within another one, by a signal handler perhaps")
+            self._busy = None  # an interrupt came between the end of its operation and the end of its turn
         if self._exclusive and owner is not caller:
             if owner is not None and owner.is_alive():
                 raise ConcurrentUse(

@@ -1,6 +1,8 @@
 """Asynchronous operations: issue order, `Work`, and the end of a group."""
 
+import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -142,3 +144,55 @@ def test_a_group_is_one_threads_until_it_hands_over() -> None:
         groups[1].barrier()
     for group in groups:
         group.close()
+
+
+def test_an_interrupt_at_any_line_leaves_a_lane_that_goes_on_or_a_generation_that_has_ended() -> None:
+    """Ctrl-C between any two lines of the way of a call: what was not told to the others must not look as if it was."""
+    total = 0
+    for at in range(1, 400):
+        seen = 0
+
+        def trace(frame: Any, event: str, argument: Any, at: int = at) -> Any:
+            nonlocal seen
+            if "work.py" in frame.f_code.co_filename or "core.py" in frame.f_code.co_filename:
+                if event == "line":
+                    seen += 1
+                    if seen == at:
+                        sys.settrace(None)
+                        raise KeyboardInterrupt
+                return trace
+            return None
+
+        groups = local_groups(2, Config(failure_timeout=0.3, step_timeout=5.0))
+        other = threading.Thread(target=_until_it_fails, args=(groups[1],))
+        other.start()
+        interrupted = False
+        sys.settrace(trace)
+        try:
+            groups[0].all_reduce(np.ones(4))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        ended: PacelineError | None = None
+        try:
+            for _ in range(3):
+                assert groups[0].all_reduce(np.ones(4)).tolist() == [2] * 4
+        except PacelineError as error:
+            ended = error
+        assert ended is None or isinstance(ended, PeerRaised), f"after line {at}: {ended}"
+        assert ended is None or ended.ranks == (0,)
+        groups[0].close(0.2)
+        other.join(5.0)
+        assert not other.is_alive(), f"after line {at}"
+        groups[1].close(0.2)
+        total += interrupted
+        if not interrupted:
+            break
+    assert total > 50
+
+
+def _until_it_fails(group: Group) -> None:
+    with suppress(PacelineError):
+        while True:
+            group.all_reduce(np.ones(4))
