@@ -50,7 +50,7 @@ def local_groups(world: int, config: Config | None = None) -> list[Group]:
         InvalidWorldSize: `world` is below 1.
     """
     config = config or Config()
-    return [Group(mesh, config) for mesh in local_meshes(world, config)]
+    return [Group(mesh, config) for mesh in local_meshes(world)]
 
 
 def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None = None) -> None:

@@ -168,7 +168,7 @@ class Worlds:
     def __init__(self, case: Case, nbytes: int, count: int) -> None:
         self.case, self.nbytes = case, nbytes
         pick = partial(choose, rules=only(case.collective, case.schedule))
-        self.worlds = [[Group(mesh, SOON, choose=pick) for mesh in local_meshes(WORLD, SOON)] for _ in range(count)]
+        self.worlds = [[Group(mesh, SOON, choose=pick) for mesh in local_meshes(WORLD)] for _ in range(count)]
 
     def each(self, do: Callable[[Group], Any]) -> list[list[Any]]:
         """What each rank of each world does."""

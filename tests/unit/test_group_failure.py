@@ -31,7 +31,7 @@ N = 64
 
 def outcomes(world: int, fn: Any, tamper: Any = None, at: int = 0, segment: int = 1 << 20) -> Any:
     """What each rank raises; `tamper` befalls the frames of rank `at`."""
-    meshes = local_meshes(world, CONFIG)
+    meshes = local_meshes(world)
     groups = [Group(FaultyMesh(m, tamper) if tamper and m.rank == at else m, CONFIG) for m in meshes]
     errors: list[BaseException | None] = [None] * world
 
@@ -134,7 +134,7 @@ def test_later_calls_raise_the_same_error_anew_and_at_once() -> None:
 
 
 def test_a_rank_that_dies_is_named_by_all() -> None:
-    meshes = local_meshes(3, CONFIG)
+    meshes = local_meshes(3)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     errors: list[PacelineError] = []
 
@@ -157,7 +157,7 @@ def test_a_rank_that_dies_is_named_by_all() -> None:
 
 
 def test_a_rank_that_has_left_is_named() -> None:
-    meshes = local_meshes(2, CONFIG)
+    meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     groups[1].close()
     with pytest.raises(PeerLost, match=r"rank 1 .local. left"):
@@ -166,7 +166,7 @@ def test_a_rank_that_has_left_is_named() -> None:
 
 
 def test_a_timeout_says_who_waited_for_whom_for_what() -> None:
-    meshes = local_meshes(2, CONFIG)
+    meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     started = time.monotonic()
     with pytest.raises(OperationTimeout) as info:
@@ -183,7 +183,7 @@ def test_a_timeout_says_who_waited_for_whom_for_what() -> None:
 
 
 def test_an_abort_wakes_a_blocked_call_within_100_ms() -> None:
-    meshes = local_meshes(2, CONFIG)
+    meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     inside = threading.Event()
     woken = []
@@ -260,7 +260,7 @@ def test_a_receiver_that_learns_the_shape_believes_no_garbage(signature: Any) ->
 
 
 def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
-    meshes = local_meshes(2, CONFIG)
+    meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     out = np.zeros(N)
     work = groups[0].all_reduce(np.ones(N), out=out, async_op=True)

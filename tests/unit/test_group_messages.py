@@ -139,7 +139,7 @@ def test_a_timeout_consumes_nothing_and_voids_nothing() -> None:
 
 
 def test_the_sources_death_ends_a_recv_and_names_it() -> None:
-    meshes = local_meshes(3, Config(failure_timeout=0.6))
+    meshes = local_meshes(3)
     groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in meshes]
     errors: list[PeerLost] = []
 

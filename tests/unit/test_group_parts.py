@@ -68,7 +68,7 @@ def total(group: Group) -> Any:
 
 @contextmanager
 def world_of(world: int, hosts: Sequence[str] | None = None) -> Iterator[list[Group]]:
-    meshes = local_meshes(world, SOON)
+    meshes = local_meshes(world)
     if hosts is not None:
         on_hosts(meshes, hosts)
     groups = [Group(mesh, SOON) for mesh in meshes]
@@ -305,7 +305,7 @@ def test_rules_are_applied_again_in_each_view() -> None:
         assert each(hosts, total) == [[2], [4], [2], [4]]
         assert each(all_of_them, total) == [[6]] * 4
         # Rank 3 is gone; the others are in another order.
-        smaller = local_meshes(3, SOON, generation=3)
+        smaller = local_meshes(3, generation=3)
         left, gone = groups[:3], groups[3]
         for group, mesh in zip(reversed(left), smaller, strict=True):
             group.move(mesh)

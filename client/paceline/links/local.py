@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paceline.config import Config
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
@@ -18,6 +17,9 @@ from paceline.links.pipe import Pipe
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["LocalLink", "LocalMesh", "local_meshes", "next_meshes"]
+
+VERDICT_TIMEOUT = 10.0
+"""The switchboard always answers, at once; only a starved thread comes late, and must not tell another story."""
 
 LEND_BYTES = 16 << 10
 """From here on a payload is lent; a copy of less costs no more than to wait for its release."""
@@ -100,14 +102,11 @@ class LocalLink(Link):
 class LocalMesh(Mesh):
     """One rank's links to the others of its process."""
 
-    def __init__(
-        self, rank: int, peers: Sequence[Peer], generation: int, verdict_timeout: float, board: _Board
-    ) -> None:
+    def __init__(self, rank: int, peers: Sequence[Peer], generation: int, board: _Board) -> None:
         self.generation = generation
         self.rank = rank
         self.peers = peers
-        self.fault = Fault(generation, rank, verdict_timeout)
-        self._verdict_timeout = verdict_timeout
+        self.fault = Fault(generation, rank, VERDICT_TIMEOUT)
         self._board = board
         self._lock = threading.Lock()
         self._links: dict[tuple[int, Purpose, str], LocalLink] = {}
@@ -144,7 +143,7 @@ class LocalMesh(Mesh):
 
     def next(self) -> LocalMesh:
         """This member's mesh in the next generation, over the same links."""
-        return LocalMesh(self.rank, self.peers, self.generation + 1, self._verdict_timeout, self._board)
+        return LocalMesh(self.rank, self.peers, self.generation + 1, self._board)
 
     def close_group(self, group: str, deadline: float) -> None:
         """Closes the links of a group (`Mesh.close_group`)."""
@@ -169,12 +168,11 @@ class LocalMesh(Mesh):
         self._board.end(self.rank, orderly=orderly)
 
 
-def local_meshes(world: int, config: Config | None = None, *, generation: int = 1) -> list[LocalMesh]:
+def local_meshes(world: int, *, generation: int = 1) -> list[LocalMesh]:
     """The meshes of a generation whose ranks are threads of this process, by rank.
 
     Args:
         world: number of ranks, at least 1.
-        config: timeouts; the defaults if None.
         generation: its number.
 
     Raises:
@@ -183,8 +181,8 @@ def local_meshes(world: int, config: Config | None = None, *, generation: int = 
     if world < 1:
         raise InvalidWorldSize(f"a world needs at least 1 rank, not {world}")
     peers = [Peer(rank, f"local-{rank}", "local") for rank in range(world)]
-    board, verdict_timeout = _Board(), (config or Config()).verdict_timeout
-    return _judged([LocalMesh(rank, peers, generation, verdict_timeout, board) for rank in range(world)])
+    board = _Board()
+    return _judged([LocalMesh(rank, peers, generation, board) for rank in range(world)])
 
 
 def next_meshes(meshes: Sequence[LocalMesh]) -> list[LocalMesh]:

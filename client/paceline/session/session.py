@@ -99,7 +99,7 @@ class SoloSession(Session):
 
     def __init__(self, job: str, config: Config) -> None:
         self.job = job
-        (mesh,) = local_meshes(1, config)
+        (mesh,) = local_meshes(1)
         self.group = Group(mesh, config)
         self.store = MemoryStore(config.call_timeout)
         self._members = tuple(mesh.peers)
