@@ -1,0 +1,13 @@
+"""Fixtures of the integration tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.worlds import LINKS
+
+
+@pytest.fixture(params=LINKS)
+def link(request: pytest.FixtureRequest) -> str:
+    """A kind of link; each test that asks for it runs over every one."""
+    return str(request.param)
