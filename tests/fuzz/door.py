@@ -64,6 +64,9 @@ class _House:
         assert isinstance(purpose, Purpose)
         return self.box
 
+    def peer_leaves(self, rank: int) -> None:
+        assert rank == 0
+
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         self.lost.append(rank)
 

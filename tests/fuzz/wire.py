@@ -15,7 +15,7 @@ __all__ = ["PEERS", "Hang", "ScriptedMesh", "pack_chunks", "pack_frames", "unpac
 
 _HEAD = struct.Struct("<BBQIHH")  # kind, generation, operation, part, bytes of signature, bytes of payload
 _MAX_FRAMES = 64
-_KINDS = (FrameKind.DATA, FrameKind.ABORT, FrameKind.CLOSE)
+_KINDS = tuple(FrameKind)
 
 PEERS = (Peer(0, "member-0", "host-0"), Peer(1, "member-1", "host-1"))
 

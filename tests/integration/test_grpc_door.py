@@ -121,16 +121,17 @@ def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None
     assert caught.value.ranks == (0,)
 
 
+@pytest.mark.parametrize("last", [FrameKind.CLOSE, FrameKind.LEAVE])
 @pytest.mark.parametrize("kind", [FrameKind.DATA, FrameKind.CLOSE])
-def test_a_frame_after_close_is_refused_and_names_its_sender(kind: FrameKind) -> None:
-    close = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))
+def test_a_frame_after_the_last_is_refused_and_names_its_sender(kind: FrameKind, last: FrameKind) -> None:
+    close = encode(Frame(last, 1, 0, 0, b"", b""))
 
     async def talk(channel: aio.Channel) -> grpc.StatusCode:
         return await deliver(channel, await knock(channel, hello()), close, encode(Frame(kind, 1, 1, 0, b"", b"")))
 
     with grpc_world() as world:
         assert at_door_1(world, talk) is grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(errors.PeerBrokeProtocol, match=f"{kind.name} came after CLOSE") as caught:
+        with pytest.raises(errors.PeerBrokeProtocol, match=f"{kind.name} came after the last") as caught:
             world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,20 +16,14 @@ from paceline.testing import coordinator
 from support.processes import workers
 
 
-def pair(address: str) -> tuple[paceline.Session, paceline.Session]:
-    found: list[paceline.Session] = []
-    config = Config(failure_timeout=1.0)
+def join(address: str, size: int) -> list[paceline.Session]:
+    """Sessions of this process, in rank order."""
 
-    def join() -> None:
-        found.append(paceline.join(address, job="leaving", min_workers=2, config=config))
+    def one(_: int) -> paceline.Session:
+        return paceline.join(address, job="leaving", min_workers=size, config=Config(failure_timeout=1.0))
 
-    threads = [threading.Thread(target=join) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    a, b = sorted(found, key=lambda session: session.rank)
-    return a, b
+    with ThreadPoolExecutor(size) as pool:
+        return sorted(pool.map(one, range(size)), key=lambda session: session.rank)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ def pair(address: str) -> tuple[paceline.Session, paceline.Session]:
 )
 def test_a_thread_that_is_blocked_wakes_when_its_session_is_left(call: object) -> None:
     with coordinator() as address:
-        a, b = pair(address)
+        a, b = join(address, 2)
         caught: list[BaseException] = []
         entered = threading.Event()
 
@@ -86,6 +81,20 @@ emit("left", rank=session.rank)
         assert ranks[1].expect("sum")["total"] == 44 << 20
         for worker in ranks.values():
             worker.expect("left")
+
+
+def test_a_message_is_waited_for_from_the_others_when_one_that_was_never_called_has_left() -> None:
+    with coordinator() as address:
+        a, b, c = join(address, 3)
+        c.group.send(np.array([2.0]), 0)  # over a link that only c has dialled
+        c.leave()
+        assert a.group.recv()[1] == 2  # a dials c now: its door is shut
+        with pytest.raises(paceline.OperationTimeout):
+            a.group.recv(timeout=0.5)
+        b.group.send(np.array([1.0]), 0)
+        assert a.group.recv()[1] == 1
+        a.leave()
+        b.leave()
 
 
 @pytest.mark.parametrize("where", ["session.barrier('b')", "session.store.get('k')", "session.group.recv(1)"])

@@ -32,6 +32,7 @@ class FrameKind(IntEnum):
     DATA = 1
     ABORT = 2
     CLOSE = 3
+    LEAVE = 4
 
 
 _KINDS = frozenset(FrameKind)
@@ -46,7 +47,8 @@ class Frame:
     """One frame.
 
     Attributes:
-        kind: data, the news that the sender's generation has failed, or the word that nothing follows.
+        kind: data, the news that the sender's generation has failed, or the word that nothing follows
+            on this link (CLOSE), or on any (LEAVE).
         generation: the generation that it acts on.
         operation: number of the operation within (generation, purpose), from 1.
         part: number of the frame within (operation, sender, receiver), from 0.

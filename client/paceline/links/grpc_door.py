@@ -62,6 +62,9 @@ class Household(Protocol):
     def inbox(self, rank: int, purpose: Purpose, group: str) -> Inbox | None:
         """Where frames from that rank go; None if there are too many groups."""
 
+    def peer_leaves(self, rank: int) -> None:
+        """That rank has said that it leaves in good order."""
+
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         """A stream from that rank ended out of order."""
 
@@ -76,6 +79,7 @@ class Door:
     def __init__(self, job: str) -> None:
         self._job = job
         self._server: aio.Server | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._inside: Household | None = None
         self._entered = asyncio.Event()
         self._tickets: dict[bytes, tuple[Household, Peer, Inbox, float]] = {}
@@ -113,7 +117,8 @@ class Door:
             bound = self._server.add_insecure_port(where)
         except RuntimeError as error:
             raise LinkUnavailable(f"cannot listen for peers on {where}: {error}") from error
-        await asyncio.shield(self._server.start())  # a server whose start was cancelled cannot be stopped
+        self._starting = asyncio.ensure_future(self._server.start())
+        await asyncio.shield(self._starting)
         return bound
 
     def enter(self, inside: Household) -> None:
@@ -127,6 +132,8 @@ class Door:
         self._entered.set()
         for stream in list(self._streams):
             stream.cancel()
+        if self._starting is not None:  # grpc crashes if a server is stopped before, or while, it starts
+            await asyncio.wait([self._starting])
         if self._server is not None:
             await self._server.stop(grace)
 
@@ -212,13 +219,15 @@ class Door:
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
                 if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
-                    text = f"a frame of kind {frame.kind.name} came after CLOSE"
+                    text = f"a frame of kind {frame.kind.name} came after the last"
                     _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_BAD_REQUEST
                     await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
                 frames += 1
-                if frame.kind is FrameKind.CLOSE:
+                if frame.kind in (FrameKind.CLOSE, FrameKind.LEAVE):
                     whole = True
+                    if frame.kind is FrameKind.LEAVE:
+                        inside.peer_leaves(peer.rank)
                 elif frame.kind is FrameKind.ABORT:
                     _relay(inside, peer, frame)
                 else:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
@@ -212,12 +213,12 @@ class GrpcLink(Link):
 
     def close(self, deadline: float) -> None:
         """See `Link.close`: says that nothing follows, and waits for the peer's word that it has taken in all."""
-        self.half_close()
+        self.half_close(FrameKind.LEAVE)
         self.drained.wait(max(0.0, deadline - time.monotonic()))
 
-    def half_close(self) -> None:
-        """Says that nothing follows, without waiting."""
-        self.outbox.close(encode(Frame(FrameKind.CLOSE, self._fault.generation, 0, 0, b"", b"")))
+    def half_close(self, kind: Literal[FrameKind.CLOSE, FrameKind.LEAVE]) -> None:
+        """Says that nothing follows here, or anywhere, without waiting."""
+        self.outbox.close(encode(Frame(kind, self._fault.generation, 0, 0, b"", b"")))
 
     @property
     def closing(self) -> bool:

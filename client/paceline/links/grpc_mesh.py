@@ -77,6 +77,7 @@ class GrpcMesh(Mesh):
         self._dialled: set[GrpcLink] = set()
         self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
+        self._leavers: set[int] = set()  # touched on the loop only
         self._closed = False  # no new links
         self._ended = False  # no links at all
         fault.on_suspicion(self._pass_on)
@@ -112,7 +113,7 @@ class GrpcMesh(Mesh):
         for link in ours:
             link.inbox.end(LinkEnded("this member has closed the group", orderly=True))
         for link in links:
-            link.half_close()
+            link.half_close(FrameKind.CLOSE)
         for link in links:
             link.close(deadline)
         with self._lock:
@@ -128,7 +129,7 @@ class GrpcMesh(Mesh):
             self._closed = True
             links = list(self._dialled)
         for link in links:
-            link.half_close()
+            link.half_close(FrameKind.LEAVE)
         for link in links:
             link.close(deadline)
         if self.fault.failed:  # the others shall hear of it before the links break
@@ -158,6 +159,10 @@ class GrpcMesh(Mesh):
             if group not in early and len(early) >= MAX_EARLY_GROUPS:
                 return None
         return self._get(rank, purpose, group).inbox
+
+    def peer_leaves(self, rank: int) -> None:
+        """That rank leaves in good order: a door of it that is shut is no evidence of its death any more."""
+        self._leavers.add(rank)
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         """A link to or from that rank ended. Out of order, that is evidence of its death; in order, it has left."""
@@ -208,6 +213,8 @@ class GrpcMesh(Mesh):
         except Exception as error:  # noqa: BLE001  logged, and the generation ends: a link must not die unseen
             _log.exception("the link to %s failed in a way that it should not", link.peer)
             ended = LinkEnded(f"the link to {link.peer} failed: {error}")
+        if rank in self._leavers:
+            ended = LinkEnded(f"{link.peer} left", orderly=True)
         link.drained.set()
         if not (ended.orderly and group and link.closing):  # the end of a group is not the end of a member
             self.peer_ended(rank, ended)

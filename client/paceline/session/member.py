@@ -91,7 +91,7 @@ class MemberConnection:
         self._ready = threading.Event()
         self._closed = False
         self._reported: pb.SessionRequest | None = None
-        self._adoption: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
 
     def open(self, timeout: float) -> None:
@@ -168,6 +168,7 @@ class MemberConnection:
             tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}"})
 
     async def _register(self, timeout: float) -> None:
+        self._tasks.update(filter(None, [asyncio.current_task()]))  # an interrupted `open` does not wait for its end
         self._opened = time.monotonic()
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         where = await reachable_endpoint(self._coordinator, self._advertise)
@@ -192,9 +193,9 @@ class MemberConnection:
 
     async def _leave(self, cause: str) -> None:
         self._closed = True
-        if self._adoption is not None:
-            self._adoption.cancel()
-            await asyncio.gather(self._adoption, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._ready.is_set():
             await self.mesh.end()
         if self._control is not None:
@@ -214,7 +215,7 @@ class MemberConnection:
     def on_view(self, view: pb.ViewFormed) -> None:
         """See `Listener`."""
         if not self._joined.done():
-            self._adoption = asyncio.create_task(self._adopt(view))
+            self._tasks.add(asyncio.create_task(self._adopt(view)))
 
     def on_verdict(self, verdict: pb.Verdict) -> None:
         """See `Listener`."""

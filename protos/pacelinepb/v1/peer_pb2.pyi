@@ -78,8 +78,12 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     its blocked calls and pass it on once.
     """
     FRAME_KIND_CLOSE: _FrameKind.ValueType  # 3
-    """Nothing follows: the sender has left in good order. A stream that ends without it has broken; its end alone says
-    nothing, for a half-close and a lost connection can look alike to the receiver.
+    """Nothing follows on this stream: the sender has closed the group. A stream that ends without this or the next has
+    broken; its end alone says nothing, for a half-close and a lost connection can look alike to the receiver.
+    """
+    FRAME_KIND_LEAVE: _FrameKind.ValueType  # 4
+    """Nothing follows on any stream: the sender leaves in good order. From now on its front door may be shut, which the
+    receiver MUST NOT take for its death.
     """
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
@@ -94,8 +98,12 @@ FRAME_KIND_ABORT: FrameKind.ValueType  # 2
 its blocked calls and pass it on once.
 """
 FRAME_KIND_CLOSE: FrameKind.ValueType  # 3
-"""Nothing follows: the sender has left in good order. A stream that ends without it has broken; its end alone says
-nothing, for a half-close and a lost connection can look alike to the receiver.
+"""Nothing follows on this stream: the sender has closed the group. A stream that ends without this or the next has
+broken; its end alone says nothing, for a half-close and a lost connection can look alike to the receiver.
+"""
+FRAME_KIND_LEAVE: FrameKind.ValueType  # 4
+"""Nothing follows on any stream: the sender leaves in good order. From now on its front door may be shut, which the
+receiver MUST NOT take for its death.
 """
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
@@ -246,7 +254,7 @@ class FramesResponse(_message.Message):
 
     @_builtins.property
     def drained(self) -> Global___Drained:
-        """Everything up to the caller's CLOSE frame has been taken in, or the callee is leaving; the last message."""
+        """Everything up to the caller's CLOSE or LEAVE frame has been taken in, or the callee is leaving; the last message."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class PeerServiceServicer(object):
 
     def Frames(self, request_iterator, context):
         """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
-        The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's CLOSE frame.
+        The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

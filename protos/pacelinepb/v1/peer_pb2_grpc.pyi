@@ -39,7 +39,7 @@ class PeerServiceStub:
     """
     Frames: _grpc.StreamStreamMultiCallable[_peer_pb2.FramesRequest, _peer_pb2.FramesResponse]
     """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
-    The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's CLOSE frame.
+    The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
     """
 
 @_typing.type_check_only
@@ -53,7 +53,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """
     Frames: _aio.StreamStreamMultiCallable[_peer_pb2.FramesRequest, _peer_pb2.FramesResponse]  # type: ignore[assignment]
     """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
-    The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's CLOSE frame.
+    The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
     """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -76,7 +76,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.FramesResponse], _abc.AsyncIterator[_peer_pb2.FramesResponse]]:
         """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
-        The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's CLOSE frame.
+        The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
         """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
