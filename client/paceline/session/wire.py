@@ -59,9 +59,15 @@ def _reason(error: aio.AioRpcError) -> str | None:
 def is_transient(error: aio.AioRpcError) -> bool:
     """True if the same call may succeed later: the other side is away, starting or stopping.
 
-    UNKNOWN is what grpc itself says of a stream whose connection was lost ("Stream removed"); no coordinator says it.
+    UNKNOWN ("Stream removed") and INTERNAL ("Internal error from Core", where a write found it out first) are what grpc
+    itself says of a stream whose connection was lost; no coordinator says them.
     """
-    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+    return error.code() in _TRANSIENT
+
+
+_TRANSIENT = frozenset(
+    (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+)
 
 
 _CENTURY = 3.15e9

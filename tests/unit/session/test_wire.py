@@ -22,10 +22,10 @@ from pacelinepb.v1 import session_pb2 as pb
         (grpc.StatusCode.UNAVAILABLE, True),
         (grpc.StatusCode.CANCELLED, True),
         (grpc.StatusCode.UNKNOWN, True),  # "Stream removed": a SIGKILLed coordinator's connection, now and then
+        (grpc.StatusCode.INTERNAL, True),  # the same, where a write finds it out: "Internal error from Core"
         (grpc.StatusCode.INVALID_ARGUMENT, False),
         (grpc.StatusCode.FAILED_PRECONDITION, False),
         (grpc.StatusCode.UNIMPLEMENTED, False),
-        (grpc.StatusCode.INTERNAL, False),
     ],
 )
 def test_a_lost_connection_is_transient_and_a_refusal_is_not(code: grpc.StatusCode, transient: bool) -> None:
