@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from paceline.elastic.sampler import ElasticSampler
     from paceline.group import Group
     from paceline.parallel.ddp import DDP
+    from paceline.parallel.fsdp import FSDP
     from paceline.parallel.module import Module
     from paceline.parallel.parameter import Parameter
+    from paceline.parallel.sharding.strategy import ShardingStrategy
     from paceline.session.join import join
     from paceline.session.session import Session
     from paceline.session.store import Store
@@ -65,6 +67,8 @@ __all__ = [
     "Config",
     # training
     "DDP",
+    "FSDP",
+    "ShardingStrategy",
     "Module",
     "Parameter",
     "ElasticSampler",
@@ -107,6 +111,8 @@ _HOME = {
     "Work": "paceline.work",
     "Config": "paceline.config",
     "DDP": "paceline.parallel.ddp",
+    "FSDP": "paceline.parallel.fsdp",
+    "ShardingStrategy": "paceline.parallel.sharding.strategy",
     "Module": "paceline.parallel.module",
     "Parameter": "paceline.parallel.parameter",
     "ElasticSampler": "paceline.elastic.sampler",

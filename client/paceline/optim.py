@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import SizeMismatch
+from paceline.errors import SizeMismatch, StepOrderError
 from paceline.parallel.module import HasParameters, parameters_of
 from paceline.parallel.parameter import Parameter
 
@@ -31,6 +31,9 @@ class Optimizer(abc.ABC):
     Args:
         module: whose parameters are trained. Those frozen now get no state, and are never trained.
         settings: numbers of the formula, by name.
+
+    Raises:
+        StepOrderError: FSDP has spread the parameters: the optimizer is to be made of the wrapper.
     """
 
     def __init__(self, module: HasParameters, **settings: float) -> None:
@@ -39,6 +42,7 @@ class Optimizer(abc.ABC):
                 raise ValueError(f"{name} must not be negative: {value!r}")
         self.settings = settings
         self._parameters = {path: p for path, p in parameters_of(module).items() if p.requires_grad}
+        self._check_own()
         self._state = {path: self._fresh(p) for path, p in self._parameters.items()}
         # One parameter's worth of memory for each dtype, for intermediate results of the largest.
         largest: dict[np.dtype[Any], int] = {}
@@ -57,7 +61,12 @@ class Optimizer(abc.ABC):
         self.settings["lr"] = value
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient. Gradients are read only."""
+        """Updates every parameter that has a gradient. Gradients are read only.
+
+        Raises:
+            StepOrderError: FSDP has spread the parameters over the ranks since: make the optimizer of the wrapper.
+        """
+        self._check_own()
         for path, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
                 data = parameter.data
@@ -101,6 +110,15 @@ class Optimizer(abc.ABC):
                     state[name][...] = value
                 else:
                     state[name] = type(state[name])(value)  # a number may come back from a file as an array
+
+    def _check_own(self) -> None:
+        """An optimizer of what is spread would see no gradient, and silently train nothing."""
+        for path, parameter in self._parameters.items():
+            if parameter.is_spread:
+                raise StepOrderError(
+                    f"FSDP has spread {path!r} over the ranks: wrap the module first, "
+                    f"then give the optimizer the wrapper, {type(self).__name__}(fsdp, ...)"
+                )
 
     @abc.abstractmethod
     def _fresh(self, parameter: Parameter) -> State:

@@ -1,7 +1,9 @@
-"""Training in parallel: buckets and DistributedDataParallel for NumPy modules."""
+"""Training in parallel, for NumPy modules: DistributedDataParallel and FullyShardedDataParallel."""
 
 from paceline.parallel.ddp import DDP
+from paceline.parallel.fsdp import FSDP
 from paceline.parallel.module import Module
 from paceline.parallel.parameter import Parameter
+from paceline.parallel.sharding.strategy import ShardingStrategy
 
-__all__ = ["DDP", "Module", "Parameter"]
+__all__ = ["DDP", "FSDP", "Module", "Parameter", "ShardingStrategy"]

@@ -1,4 +1,4 @@
-"""Bookkeeping of one rank between two reductions: what its gradients hold, and whether that is still what DDP left.
+"""Bookkeeping of one rank between two reductions: what its gradients hold, and whether that is still so.
 
 A *round* is all micro-batches from one reduction to the next. Within it `Parameter.grad` holds the sum over the
 micro-batches k of weight_k * gradient_k, and `weight` the sum of weight_k; the reduction divides one by the other.
@@ -23,17 +23,20 @@ class Accumulation:
     """The round of one wrapper.
 
     Args:
-        parameters: those that are trained, by path.
+        parameters: those whose gradients are reduced, by path: what optimizers see.
+        sources: those whose gradients backward writes, by path; the same ones unless parameters are spread over ranks.
 
     Attributes:
         weight: sum of the weights of the round's micro-batches, in units of `unit`.
         micro_batches: how many the round has; 0: no round is open.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], sources: Mapping[str, Parameter] | None = None) -> None:
         self._parameters = parameters
-        self._marks = {path: (0, 0) for path in parameters}
-        """(writes, clears) of each parameter when DDP last left it: whoever wrote later was not DDP."""
+        self._sources = parameters if sources is None else sources
+        self._writes = dict.fromkeys(self._sources, 0)
+        """Of each source when the wrapper last left it: whoever wrote later was not the wrapper."""
+        self._clears = dict.fromkeys(parameters, 0)
         self._carried: dict[str, NDArray[Any]] = {}
         """Gradients that were there before the round; it adds to them."""
         self.reset()
@@ -87,8 +90,9 @@ class Accumulation:
         self.reset()
 
     def mark(self) -> None:
-        """What the gradients hold now is as DDP left it."""
-        self._marks = {path: (p.writes, p.clears) for path, p in self._parameters.items()}
+        """What the gradients hold now is as the wrapper left it."""
+        self._writes = {path: source.writes for path, source in self._sources.items()}
+        self._clears = {path: parameter.clears for path, parameter in self._parameters.items()}
 
     def written_by_others(self, *, or_zeros: bool) -> str | None:
         """Path of a gradient that was written since `mark`; None if there is none.
@@ -97,9 +101,9 @@ class Accumulation:
             or_zeros: whether a gradient of zeros counts. Some users clear with zeros, but a rank may also get zeros
                 where others get more, so what all ranks must decide alike cannot depend on it.
         """
-        for path, parameter in self._parameters.items():
-            written = parameter.grad is not None and parameter.writes != self._marks[path][0]
-            if written and (or_zeros or np.any(parameter.grad)):
+        for path, source in self._sources.items():
+            written = source.grad is not None and source.writes != self._writes[path]
+            if written and (or_zeros or np.any(source.grad)):
                 return path
         return None
 
@@ -111,7 +115,7 @@ class Accumulation:
         """
         if not self.micro_batches:
             return
-        cleared = [path for path, p in self._parameters.items() if p.clears != self._marks[path][1]]
+        cleared = [path for path, p in self._parameters.items() if p.clears != self._clears[path]]
         if cleared and len(cleared) < len(self._parameters):
             raise StepOrderError(
                 f"the gradient of {cleared[0]!r} was cleared in the middle of an accumulation, others were not: "

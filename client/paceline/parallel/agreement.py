@@ -16,7 +16,7 @@ from paceline.errors import DivergenceError, StepOrderError
 from paceline.parallel.manifest import Manifest, first_difference
 from paceline.parallel.ranks import Ranks
 
-__all__ = ["agree"]
+__all__ = ["agree", "give"]
 
 
 def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool) -> None:
@@ -51,7 +51,7 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
             "call the wrapped model, or prepare(), before the first backward pass",
             ranks=odd,
         )
-    _give(group, arrays)
+    give(group, arrays)
     if odd := _differ(_tell_all(group, [_fingerprint(arrays)])):
         raise DivergenceError(f"ranks {list(odd)} do not hold the values that rank 0 gave", ranks=odd)
 
@@ -75,7 +75,7 @@ def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:
     return bytes(group.broadcast(box, root=root))
 
 
-def _give(group: Ranks, arrays: Sequence[NDArray[Any]]) -> None:
+def give(group: Ranks, arrays: Sequence[NDArray[Any]]) -> None:
     """Copies rank 0's values into every rank's arrays; one message, of all bytes, whatever the dtypes."""
     flat = np.empty(sum(a.nbytes for a in arrays), np.uint8)
     if group.rank == 0:

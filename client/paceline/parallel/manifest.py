@@ -37,29 +37,32 @@ class Manifest:
     """Everything that must be alike on all ranks for their gradients to meet.
 
     Attributes:
-        bucket_mb: cap of a bucket in MiB.
+        settings: of the wrapper, as pairs of name and value in words, in the same order everywhere.
         entries: parameters in order, then buffers.
     """
 
-    bucket_mb: float
+    settings: tuple[tuple[str, str], ...]
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Parameter], buffers: Mapping[str, NDArray[Any]], bucket_mb: float) -> Manifest:
-        """The manifest of a model.
+    def of(
+        cls, parameters: Mapping[str, Parameter], buffers: Mapping[str, NDArray[Any]], **settings: object
+    ) -> Manifest:
+        """The manifest of a model; settings must say in words what they are.
 
         Raises:
             UnsupportedOp: an array holds Python objects, which have no bytes to give.
         """
-        arrays = [(path, p.data, "trained" if p.requires_grad else "frozen") for path, p in parameters.items()]
-        arrays += [(path, buffer, "buffer") for path, buffer in buffers.items()]
-        for path, array, kind in arrays:
+        arrays = [(path, p, "trained" if p.requires_grad else "frozen") for path, p in parameters.items()]
+        listed: list[tuple[str, Parameter | NDArray[Any], str]] = [*arrays]
+        listed += [(path, buffer, "buffer") for path, buffer in buffers.items()]
+        for path, array, kind in listed:
             if array.dtype.hasobject:
                 raise UnsupportedOp(f"{kind} {path!r} holds Python objects: they cannot be given to other ranks")
         # The name says more than `str` ('<V2' is all that bfloat16 has there), but hides a foreign byte order.
-        names = [array.dtype.name if array.dtype.isnative else array.dtype.str for _, array, _ in arrays]
-        entries = [Entry(path, name, a.shape, kind) for (path, a, kind), name in zip(arrays, names, strict=True)]
-        return cls(float(bucket_mb), tuple(entries))
+        names = [array.dtype.name if array.dtype.isnative else array.dtype.str for _, array, _ in listed]
+        entries = [Entry(path, name, a.shape, kind) for (path, a, kind), name in zip(listed, names, strict=True)]
+        return cls(tuple((name, str(value)) for name, value in settings.items()), tuple(entries))
 
     def encode(self) -> bytes:
         """The manifest as canonical JSON; equal manifests give equal bytes."""
@@ -70,7 +73,7 @@ class Manifest:
         """The manifest that `encode` wrote, on another rank: read, never evaluated (I9)."""
         fields = json.loads(data)
         entries = [Entry(e["path"], e["dtype"], tuple(e["shape"]), e["kind"]) for e in fields["entries"]]
-        return cls(fields["bucket_mb"], tuple(entries))
+        return cls(tuple((name, value) for name, value in fields["settings"]), tuple(entries))
 
 
 def first_difference(mine: Manifest, theirs: Manifest, *, rank: int, ranks: tuple[int, ...]) -> PacelineError:
@@ -83,9 +86,9 @@ def first_difference(mine: Manifest, theirs: Manifest, *, rank: int, ranks: tupl
         ranks: all ranks that differ from rank 0.
     """
     who = f"rank {rank}" if len(ranks) == 1 else f"rank {rank} (and {list(ranks)} in all)"
-    if mine.bucket_mb != theirs.bucket_mb:
-        text = f"bucket_mb is {theirs.bucket_mb:g} on {who} and {mine.bucket_mb:g} on rank 0"
-        return SettingsMismatch(text, ranks=ranks)
+    for (name, value), (_, other_value) in zip(mine.settings, theirs.settings, strict=True):
+        if value != other_value:
+            return SettingsMismatch(f"{name} is {other_value} on {who} and {value} on rank 0", ranks=ranks)
     for a, b in zip(mine.entries, theirs.entries, strict=False):
         if a != b:
             text = f"the model of {who} differs from rank 0's: it has {b} where rank 0 has {a}"

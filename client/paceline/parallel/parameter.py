@@ -35,36 +35,59 @@ class Parameter:
         requires_grad: False freezes it: it takes no gradient, and optimizers leave it alone.
 
     Attributes:
+        shape: of the values, those that other ranks hold included.
+        dtype: of the values.
         requires_grad: as above.
         writes: how often a gradient was written, ever.
         clears: how often the gradient was set to None, ever.
     """
 
-    __slots__ = ("_data", "_grad", "_home", "_observer", "clears", "requires_grad", "writes")
+    __slots__ = (
+        *("_data", "_grad", "_home", "_observer", "_owner", "_spread"),
+        *("clears", "dtype", "requires_grad", "shape", "writes"),
+    )
 
     def __init__(self, data: ArrayLike, requires_grad: bool = True) -> None:
-        self._data: NDArray[Any] = np.asarray(data)
+        self._data: NDArray[Any] | None = np.asarray(data)
+        self.shape: tuple[int, ...] = self._data.shape
+        self.dtype: np.dtype[Any] = self._data.dtype
         self._grad: NDArray[Any] | None = None
         self._home: NDArray[Any] | None = None
         self._observer: GradientObserver | None = None
+        self._owner: object = None
+        self._spread = False
         self.requires_grad = requires_grad
         self.writes = 0
         self.clears = 0
 
     def __repr__(self) -> str:
         frozen = "" if self.requires_grad else ", requires_grad=False"
-        return f"Parameter({self._data.dtype} {list(self._data.shape)}{frozen})"
+        return f"Parameter({self.dtype} {list(self.shape)}{frozen})"
 
     @property
     def data(self) -> NDArray[Any]:
-        """The values. Always the same array: setting it writes into that array, for others may hold views of it."""
+        """The values. Setting writes into the array that is there, for others may hold views of it.
+
+        Raises:
+            StepOrderError: FSDP has spread the values over the ranks; they are whole while their module runs.
+        """
+        if self._data is None:
+            raise StepOrderError(
+                f"the values of this {self} are spread over the ranks, and whole only while its module runs: "
+                "read them inside `with fsdp.unshard():`, train them through fsdp.named_parameters()"
+            )
         return self._data
 
     @data.setter
     def data(self, value: ArrayLike) -> None:
         self._check_shape(value, "values")
         if value is not self._data:
-            self._data[...] = value
+            self.data[...] = value
+
+    @property
+    def is_spread(self) -> bool:
+        """True if FSDP has spread the values over the ranks: its `named_parameters` has the part to train."""
+        return self._spread
 
     @property
     def grad(self) -> NDArray[Any] | None:
@@ -84,7 +107,7 @@ class Parameter:
 
         Raises:
             SizeMismatch: the gradient does not have the shape of `data`.
-            StepOrderError: the gradient is on its way to the other ranks already (raised by DDP).
+            StepOrderError: the gradient is on its way to the other ranks already (raised by the wrapper).
         """
         if self.requires_grad:
             self._write(gradient, add=self._grad is not None)
@@ -98,7 +121,7 @@ class Parameter:
             np.add(self._grad, gradient, out=self._grad, casting="same_kind")
         elif gradient is not self._grad:
             # Copied even without a home: a module may hand the same array to two parameters, or reuse it.
-            target = np.empty_like(self._data) if self._home is None else self._home
+            target = np.empty(self.shape, self.dtype) if self._home is None else self._home
             np.copyto(target, gradient, casting="same_kind")
             self._grad = target
         self.writes += 1
@@ -106,10 +129,8 @@ class Parameter:
             self._observer.after_gradient(self)
 
     def _check_shape(self, value: ArrayLike, what: str) -> None:
-        if np.shape(value) != self._data.shape:
-            raise SizeMismatch(
-                f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self._data.shape}"
-            )
+        if np.shape(value) != self.shape:
+            raise SizeMismatch(f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self.shape}")
 
     # What follows is for the wrappers of this package.
 
@@ -127,3 +148,7 @@ class Parameter:
     def _hold(self, gradient: NDArray[Any] | None) -> None:
         """Makes an array the gradient without copy, signal or count."""
         self._grad = gradient
+
+    def _place(self, values: NDArray[Any] | None) -> None:
+        """Makes an array the values, without copy; None while they are spread over the ranks."""
+        self._data = values

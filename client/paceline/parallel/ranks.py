@@ -1,21 +1,27 @@
-"""What wrappers ask of a group: a protocol of four members, so that they can be read and tested without links."""
+"""What wrappers ask of a group, as protocols of a few members, so that they can be read and tested without links."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["PendingWork", "Ranks"]
+from paceline.links.base import Peer
+
+__all__ = ["PendingWork", "Ranks", "ShardRanks"]
 
 
 class PendingWork(Protocol):
     """A collective under way (`paceline.Work`)."""
+
+    def done(self) -> bool:
+        """True once it has ended."""
 
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until it is complete and returns its result."""
 
 
 class Ranks(Protocol):
-    """The part of `paceline.Group` that DDP uses."""
+    """The part of `paceline.Group` that all wrappers use."""
 
     @property
     def rank(self) -> int:
@@ -30,3 +36,28 @@ class Ranks(Protocol):
 
     def broadcast(self, x: Any, *, root: int = 0, out: Any = None) -> Any:
         """The root's array, on every rank; in `out` where given."""
+
+
+class ShardRanks(Ranks, Protocol):
+    """The part of `paceline.Group` that FSDP uses on top."""
+
+    @property
+    def members(self) -> Sequence[Peer]:
+        """The members in rank order."""
+
+    def all_reduce(
+        self, x: Any, *, op: Any = "sum", order: Any = "fastest", out: Any = None, async_op: Any = False
+    ) -> Any:
+        """As above; `order="rank"` adds up in rank order, 16-bit values in float32."""
+
+    def all_gather(self, x: Any, *, out: Any = None, async_op: Any = False) -> Any:
+        """The arrays of all ranks, joined on axis 0, in `out`; a `PendingWork` if asynchronous."""
+
+    def reduce_scatter(self, x: Any, *, op: Any = "sum", order: Any = "fastest", async_op: Any = False) -> Any:
+        """The r-th of W equal parts of the reduced array at rank r; a `PendingWork` if asynchronous."""
+
+    def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRanks:
+        """A part of the group."""
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """A new array that links can use without a copy."""

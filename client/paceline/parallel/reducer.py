@@ -27,11 +27,13 @@ class Reducer:
 
     Attributes:
         parameters: those that are trained, by path.
+        sources: the same: here backward writes what optimizers see.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], group: Ranks, cap_bytes: float) -> None:
         plan = plan_buckets(parameters, cap_bytes)
         self.parameters = {path: p for path, p in parameters.items() if p.requires_grad}
+        self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
         self._group = group
         self._buckets = [Bucket({path: parameters[path] for path in paths}) for paths in plan]
@@ -66,8 +68,11 @@ class Reducer:
         self._readiness.end()
 
     @contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """For a backward pass whose gradients must not count: they go to arrays of their own and are dropped."""
+    def ignoring(self, *, early: bool) -> Iterator[None]:
+        """For a backward pass whose gradients must not count: they go to arrays of their own and are dropped.
+
+        Buckets all go at the end, for none of this rank's work is in them; `early` changes nothing.
+        """
         kept = [(p, p.grad, p._home) for p in self.parameters.values()]
         for parameter, _, _ in kept:
             parameter._hold(None)

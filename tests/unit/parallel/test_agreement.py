@@ -175,7 +175,9 @@ def test_buffers_must_be_arrays_of_plain_data() -> None:
 
 
 def test_manifest_travels() -> None:
-    manifest = Manifest.of({"a": scale(1.0), "b": scale(1, requires_grad=False)}, {"m": np.zeros((2, 3), ">f4")}, 25)
+    manifest = Manifest.of(
+        {"a": scale(1.0), "b": scale(1, requires_grad=False)}, {"m": np.zeros((2, 3), ">f4")}, bucket_mb=25
+    )
     assert Manifest.decode(manifest.encode()) == manifest
     assert [str(e) for e in manifest.entries] == [
         "trained 'a' float64 [1]",
@@ -185,4 +187,4 @@ def test_manifest_travels() -> None:
 
 
 def test_a_model_without_arrays_agrees() -> None:
-    run_ranks(2, lambda g: agree(g, Manifest.of({}, {}, 25), [], may_change=True))
+    run_ranks(2, lambda g: agree(g, Manifest.of({}, {}, bucket_mb=25), [], may_change=True))

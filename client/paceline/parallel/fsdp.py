@@ -1,0 +1,405 @@
+"""FullyShardedDataParallel for NumPy modules: ranks share the memory of one model, and train it as one.
+
+The order of things in a step is `wrapper`'s; `sharding` has the parts: who holds what, memory, units, state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.parallel.agreement import agree
+from paceline.parallel.manifest import Manifest
+from paceline.parallel.module import Module, buffers_of, parameters_of
+from paceline.parallel.norm import Share
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.ranks import ShardRanks
+from paceline.parallel.sharding.state import full_state, load_full, load_shards, set_parts, shard_state
+from paceline.parallel.sharding.strategy import Placement, ShardingStrategy, place
+from paceline.parallel.sharding.unit import Unit
+from paceline.parallel.sharding.units import Units
+from paceline.parallel.wrapper import Wrapper
+from paceline.signature import dtype_name
+
+__all__ = ["FSDP"]
+
+
+class FSDP(Wrapper):
+    """Trains one model on the samples of all ranks; each rank keeps its part of parameters, gradients and state.
+
+        fsdp = paceline.FSDP(module, session.group)
+        optimizer = paceline.optim.Adam(fsdp)           # of the wrapper: it trains this rank's part
+        optimizer.zero_grad()
+        fsdp.backward(loss_gradient(fsdp(x), t))        # of the mean loss over this rank's samples
+        optimizer.step()
+
+    Construction communicates nothing; the first forward pass gives rank 0's values to all. Results are those of DDP,
+    and of one process, to rounding; in a world of one, those of the unwrapped module, bit for bit.
+
+    **Units.** A wrapped module may have wrapped parts. Each wrapper is a unit: its parameters lie side by side in one
+    flat array, which is gathered before the unit runs forward and again before it runs backward, and dropped after
+    each; gradients leave as soon as the unit's backward is done. The next unit's gather is under way meanwhile.
+
+        model = nn.Sequential(*(paceline.FSDP(block, group) for block in blocks))
+        fsdp = paceline.FSDP(model, group)
+
+    **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
+    The module's own have values only while their unit runs, and inside `unshard()`. Where one rank has everything
+    (NO_SHARD, a world of one), the two are the same and keep their shape.
+
+    A parameter that no rank used gets no gradient, and a frozen one none either. Tied parameters (one object, several
+    paths) must be in one unit. All ranks must run the same units in the same order.
+
+    Args:
+        module: the model or a part of it, built alike on every rank; values may differ.
+        group: the ranks; the same for all units.
+        strategy: what is spread.
+        intra_node_size: of HYBRID_SHARD: ranks in a node; None where a node is a host.
+        communication_dtype: what parameters and gradients travel in, e.g. `ml_dtypes.bfloat16`; None for their own.
+            The parts that are trained keep their dtype, and so does the computation.
+        ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
+
+    Attributes:
+        module: as above.
+        group: as above.
+        strategy: as above.
+
+    Raises:
+        UnsupportedOp: a parameter to train is neither float32 nor float64, is in another unit already, or the
+            communication dtype cannot travel or is no float.
+        InvalidWorldSize: the ranks do not make up nodes of one size.
+        ValueError: `intra_node_size` without HYBRID_SHARD, or `ahead` is negative.
+    """
+
+    group: ShardRanks
+    _root: FSDP
+
+    def __init__(
+        self,
+        module: Module,
+        group: ShardRanks,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        intra_node_size: int | None = None,
+        *,
+        communication_dtype: DTypeLike | None = None,
+        ahead: int = 1,
+    ) -> None:
+        super().__init__(module, group)
+        self._root = self
+        self.strategy = ShardingStrategy(strategy)
+        if ahead < 0:
+            raise ValueError(f"ahead is a number of units, not {ahead!r}")
+        self._ahead = ahead
+        self._wire = _checked_wire(communication_dtype)
+        placement = place(self.strategy, group.rank, group.members, intra_node_size)
+        own, inner = _owned(module)
+        for part in inner:
+            if part.group is not group:
+                raise ValueError("all units of a model must have the same group")
+            part._root = self
+        self._inner = inner
+        self._unit = Unit(own, placement, self._wire)
+        self._pieces = {id(p): piece for p, piece in self._unit.pairs()}
+        for p, piece in self._unit.pairs():
+            p._owner = piece._owner = self
+        self._units: Units | None = None
+        self._owes = False
+        """A forward pass has come, and no reduction since."""
+        self._ran = False
+
+    def forward(self, x: Any) -> Any:
+        """The module's output. A collective wherever parameters are spread: all ranks call it.
+
+        Raises:
+            PacelineError: as `prepare`, or a collective failed.
+            StepOrderError: parameters were changed in place after `prefetch_forward_params`.
+            Exception: what the module raised. The wrapper stays usable, if the others have come as far.
+        """
+        if self._root is not self:
+            return self._run_forward(x)
+        self.prepare()
+        self._remember_rows(x)
+        self._ran = self._owes = True
+        with self._all_units().forward_pass():
+            return self._run_forward(x)
+
+    def backward(self, dy: NDArray[Any], weight: float | None = None) -> Any:
+        """As `Wrapper.backward`; called on a unit by its model's backward, returns the gradient of its input."""
+        if self._root is not self:
+            return self._run_backward(dy)
+        super().backward(dy, weight)
+        self._owes = self._owes and not self._syncing
+        return None
+
+    def sync_gradients(self, weight: float | None = None) -> None:
+        """As `Wrapper.sync_gradients`, for gradients in the module's own parameters, which have their full shape.
+
+        Raises:
+            StepOrderError: nothing ran forward yet, and there is no gradient.
+        """
+        self._check_outermost()
+        pending = any(p.grad is not None for unit in self._tree() for p, _ in unit.pairs())
+        if not self._ran and not pending:
+            raise StepOrderError("sync_gradients: there is nothing to reduce. Was forward() called before backward()?")
+        super().sync_gradients(weight)
+        self._owes = False
+
+    def prefetch_forward_params(self) -> None:
+        """Starts to gather what the next forward pass begins with, behind the caller. All ranks call it.
+
+        To be called after the update. What `update_shards` or a `load_*` changes afterwards is not lost: it is
+        gathered anew. What is changed in place (`optimizer.step()`) is refused by forward.
+
+        Raises:
+            UnsupportedOp: the strategy keeps parameters whole.
+            StepOrderError: called twice without a forward pass in between.
+        """
+        self._check_outermost()
+        gathering = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        if self.strategy not in gathering:
+            allowed = " and ".join(strategy.name for strategy in gathering)
+            raise UnsupportedOp(f"prefetch_forward_params is for {allowed}, not for {self.strategy.name}")
+        if self.has_pending_prefetch():
+            raise StepOrderError("prefetch_forward_params called twice without intervening forward()")
+        self.prepare()
+        self._all_units().prefetch()
+
+    def has_pending_prefetch(self) -> bool:
+        """True from `prefetch_forward_params` to the next pass, or change of the parameters."""
+        return self._units is not None and self._units.prefetched
+
+    def broadcast_updated_params(self) -> None:
+        """Under SHARD_GRAD_OP: gathers the updated parts on all ranks now; else does nothing. All ranks call it.
+
+        The next forward pass does it otherwise, unit by unit beside the computation. To be called after a change of
+        parameters that FSDP cannot know of: in place, and neither after `backward` nor by `update_shards`.
+        """
+        self._check_outermost()
+        if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
+            return
+        self.prepare()
+        units = self._all_units()
+        units.expire()
+        for unit in units:
+            unit.fetch()
+        for unit in units:
+            unit.wait()
+
+    def update_shards(self, flat: ArrayLike) -> None:
+        """Replaces the values that this rank holds; drops its gradients. Each rank calls it for itself, all of them do.
+
+        Args:
+            flat: the elements of all pieces in the order of `named_parameters`.
+
+        Raises:
+            SizeMismatch: there are more or fewer elements; nothing was changed.
+            StepOrderError: inside `unshard`.
+        """
+        self._before_change()
+        set_parts(self._tree(), parameters_of(self).values(), np.asarray(flat))
+
+    @contextmanager
+    def unshard(self) -> Iterator[None]:
+        """Inside the block the module's parameters have all their values, exactly. All ranks enter and leave it.
+
+        What is changed there is kept, if all ranks change it alike. The whole model is in memory. Forward passes work
+        inside, backward passes do not.
+
+        Raises:
+            PacelineError: a collective failed.
+        """
+        self._check_outermost()
+        self.prepare()
+        with self._all_units().summoned():
+            yield
+
+    def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
+        """This rank's part of each gradient in an array of the full shape, zeros elsewhere, by path; None for none."""
+        found: dict[str, NDArray[Any] | None] = {}
+        paths = self._paths()
+        for unit in self._tree():
+            for flat in unit.flats:
+                for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
+                    padded = None
+                    if piece.grad is not None:
+                        padded = np.zeros(p.shape, p.dtype)
+                        padded.reshape(-1)[start : start + piece.grad.size] = piece.grad.reshape(-1)
+                    found[paths[id(piece)]] = padded
+        return found
+
+    def state_dict(self, *, root: int | None = None) -> dict[str, NDArray[Any]]:
+        """Copies of all parameters and buffers, whole, by path: what any world, or one process, can load. A collective.
+
+        Args:
+            root: the one rank that wants them; every rank if None.
+
+        Returns:
+            The copies; empty on other ranks than the root.
+        """
+        self._check_outermost()
+        self.prepare()
+        keep = root is None or root == self.group.rank
+        return full_state(self._tree(), self._paths(), buffers_of(self.module), keep=keep)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave, in any world. Each rank cuts out its part; nothing is communicated.
+
+        Raises:
+            SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
+            StepOrderError: inside `unshard`.
+        """
+        self._before_change()
+        load_full(self._tree(), self._paths(), buffers_of(self.module), saved)
+
+    def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
+        """Copies of what this rank holds. Communicates nothing.
+
+        Returns:
+            By path {"values": elements, shape [n]; "start": number of the first; "shape": of the whole parameter}.
+        """
+        self._check_outermost()
+        return shard_state(self._tree(), self._paths(), buffers_of(self.module))
+
+    def load_sharded_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `sharded_state_dict` gave to the same rank of a world of the same size; on all ranks.
+
+        Raises:
+            SizeMismatch: another model, world, rank or strategy made it; nothing was changed.
+            StepOrderError: inside `unshard`.
+        """
+        self._before_change()
+        load_shards(self._tree(), self._paths(), buffers_of(self.module), saved)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """This rank's pieces, under the paths of the module's parameters."""
+        for path, parameter in self.module.named_parameters():
+            yield path, self._pieces.get(id(parameter), parameter)
+
+    def _agree(self, *, may_change: bool) -> Units:
+        paths, units = self._paths(), list(self._tree())
+        if self._units is not None and self._root is self:
+            self._units.refit()
+        entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
+        manifest = Manifest.of(
+            entries,
+            buffers_of(self.module),
+            strategy=" ".join(part.strategy.name for part in self._parts()),
+            nodes=" ".join(str(len(unit.placement.shards)) for unit in units),
+            communication_dtype=" ".join(str(part._wire) for part in self._parts()),
+            ahead=self._ahead,
+            units=" ".join(str(len(list(unit.pairs()))) for unit in units),
+        )
+        new = [flat for unit in units if not unit.is_settled for flat in unit.flats]
+        given = [flat.part.copy() if flat.given else None for flat in new]
+        buffers = buffers_of(self.module) if self._units is None else {}
+        agree(
+            self.group,
+            manifest,
+            [*(p.data for flat in new for p in flat.parameters), *buffers.values()],
+            may_change=may_change,
+        )
+        for flat, part in zip(new, given, strict=True):
+            if part is not None:
+                flat.part[...] = part
+        self._connect(units)
+        if self._units is None:
+            self._units = Units(units, paths, self.group, self._ahead)
+        return self._units
+
+    def _connect(self, units: Sequence[Unit]) -> None:
+        """Settles the units that are new, and gives them their ranks; equal placements share their groups."""
+        made: dict[Placement, tuple[ShardRanks | None, ShardRanks | None]] = {}
+        for unit in units:
+            if unit.is_settled:
+                continue
+            where = unit.placement
+            if where not in made:
+                made[where] = self._part_of(where.shards, "shards"), self._part_of(where.replicas, "replicas")
+            unit.connect(*made[where])
+            for flat in unit.flats:
+                flat.settle()
+            unit.is_settled = True
+
+    def _part_of(self, ranks: Sequence[int], name: str) -> ShardRanks | None:
+        if len(ranks) == 1:
+            return None
+        return self.group if len(ranks) == self.group.size else self.group.subgroup(ranks, name=f"fsdp_{name}")
+
+    def _owes_gradients(self) -> bool:
+        return self._owes
+
+    def _shares(self) -> list[Share]:
+        return [(unit.shards, [piece for _, piece in unit.pairs()]) for unit in self._tree()]
+
+    def _run_forward(self, x: Any) -> Any:
+        with self._root._all_units().running(self._unit):
+            return self.module.forward(x)
+
+    def _run_backward(self, dy: Any) -> Any:
+        with self._root._all_units().running(self._unit):
+            return self.module.backward(dy)
+
+    def _all_units(self) -> Units:
+        if self._units is None:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+        return self._units
+
+    def _parts(self) -> list[FSDP]:
+        """This wrapper and all inside, as they run forward."""
+        return [self, *self._inner]
+
+    def _tree(self) -> list[Unit]:
+        return [part._unit for part in self._parts()]
+
+    def _paths(self) -> dict[int, str]:
+        """The path of each piece, by identity; that of a tied one is its first."""
+        paths: dict[int, str] = {}
+        for path, piece in self.named_parameters():
+            paths.setdefault(id(piece), path)
+        return paths
+
+    def _check_outermost(self) -> None:
+        if self._root is not self:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+
+    def _before_change(self) -> None:
+        self._check_outermost()
+        if self._units is not None:
+            if self._units.are_summoned:
+                raise StepOrderError("parameters cannot be loaded inside unshard(): what is whole would overwrite them")
+            self._units.expire()
+
+
+def _owned(module: Module) -> tuple[dict[str, Parameter], list[FSDP]]:
+    """The parameters that a wrapper of the module would hold itself, and the wrappers inside, in the order of paths."""
+    own: dict[str, Parameter] = {}
+    inner: dict[int, FSDP] = {}
+    seen: set[int] = set()
+    for path, parameter in module.named_parameters():
+        owner = parameter._owner
+        if isinstance(owner, FSDP):
+            if parameter.is_spread:
+                raise UnsupportedOp(
+                    f"parameter {path!r} is in another FSDP unit already: what is tied must be wrapped together"
+                )
+            for part in owner._parts():
+                inner.setdefault(id(part), part)
+        elif id(parameter) not in seen:
+            seen.add(id(parameter))
+            own[path] = parameter
+    return own, list(inner.values())
+
+
+def _checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
+    if dtype is None:
+        return None
+    wire = np.dtype(dtype)
+    dtype_name(wire)
+    if wire.kind != "f" and wire.name != "bfloat16":
+        raise UnsupportedOp(f"communication_dtype must be a type of floats, not {wire}")
+    return wire

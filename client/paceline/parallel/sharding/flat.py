@@ -1,0 +1,264 @@
+"""The memory of one unit's parameters of one dtype: this rank's part, and the whole while it is needed.
+
+`Parameter` objects come in two kinds. The module's *parameters* are views of the whole array, and have no values while
+there is none. The *pieces* are views of this rank's part, shape [elements here]: optimizers train them, and gradients
+arrive in them. Where one rank has everything, the two are the same objects.
+
+Nothing here decides when; nothing but `fetch` and `summon` communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import PacelineError, StepOrderError
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.ranks import PendingWork, ShardRanks
+from paceline.parallel.sharding.layout import Layout
+from paceline.parallel.sharding.strategy import Placement
+
+__all__ = ["Flat"]
+
+
+class Flat:
+    """Parameters side by side. The names of the letters are those of `layout`.
+
+    Args:
+        parameters: the module's, by path; all of one dtype. Their values move into memory of this object.
+        placement: which part is this rank's.
+        wire: dtype in which values and gradients travel, None for their own. Masters keep their precision.
+
+    Attributes:
+        parameters: the module's.
+        pieces: this rank's pieces of them.
+        part: this rank's part, shape [S]: the values that count.
+        given: the part was set on purpose before the ranks agreed on initial values.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
+        self.parameters = tuple(parameters.values())
+        self.dtype = self.parameters[0].dtype
+        self.layout = Layout([p.shape for p in self.parameters], len(placement.shards))
+        narrower = wire is not None and self.dtype.kind == "f" and wire.itemsize < self.dtype.itemsize
+        self.wire = wire if narrower else None
+        self.is_spread = self.layout.world > 1 and self.layout.size > 0
+        self.given = False
+        self._own = self.layout.own(placement.part)
+        self._places = self.layout.pieces(placement.part)
+        self.starts = self.layout.starts(placement.part)
+        self._keeps = placement.keeps_full or not self.is_spread
+        self._in_place = placement.keeps_full and self.wire is None
+        """The part is a view of the whole array, which is gathered where it lies."""
+        self._incoming: tuple[NDArray[Any], PendingWork] | None = None
+        self._gradients: NDArray[Any] | None = None
+        self._pinned: NDArray[Any] | None = None
+        """While summoned: this rank's part as it was."""
+
+        self._full: NDArray[Any] | None = np.zeros(self.layout.padded, self.dtype)
+        for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
+            view[...] = parameter.data
+            parameter._place(view)
+            parameter._spread = self.is_spread
+        self.is_whole = True
+        self.part: NDArray[Any] = self._full[self._own]
+        self.pieces = self.parameters
+        if self.is_spread:
+            self.pieces = tuple(
+                Parameter(self.part[place], p.requires_grad)
+                for p, place in zip(self.parameters, self._places, strict=True)
+            )
+
+    def settle(self) -> None:
+        """The whole array holds the initial values of all ranks: from now on this rank keeps its part alone."""
+        if not self.is_spread:
+            return
+        if not self._in_place:
+            self.part = self.part.copy()
+            for piece, place in zip(self.pieces, self._places, strict=True):
+                piece._place(self.part[place])
+        self.is_whole = False
+        self.release()
+
+    # Values.
+
+    def fetch(self, ranks: ShardRanks) -> None:
+        """Starts to gather the whole, unless it is here or on its way."""
+        if self.is_whole or self._incoming is not None:
+            return
+        if self._in_place:
+            assert self._full is not None
+            self._incoming = self._full, ranks.all_gather(self.part, out=self._full, async_op=True)
+        else:
+            # This rank's part is copied now: what is changed later reaches nobody in part.
+            fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
+            fresh[self._own] = self.part
+            self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, async_op=True)
+
+    def wait(self) -> None:
+        """Waits for what `fetch` started; the parameters have values from here on."""
+        if self._incoming is not None:
+            (fresh, work), self._incoming = self._incoming, None
+            work.wait()
+            self._install(fresh)
+
+    def check_fetched(self) -> None:
+        """Checks that what is on its way is what this rank still has.
+
+        Raises:
+            StepOrderError: the part was changed since.
+        """
+        if self._incoming is None or self._in_place:
+            return
+        sent, now = self._incoming[0][self._own], self.part
+        if self.wire is not None:
+            now = now.astype(self.wire)
+        if sent.tobytes() != now.tobytes():
+            raise StepOrderError(
+                "parameters were changed after prefetch_forward_params(), and before forward(): "
+                "call it after optimizer.step(), on all ranks"
+            )
+
+    def release(self) -> None:
+        """The whole is not needed any more; does nothing where it is kept."""
+        if not self._keeps and self._pinned is None:
+            self._full = None
+            self.is_whole = False
+            for parameter in self.parameters:
+                parameter._place(None)
+
+    def expire(self) -> None:
+        """Parts have changed: what is whole, or on its way, is out of date."""
+        self.drop()
+        if self.is_spread:
+            self.is_whole = False
+
+    def drop(self) -> None:
+        """Forgets what is on its way, and what is not kept."""
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None and self._in_place:
+            # It would write where values are kept. The others have asked for it too, so it ends.
+            with suppress(PacelineError):  # whoever drops has an error of his own, or will meet this one next
+                incoming[1].wait()
+        self.release()
+
+    def gather(self, ranks: ShardRanks | None) -> NDArray[Any]:
+        """The whole array in full precision, padding included, shape [W * S]; a view where it is kept."""
+        if ranks is None or not self.is_spread or (self._in_place and self.is_whole):
+            assert self._full is not None
+            return self._full
+        fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
+        fresh[self._own] = self.part
+        ranks.all_gather(fresh[self._own], out=fresh)
+        return fresh
+
+    def summon(self, ranks: ShardRanks | None) -> None:
+        """Gathers the whole in full precision, and holds it until `dismiss`."""
+        self.drop()
+        fresh = self.gather(ranks)
+        self._pinned = self.part.copy() if self.is_spread else self.part
+        self._install(fresh)
+
+    def dismiss(self) -> None:
+        """Takes over what was changed in the whole array, and lets go of it."""
+        if self._pinned is None:
+            return
+        before, self._pinned = self._pinned, None
+        assert self._full is not None
+        if self.is_spread and not self._in_place:
+            now = self._full[self._own]
+            np.copyto(self.part, now, where=now != before)  # an optimizer may have changed the part meanwhile
+        self.expire()
+
+    # Gradients.
+
+    @property
+    def is_summoned(self) -> bool:
+        """True between `summon` and `dismiss`."""
+        return self._pinned is not None
+
+    @property
+    def trains(self) -> bool:
+        """True if any parameter takes a gradient."""
+        return any(p.requires_grad for p in self.parameters)
+
+    def open_gradients(self) -> None:
+        """Gives each gradient its place in one array, so that the module's write is the only copy."""
+        if self._gradients is None and self.trains:
+            self._gradients = np.empty(self.layout.padded, self.dtype)
+            for parameter, slot in zip(self.parameters, self.views(self._gradients), strict=True):
+                if parameter.grad is not None:
+                    np.copyto(slot, parameter.grad)
+                    parameter._hold(slot)
+                parameter._home = slot
+
+    @contextmanager
+    def ignoring_gradients(self) -> Iterator[None]:
+        """What is written inside goes to arrays of its own, and is dropped."""
+        kept = [(p, p.grad, p._home) for p in self.parameters]
+        for parameter, _, _ in kept:
+            parameter._hold(None)
+            parameter._home = None
+        try:
+            yield
+        finally:
+            for parameter, gradient, home in kept:
+                parameter._hold(gradient)
+                parameter._home = home
+
+    def used_flags(self) -> list[bool]:
+        """For each parameter, whether it has a gradient here."""
+        return [p.grad is not None for p in self.parameters]
+
+    def take_gradients(self) -> NDArray[Any]:
+        """All gradients, shape [W * S], zeros where there is none. The parameters have none any more."""
+        self.open_gradients()
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None
+        for parameter, slot in zip(self.parameters, self.views(gradients), strict=True):
+            if parameter.grad is None:
+                slot.fill(0)
+            elif parameter.grad is not parameter._home:
+                np.copyto(slot, parameter.grad)
+        gradients[self.layout.size :] = 0
+        self.drop_gradients()
+        return gradients
+
+    def put_gradients(self, part: NDArray[Any] | None, used: NDArray[np.bool_]) -> None:
+        """Gives the pieces their gradients out of this rank's part of them, shape [S]; None to those nobody used."""
+        for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
+            piece._hold(part[place].reshape(piece.shape) if part is not None and any_use else None)
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients of this rank alone."""
+        self._gradients = None
+        for parameter in self.parameters:
+            parameter._hold(None)
+            parameter._home = None
+
+    def set_whole(self, values: Sequence[NDArray[Any]]) -> None:
+        """Sets every element that is held here, from arrays of the parameters' shapes."""
+        for parameter, piece, start, whole in zip(self.parameters, self.pieces, self.starts, values, strict=True):
+            if parameter._data is not None:
+                parameter.data = whole
+            if self.is_spread:
+                piece.data = whole.reshape(-1)[start : start + piece.data.size]
+
+    def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """Each parameter's elements in an array of the whole, in its shape."""
+        for parameter, place in zip(self.parameters, self.layout.places, strict=True):
+            yield full[place].reshape(parameter.shape)
+
+    def _install(self, fresh: NDArray[Any]) -> None:
+        if self._keeps and self._full is not None:
+            if fresh is not self._full:
+                np.copyto(self._full, fresh)
+        else:
+            self._full = fresh.astype(self.dtype, copy=False)
+            for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
+                parameter._place(view)
+        self.is_whole = True

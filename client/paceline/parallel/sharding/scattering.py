@@ -1,0 +1,82 @@
+"""Gradients of one flat array on their way: summed over all ranks, each rank getting the part that it keeps.
+
+In two legs where there are replicas: to the rank of the node that keeps the part, then summed over the nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.parallel.ranks import PendingWork
+from paceline.parallel.sharding.flat import Flat
+from paceline.parallel.sharding.unit import Unit
+
+__all__ = ["Scattering"]
+
+
+class Scattering:
+    """Begins with the first leg. All ranks make these in the same order, and begin second legs in that order.
+
+    Args:
+        unit: whose gradients; they are gone from the parameters from now on.
+        flat: which of its arrays.
+
+    """
+
+    def __init__(self, unit: Unit, flat: Flat) -> None:
+        self.flat = flat
+        self._used = flat.used_flags()
+        self._replicas = unit.replicas
+        alone = unit.shards is None and unit.replicas is None
+        gradients = flat.take_gradients()
+        sent = gradients if flat.wire is None or alone else gradients.astype(flat.wire)
+        # In rank order 16-bit values are added up in float32, and rounded once.
+        self._order = "fastest" if sent is gradients else "rank"
+        self._part: NDArray[Any] | None = None
+        self._first: PendingWork | None = None
+        self._second: PendingWork | None = None
+        if unit.shards is not None and flat.is_spread:
+            self._first = unit.shards.reduce_scatter(sent, op="sum", order=self._order, async_op=True)
+        else:
+            self._part = sent
+            self._begin_second()
+
+    def used_flags(self) -> list[bool]:
+        """For each parameter, whether it had a gradient here."""
+        return self._used
+
+    def advance(self, *, wait: bool) -> bool:
+        """Begins the second leg if the first is over; True if it has begun, or there is none.
+
+        Args:
+            wait: for the end of the first leg.
+        """
+        if self._first is not None and (wait or self._first.done()):
+            self._part, self._first = self._first.wait(), None
+            self._begin_second()
+        return self._first is None
+
+    def finish(self, total: float, used: NDArray[np.bool_]) -> None:
+        """Waits, divides by the total weight, and gives the pieces their gradients.
+
+        Args:
+            total: sum of the weights of all ranks, above 0.
+            used: for each parameter, whether any rank used it.
+        """
+        self.advance(wait=True)
+        if self._second is not None:
+            self._second.wait()
+        assert self._part is not None
+        part = self._part.astype(self.flat.dtype, copy=False)
+        if total != 1:  # a division by 1 changes no bit
+            np.divide(part, total, out=part)
+        self.flat.put_gradients(part, used)
+
+    def _begin_second(self) -> None:
+        if self._replicas is not None:
+            self._second = self._replicas.all_reduce(
+                self._part, op="sum", order=self._order, out=self._part, async_op=True
+            )

@@ -1,0 +1,145 @@
+"""Dicts of a spread model: full ones, which any world can load, and sharded ones, which cost no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import SizeMismatch
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.sharding.flat import Flat
+from paceline.parallel.sharding.unit import Unit
+
+__all__ = ["full_state", "load_full", "load_shards", "shard_state", "set_parts"]
+
+Paths = Mapping[int, str]
+"""From the identity of a piece to its path."""
+Buffers = Mapping[str, NDArray[Any]]
+
+
+def full_state(units: Iterable[Unit], paths: Paths, buffers: Buffers, *, keep: bool) -> dict[str, NDArray[Any]]:
+    """Copies of all values by path. A collective: one unit is whole at a time.
+
+    Args:
+        units: of the model.
+        paths: of the pieces.
+        buffers: by path.
+        keep: whether this rank wants them.
+
+    Returns:
+        The copies; nothing if they were not wanted.
+    """
+    state: dict[str, NDArray[Any]] = {}
+    for unit in units:
+        for flat in unit.flats:
+            full = flat.gather(unit.shards)
+            if keep:
+                for piece, view in zip(flat.pieces, flat.views(full), strict=True):
+                    state[paths[id(piece)]] = view.copy()
+    return state | {path: buffer.copy() for path, buffer in buffers.items()} if keep else {}
+
+
+def load_full(units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any]) -> None:
+    """Takes over what `full_state` gave, in any world: each rank what it holds. Communicates nothing.
+
+    Raises:
+        SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    shapes = {
+        paths[id(piece)]: p.shape for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)
+    }
+    shapes |= {path: buffer.shape for path, buffer in buffers.items()}
+    _check(shapes, {path: np.shape(values) for path, values in saved.items()})
+    for flat in flats:
+        flat.set_whole([np.asarray(saved[paths[id(piece)]]) for piece in flat.pieces])
+    for path, buffer in buffers.items():
+        buffer[...] = saved[path]
+
+
+def shard_state(units: Iterable[Unit], paths: Paths, buffers: Buffers) -> dict[str, dict[str, Any]]:
+    """Copies of what this rank holds.
+
+    Returns:
+        By path {"values": the elements here, shape [n]; "start": number of the first; "shape": of the whole}.
+    """
+    state = {path: _entry(values, start, shape) for path, values, start, shape in _shards(units, paths)}
+    return state | {path: _entry(buffer, 0, buffer.shape) for path, buffer in buffers.items()}
+
+
+def load_shards(units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any]) -> None:
+    """Takes over what `shard_state` gave to the rank with the same part. Communicates nothing.
+
+    Raises:
+        SizeMismatch: it was made by another model, world, rank or strategy; nothing was changed.
+    """
+    units = list(units)
+    mine = {path: (start, values.size, shape) for path, values, start, shape in _shards(units, paths)}
+    mine |= {path: (0, buffer.size, buffer.shape) for path, buffer in buffers.items()}
+    theirs = {p: (int(e["start"]), np.size(e["values"]), tuple(map(int, e["shape"]))) for p, e in saved.items()}
+    _check(
+        mine, theirs, "; a sharded state fits the world, rank and strategy that made it: use state_dict() across them"
+    )
+    for unit in units:
+        for flat in unit.flats:
+            flat.given = True
+    for path, values, _, _ in _shards(units, paths):
+        values[...] = np.reshape(saved[path]["values"], values.shape)
+    for path, buffer in buffers.items():
+        buffer[...] = np.reshape(saved[path]["values"], buffer.shape)
+
+
+def set_parts(units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArray[Any]) -> None:
+    """Replaces all elements that this rank holds; gradients are dropped.
+
+    Args:
+        units: of the model.
+        pieces: all of them.
+        values: their elements one after the other.
+
+    Raises:
+        SizeMismatch: there are more or fewer; nothing was changed.
+    """
+    pieces = list(pieces)
+    values, expected = values.reshape(-1), sum(piece.data.size for piece in pieces)
+    if values.size != expected:
+        raise SizeMismatch(f"update_shards: expected {expected} elements but got {values.size}")
+    for unit in units:
+        for flat in unit.flats:
+            flat.given = True
+    start = 0
+    for piece in pieces:
+        piece.data = values[start : start + piece.data.size].reshape(piece.shape)
+        piece.grad = None
+        start += piece.data.size
+
+
+def _shards(units: Iterable[Unit], paths: Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
+    """Path, this rank's elements, number of the first, and whole shape of every parameter."""
+    for unit in units:
+        for flat in unit.flats:
+            for p, piece, start in zip(flat.parameters, flat.pieces, _starts(flat), strict=True):
+                yield paths[id(piece)], piece.data, start, p.shape
+
+
+def _starts(flat: Flat) -> list[int]:
+    return flat.starts if flat.is_spread else [0] * len(flat.parameters)
+
+
+def _entry(values: NDArray[Any], start: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"values": values.reshape(-1).copy(), "start": start, "shape": list(shape)}
+
+
+def _check(mine: Mapping[str, Any], theirs: Mapping[str, Any], hint: str = "") -> None:
+    problems = [f"{path!r} is missing" for path in sorted(mine.keys() - theirs.keys())]
+    problems += [f"{path!r} is unexpected" for path in sorted(theirs.keys() - mine.keys())]
+    problems += [
+        f"{path!r} is {theirs[path]}, not {mine[path]}"
+        for path in sorted(mine.keys() & theirs.keys())
+        if theirs[path] != mine[path]
+    ]
+    if problems:
+        raise SizeMismatch("the state does not fit this model: " + "; ".join(problems) + hint)

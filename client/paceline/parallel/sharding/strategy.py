@@ -1,0 +1,91 @@
+"""Sharding strategies, and whom they make share with whom. Pure.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et
+al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.errors import InvalidWorldSize
+from paceline.links.base import Peer
+
+__all__ = ["Placement", "ShardingStrategy", "place"]
+
+
+class ShardingStrategy(Enum):
+    """What is spread over the ranks. Whatever is, all train the same model."""
+
+    FULL_SHARD = "full_shard"
+    """Parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
+    SHARD_GRAD_OP = "shard_grad_op"
+    """Gradients and optimizer state (ZeRO-2). Parameters stay whole, and are gathered again after each update."""
+    NO_SHARD = "no_shard"
+    """Nothing: as DDP."""
+    HYBRID_SHARD = "hybrid_shard"
+    """FULL_SHARD inside each node, replicas across the nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this rank stands.
+
+    Attributes:
+        shards: the ranks that hold one copy between them, this one among them, in the order of the parts.
+        replicas: the ranks that hold the same part as this one, itself included.
+        part: index of this rank in `shards`.
+        keeps_full: parameters stay whole between the passes.
+    """
+
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...]
+    part: int
+    keeps_full: bool
+
+
+def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_node_size: int | None) -> Placement:
+    """Where a rank stands under a strategy.
+
+    Args:
+        strategy: the strategy.
+        rank: the rank.
+        members: all of them, in rank order.
+        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. Nodes are hosts if None.
+
+    Raises:
+        InvalidWorldSize: the ranks do not make up nodes of one size.
+        ValueError: a size for a strategy that has no nodes.
+    """
+    world = len(members)
+    if strategy is not ShardingStrategy.HYBRID_SHARD:
+        if intra_node_size is not None:
+            raise ValueError(f"intra_node_size is for HYBRID_SHARD, not for {strategy.name}")
+        if strategy is ShardingStrategy.NO_SHARD:
+            return Placement((rank,), tuple(range(world)), 0, keeps_full=True)
+        return Placement(tuple(range(world)), (rank,), rank, strategy is ShardingStrategy.SHARD_GRAD_OP)
+    nodes = _by_host(members) if intra_node_size is None else _blocks(world, intra_node_size)
+    node = next(node for node in nodes if rank in node)
+    part = node.index(rank)
+    return Placement(tuple(node), tuple(other[part] for other in nodes), part, keeps_full=False)
+
+
+def _blocks(world: int, size: int) -> list[list[int]]:
+    if size < 1 or world % size:
+        raise InvalidWorldSize(
+            f"HYBRID_SHARD: world size {world} must be a positive multiple of intra_node_size, which is {size}"
+        )
+    return [list(range(start, start + size)) for start in range(0, world, size)]
+
+
+def _by_host(members: Sequence[Peer]) -> list[list[int]]:
+    sizes = Counter(member.host for member in members)
+    if len(set(sizes.values())) > 1:
+        counts = ", ".join(f"{host}: {count}" for host, count in sizes.items())
+        raise InvalidWorldSize(
+            f"HYBRID_SHARD needs as many ranks on each host; there are {counts}. intra_node_size= cuts them otherwise"
+        )
+    return [[rank for rank, member in enumerate(members) if member.host == host] for host in sizes]

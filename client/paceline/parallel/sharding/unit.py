@@ -1,0 +1,105 @@
+"""A unit: the parameters that one FSDP wrapper holds itself, and that become whole together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import UnsupportedOp
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.ranks import ShardRanks
+from paceline.parallel.sharding.flat import Flat
+from paceline.parallel.sharding.strategy import Placement
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """Parameters, in a flat array for each dtype; the frozen ones in arrays of their own, which need no gradients.
+
+    Args:
+        parameters: by path; each belongs to this unit alone.
+        placement: of this rank.
+        wire: dtype in which they travel; None for their own.
+
+    Attributes:
+        flats: the arrays; most units have one.
+        placement: as above.
+        shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `connect`.
+        replicas: the ranks that hold the same part; None where there is no other.
+        is_settled: initial values have been agreed on.
+        runs: forward passes whose backward pass has not come.
+
+    Raises:
+        UnsupportedOp: a parameter to train is neither float32 nor float64.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
+        kinds: dict[tuple[np.dtype[Any], bool], dict[str, Parameter]] = {}
+        for path, parameter in parameters.items():
+            if parameter.requires_grad and parameter.dtype not in (np.float32, np.float64):
+                raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")
+            if parameter.dtype.hasobject:
+                raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
+        self.placement = placement
+        self.flats = [Flat(group, placement, wire) for group in kinds.values()]
+        self.shards: ShardRanks | None = None
+        self.replicas: ShardRanks | None = None
+        self.is_settled = False
+        self.runs = 0
+
+    def connect(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
+        """Gives the unit the ranks of its placement."""
+        self.shards, self.replicas = shards, replicas
+
+    def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
+        """The module's parameters, each with this rank's piece of it."""
+        for flat in self.flats:
+            yield from zip(flat.parameters, flat.pieces, strict=True)
+
+    @property
+    def is_whole(self) -> bool:
+        """True while the parameters have values that can be used."""
+        return all(flat.is_whole for flat in self.flats)
+
+    def fetch(self) -> None:
+        """Starts to gather what is not whole."""
+        if self.shards is not None:
+            for flat in self.flats:
+                flat.fetch(self.shards)
+
+    def wait(self) -> None:
+        """Gathers what is not whole, and waits for it."""
+        self.fetch()
+        for flat in self.flats:
+            flat.wait()
+
+    def release(self) -> None:
+        """The unit does not run any more."""
+        for flat in self.flats:
+            flat.release()
+
+    def drop(self) -> None:
+        """Forgets what is on its way, and what is whole and not kept."""
+        for flat in self.flats:
+            flat.drop()
+
+    def expire(self) -> None:
+        """Values have changed: what is whole is out of date."""
+        for flat in self.flats:
+            flat.expire()
+
+    @contextmanager
+    def taking_gradients(self, *, ignore: bool) -> Iterator[None]:
+        """For the unit's backward pass inside the block; `ignore`: its gradients must not count."""
+        with ExitStack() as stack:
+            for flat in self.flats:
+                if ignore:
+                    stack.enter_context(flat.ignoring_gradients())
+                else:
+                    flat.open_gradients()
+            yield

@@ -1,0 +1,272 @@
+"""All units of one model in a pass: fetches ahead, lets go behind, and sends gradients on their way as backward goes.
+
+At any moment of a pass the units that run are whole, and the next `ahead` ones are on their way or whole; everything
+else is this rank's part alone. Every rank issues the same collectives in the same order, because that order follows
+from the order in which units run, and from nothing that only one rank knows.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from paceline.errors import StepOrderError
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.ranks import Ranks
+from paceline.parallel.sharding.flat import Flat
+from paceline.parallel.sharding.order import Order
+from paceline.parallel.sharding.scattering import Scattering
+from paceline.parallel.sharding.unit import Unit
+
+__all__ = ["Units"]
+
+MAX_SCATTERING = 2
+"""Units whose whole gradients may be on their way at once: more would be memory that sharding is there to save."""
+
+
+class Units:
+    """The units of a model; a `GradientReducer`.
+
+    Args:
+        units: as they run forward, as far as is known.
+        paths: of every piece, by its identity.
+        group: all ranks.
+        ahead: units to gather before they run.
+    """
+
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Ranks, ahead: int) -> None:
+        self._all = tuple(units)
+        self._group = group
+        self._ahead = ahead
+        self._forward = Order([n for n, unit in enumerate(self._all) if unit.flats])
+        self._backward = Order(_backward_guess(self._all))
+        self._number = {id(unit): n for n, unit in enumerate(self._all)}
+        self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
+        self._known = [piece.requires_grad for _, _, piece in self._pairs]
+        self._scattering: deque[Scattering] = deque()
+        self._order: Order | None = None
+        """Of the pass that runs; None between passes."""
+        self._backwards = self._ignores = self._early = False
+        self._sent: set[int] = set()  # ids of the units whose gradients are on their way
+        self.prefetched = False
+        """`prefetch` was called, and no pass has come since."""
+        self._sort()
+
+    def _sort(self) -> None:
+        trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
+        self.parameters: Mapping[str, Parameter] = {path: piece for path, _, piece in trained}
+        self.sources: Mapping[str, Parameter] = {path: p for path, p, _ in trained}
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._all)
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen, in the module or through its piece."""
+        return all(
+            p.requires_grad == piece.requires_grad == known
+            for (_, p, piece), known in zip(self._pairs, self._known, strict=True)
+        )
+
+    def refit(self) -> None:
+        """Takes over what was frozen and unfrozen; whichever of the two was changed prevails."""
+        for number, (_, p, piece) in enumerate(self._pairs):
+            known = self._known[number]
+            now = known if p.requires_grad == piece.requires_grad == known else not known
+            self._known[number] = p.requires_grad = piece.requires_grad = now
+        self._sort()
+
+    # A unit's run. All of it happens inside a pass.
+
+    @contextmanager
+    def running(self, unit: Unit) -> Iterator[None]:
+        """For a unit's forward or backward inside the block: it is whole there.
+
+        Raises:
+            StepOrderError: no pass of the whole model is under way.
+        """
+        if self._order is None:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+        if self._backwards:
+            self._make_room()
+        if unit.flats:
+            coming = self._order.enter(self._number[id(unit)], self._ahead)
+            unit.wait()
+            for number in coming:
+                self._all[number].fetch()
+        try:
+            if self._backwards:
+                with unit.taking_gradients(ignore=self._ignores):
+                    yield
+                unit.runs -= 1
+            else:
+                yield
+                unit.runs += 1
+        finally:
+            unit.release()
+        if self._backwards and self._early and unit.runs <= 0:
+            self._send(unit)
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """For a forward pass of the whole model inside the block."""
+        for unit in self._all:
+            unit.runs = 0
+        if self.prefetched:
+            self._check_fetched()
+        with self._passing(self._forward):
+            yield
+
+    @contextmanager
+    def watching(self, *, weight: float, early: bool) -> Iterator[None]:
+        """For a backward pass of the whole model inside the block; `early`: units send gradients when they are done."""
+        del weight  # it travels at the end
+        self._check_not_summoned()
+        self._backwards, self._early = True, early
+        try:
+            with self._passing(self._backward):
+                yield
+        finally:
+            self._backwards = self._ignores = self._early = False
+
+    @contextmanager
+    def ignoring(self, *, early: bool) -> Iterator[None]:
+        """As `watching`; the gradients are dropped, but collectives go as on the ranks where they count."""
+        self._ignores = True
+        with self.watching(weight=0.0, early=early):
+            yield
+
+    @contextmanager
+    def _passing(self, order: Order) -> Iterator[None]:
+        self._order = order
+        order.start()
+        try:
+            yield
+            order.end()
+        finally:
+            self._order = None
+            self.prefetched = False
+            for unit in self._all:  # what was fetched for nothing
+                unit.drop()
+
+    def prefetch(self) -> None:
+        """Starts to gather the units that the next forward pass begins with."""
+        self.prefetched = True
+        for number in self._forward.first(max(1, self._ahead)):
+            self._all[number].fetch()
+
+    def expire(self) -> None:
+        """Parts have changed: what is whole, or on its way, is out of date."""
+        self.prefetched = False
+        for unit in self._all:
+            unit.expire()
+
+    def _check_fetched(self) -> None:
+        try:
+            for unit in self._all:
+                for flat in unit.flats:
+                    flat.check_fetched()
+        except BaseException:
+            self.expire()
+            raise
+
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        """Every parameter is whole and exact inside the block; what is changed there is kept."""
+        flats = [(unit, flat) for unit in self._all for flat in unit.flats]
+        self.expire()
+        try:
+            for unit, flat in flats:
+                flat.summon(unit.shards)
+            yield
+        finally:
+            for _, flat in flats:
+                flat.dismiss()
+
+    @property
+    def are_summoned(self) -> bool:
+        """True inside `summoned`."""
+        return any(flat.is_summoned for unit in self._all for flat in unit.flats)
+
+    # Gradients.
+
+    def finish(self, *, weight: float) -> None:
+        """Sends the gradients that are still here, waits for all, and leaves the weighted means in the pieces.
+
+        A parameter that no rank used gets no gradient.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit had sent, or this is
+                inside `summoned`.
+            PacelineError: a collective failed.
+        """
+        self._check_not_summoned()
+        sent_by = {id(piece) for unit in self._all if id(unit) in self._sent for _, piece in unit.pairs()}
+        for path, p, piece in self._pairs:
+            if id(piece) in sent_by and p.grad is not None:
+                raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
+        flats = [(unit, flat) for unit in self._all for flat in unit.flats]
+        sent: dict[int, Flat | Scattering] = {id(scattering.flat): scattering for scattering in self._scattering}
+        flags = [flag for _, flat in flats for flag in sent.get(id(flat), flat).used_flags()]
+        table = np.array([weight, *flags], np.float64)
+        if self._group.size > 1:
+            self._group.all_reduce(table, out=table)
+        total, counts = float(table[0]), table[1:]
+        if not total > 0:
+            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+        used, start = {}, 0
+        for _, flat in flats:
+            used[id(flat)] = counts[start : start + len(flat.parameters)] > 0
+            start += len(flat.parameters)
+        for unit, flat in flats:
+            if id(flat) in sent:
+                continue
+            if used[id(flat)].any():
+                self._scattering.append(Scattering(unit, flat))
+            else:
+                flat.put_gradients(None, used[id(flat)])
+        while self._scattering:
+            for scattering in self._scattering:
+                if not scattering.advance(wait=False):
+                    break
+            scattering = self._scattering.popleft()
+            scattering.finish(total, used[id(scattering.flat)])
+        self._sent.clear()
+        self.expire()
+
+    def give_up(self) -> None:
+        """Drops all gradients, and what is under way: it does not wait for what others may never send."""
+        self._scattering.clear()
+        for unit in self._all:
+            unit.drop()
+            for flat in unit.flats:
+                flat.drop_gradients()
+                for piece in flat.pieces:
+                    piece._hold(None)
+        self._sent.clear()
+
+    def _check_not_summoned(self) -> None:
+        if self.are_summoned:
+            raise StepOrderError("gradients inside unshard(): an update would not reach what is whole there")
+
+    def _send(self, unit: Unit) -> None:
+        self._sent.add(id(unit))
+        self._scattering.extend(Scattering(unit, flat) for flat in unit.flats if flat.trains)
+
+    def _make_room(self) -> None:
+        """Before a unit's gradients take memory: those of all but the last units must have left."""
+        late = len(self._scattering) - MAX_SCATTERING + 1
+        for number, scattering in enumerate(self._scattering):
+            if not scattering.advance(wait=number < late):
+                break
+
+
+def _backward_guess(units: Sequence[Unit]) -> list[int]:
+    """The last unit to be built runs first, but the one around all of them, which is the first, enters before it."""
+    numbers = [n for n, unit in enumerate(units) if unit.flats]
+    outermost = [n for n in numbers if n == 0]
+    return outermost + [n for n in reversed(numbers) if n != 0]

@@ -1,0 +1,265 @@
+"""What DDP and FSDP share: the order of things in a step, whoever holds the parameters.
+
+The parts: `accumulation` (weights and micro-batches of this rank), a `GradientReducer` (gradients on their way to the
+other ranks), `agreement` (the same model and values everywhere at first use).
+
+B samples in this rank's batch, W ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import SizeMismatch, StepOrderError
+from paceline.parallel.accumulation import Accumulation
+from paceline.parallel.agreement import give
+from paceline.parallel.module import Module, buffers_of
+from paceline.parallel.norm import Share, clip, total_norm
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.ranks import Ranks
+
+__all__ = ["GradientReducer", "Wrapper"]
+
+
+class GradientReducer(Protocol):
+    """Brings the gradients of one backward pass to the other ranks."""
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Those that are trained, by path."""
+
+    @property
+    def sources(self) -> Mapping[str, Parameter]:
+        """Those whose gradients backward writes, by path."""
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen."""
+
+    def watching(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
+        """For a backward pass inside the block; `early`: gradients may be sent while it runs."""
+
+    def ignoring(self, *, early: bool) -> AbstractContextManager[None]:
+        """For a backward pass whose gradients must not count; what others send early is sent here too."""
+
+    def finish(self, *, weight: float) -> None:
+        """Sends what is left, waits for all, and leaves the weighted means in the gradients."""
+
+    def give_up(self) -> None:
+        """Drops all gradients, and what is under way."""
+
+
+class Wrapper(abc.ABC):
+    """A module whose gradients are averaged over the ranks of a group."""
+
+    def __init__(self, module: Module, group: Ranks) -> None:
+        self.module = module
+        self.group = group
+        self._reducer: GradientReducer | None = None
+        self._round = Accumulation({})
+        self._syncing = True
+        self._rows: int | None = None
+        """B of the last forward pass, where its input had a first axis."""
+
+    def __call__(self, x: Any) -> Any:
+        """`forward`."""
+        return self.forward(x)
+
+    @abc.abstractmethod
+    def forward(self, x: Any) -> Any:
+        """The module's output."""
+
+    def prepare(self) -> None:
+        """Agrees on the model and takes rank 0's values.
+
+        A collective at first use, and again once a parameter was frozen or unfrozen; else it does nothing.
+
+        Raises:
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
+            UnsupportedOp: a parameter to train is neither float32 nor float64.
+            StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
+        """
+        self._prepare(may_change=True)
+
+    def backward(self, dy: NDArray[Any], weight: float | None = None) -> Any:
+        """Runs the module's backward and, outside of `no_sync`, leaves the mean over all ranks in every `.grad`.
+
+        The mean is the sum of weight * gradient over all ranks and micro-batches, divided by the sum of weights. A
+        gradient that was there before (no `zero_grad`) is kept and added to. Nothing is returned: this wraps the whole
+        model, and the gradient of its input would be scaled by the weight. Buffers are rank 0's afterwards.
+
+        Args:
+            dy: gradient of this rank's *mean* loss by the output, shape [B, ...].
+            weight: what this rank's gradient counts; B by default. With 0 the module runs, but its gradients are
+                dropped, even NaN.
+
+        Raises:
+            ValueError: the weight is negative or not finite.
+            SizeMismatch: there is no first axis to take B from.
+            StepOrderError: gradients were written or cleared behind the wrapper's back, or one came too late.
+            PacelineError: a collective failed.
+            Exception: what the module raised. After this, or a failure on the way to the other ranks, all gradients
+                and micro-batches of the attempt are dropped, and all ranks may try again: all, for what one has sent
+                already, the others will meet.
+        """
+        reducer = self._prepare(may_change=False)
+        weight = _checked(_rows_of(dy) if weight is None else weight)
+        self._round.open()
+        factor = self._round.add(weight, alone=self.group.size == 1)
+        with self._all_or_nothing():
+            if factor == 0:
+                with reducer.ignoring(early=self._syncing):
+                    self._run_backward(dy)
+            else:
+                # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
+                with reducer.watching(weight=self._round.weight, early=self._syncing):
+                    self._run_backward(dy if factor == 1 else dy * factor)
+            if self._syncing:
+                self._reduce()
+
+    def sync_gradients(self, weight: float | None = None) -> None:
+        """Reduces what is pending; does nothing if nothing is, so it is harmless after `backward`.
+
+        Pending is what `backward` accumulated under `no_sync`, or what the module's own `backward` left.
+
+        Args:
+            weight: for gradients of the module's own backward: what they count. By default the number of samples of
+                the last forward pass through this wrapper, or 1 if there was none.
+
+        Raises:
+            ValueError: the weight is negative or not finite.
+            StepOrderError: both kinds are pending, or a weight was given for what has weights.
+            PacelineError: a collective failed; gradients are dropped, as in `backward`.
+        """
+        reducer = self._prepare(may_change=False)
+        self._round.drop_if_cleared()
+        path = self._round.written_by_others(or_zeros=True)
+        if path is None and not self._round.micro_batches and not self._owes_gradients():
+            return
+        if self._round.micro_batches:
+            if path is not None:
+                raise StepOrderError(f"the gradient of {path!r} was written outside of the wrapper in an accumulation")
+            if weight is not None:
+                raise StepOrderError("each micro-batch had its weight in backward(): there is no place for another")
+        else:
+            weight = _checked((1 if self._rows is None else self._rows) if weight is None else weight)
+            factor = self._round.add(weight, alone=self.group.size == 1)
+            for source in reducer.sources.values():
+                if source.grad is not None and factor != 1:
+                    source._hold(source.grad * factor if factor else None)
+        with self._all_or_nothing():
+            self._reduce()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block `backward` accumulates on this rank only.
+
+        The next `backward` outside, or `sync_gradients`, reduces the sum of all micro-batches.
+        """
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales all gradients so that their norm, taken over all parameters as one vector, is at most `max_norm`.
+
+        A collective where parameters are spread over the ranks; every rank scales by the same bits.
+
+        Args:
+            max_norm: the limit; `math.inf` only measures.
+            norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
+
+        Returns:
+            The norm before. If it is not finite, the gradients are left as they are.
+
+        Raises:
+            ValueError: `max_norm` is negative, or `norm_type` not above 0.
+            PacelineError: a collective failed.
+        """
+        if not max_norm >= 0 or not norm_type > 0:
+            raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")
+        shares = self._shares()
+        norm = total_norm(shares, norm_type)
+        clip((parameter for _, parameters in shares for parameter in parameters), norm, max_norm)
+        return norm
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """The module's, without a prefix: an optimizer's state fits the module wrapped or not."""
+        yield from self.module.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The module's; none if it has no such method."""
+        yield from buffers_of(self.module).items()
+
+    @abc.abstractmethod
+    def _agree(self, *, may_change: bool) -> GradientReducer:
+        """Agrees with the other ranks on the model, and makes what reduces its gradients."""
+
+    def _owes_gradients(self) -> bool:
+        """Whether the other ranks may wait for gradients, though none was written here."""
+        return False
+
+    def _run_backward(self, dy: Any) -> Any:
+        return self.module.backward(dy)
+
+    def _shares(self) -> Sequence[Share]:
+        """This rank's parameters, and the ranks that have the rest of them."""
+        return [(None, [parameter for _, parameter in self.named_parameters()])]
+
+    def _remember_rows(self, x: Any) -> None:
+        shape = np.shape(x) if isinstance(x, np.ndarray) else ()
+        self._rows = shape[0] if shape else None
+
+    def _prepare(self, *, may_change: bool) -> GradientReducer:
+        if self._reducer is not None and self._reducer.fits():
+            return self._reducer
+        if self._round.micro_batches:
+            raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
+        first_use = self._reducer is None
+        self._reducer = self._agree(may_change=may_change)
+        self._round = Accumulation(self._reducer.parameters, self._reducer.sources)
+        if not first_use:
+            self._round.mark()  # gradients that are there now are the last step's
+        return self._reducer
+
+    def _reduce(self) -> None:
+        assert self._reducer is not None
+        self._reducer.finish(weight=self._round.weight)
+        self._round.close()
+        buffers = buffers_of(self.module)
+        if buffers and self.group.size > 1:
+            give(self.group, list(buffers.values()))
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An attempt that fails leaves no gradient, for part of it may be reduced and part not."""
+        assert self._reducer is not None
+        try:
+            yield
+        except BaseException:
+            self._reducer.give_up()
+            self._round.reset()
+            raise
+        finally:
+            self._round.mark()
+
+
+def _rows_of(dy: NDArray[Any]) -> int:
+    if np.ndim(dy) == 0:
+        raise SizeMismatch("dy has no first axis that would tell the number of samples: pass weight=")
+    return int(np.shape(dy)[0])
+
+
+def _checked(weight: float) -> float:
+    weight = float(weight)
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"a weight must be finite and not negative, not {weight!r}")
+    return weight
