@@ -5,7 +5,7 @@ The order of things in a step is `wrapper`'s; `sharding` has the parts: who hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,21 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.parallel.agreement import agree
 from paceline.parallel.manifest import Manifest
 from paceline.parallel.module import Module, buffers_of, parameters_of
 from paceline.parallel.norm import Share
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import ShardRanks
-from paceline.parallel.sharding.state import full_state, load_full, load_shards, set_parts, shard_state
-from paceline.parallel.sharding.strategy import Placement, ShardingStrategy, place
+from paceline.parallel.sharding.joining import join_units
+from paceline.parallel.sharding.state import (
+    full_state,
+    load_full,
+    load_shards,
+    padded_gradients,
+    set_parts,
+    shard_state,
+)
+from paceline.parallel.sharding.strategy import ShardingStrategy, place
 from paceline.parallel.sharding.unit import Unit
 from paceline.parallel.sharding.units import Units
 from paceline.parallel.wrapper import Wrapper
@@ -98,12 +105,12 @@ class FSDP(Wrapper):
         self._wire = _checked_wire(communication_dtype)
         placement = place(self.strategy, group.rank, group.members, intra_node_size)
         own, inner = _owned(module)
-        for part in inner:
-            if part.group is not group:
-                raise ValueError("all units of a model must have the same group")
-            part._root = self
-        self._inner = inner
+        if any(part.group is not group for part in inner):
+            raise ValueError("all units of a model must have the same group")
         self._unit = Unit(own, placement, self._wire)
+        self._inner = inner
+        for part in inner:
+            part._root = self
         self._pieces = {id(p): piece for p, piece in self._unit.pairs()}
         for p, piece in self._unit.pairs():
             p._owner = piece._owner = self
@@ -220,17 +227,7 @@ class FSDP(Wrapper):
 
     def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
         """This rank's part of each gradient in an array of the full shape, zeros elsewhere, by path; None for none."""
-        found: dict[str, NDArray[Any] | None] = {}
-        paths = self._paths()
-        for unit in self._tree():
-            for flat in unit.flats:
-                for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
-                    padded = None
-                    if piece.grad is not None:
-                        padded = np.zeros(p.shape, p.dtype)
-                        padded.reshape(-1)[start : start + piece.grad.size] = piece.grad.reshape(-1)
-                    found[paths[id(piece)]] = padded
-        return found
+        return padded_gradients(self._tree(), self._paths())
 
     def state_dict(self, *, root: int | None = None) -> dict[str, NDArray[Any]]:
         """Copies of all parameters and buffers, whole, by path: what any world, or one process, can load. A collective.
@@ -282,8 +279,8 @@ class FSDP(Wrapper):
 
     def _agree(self, *, may_change: bool) -> Units:
         paths, units = self._paths(), list(self._tree())
-        if self._units is not None and self._root is self:
-            self._units.refit()
+        if self._units is not None:
+            self._units.align()
         entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
         manifest = Manifest.of(
             entries,
@@ -294,41 +291,12 @@ class FSDP(Wrapper):
             ahead=self._ahead,
             units=" ".join(str(len(list(unit.pairs()))) for unit in units),
         )
-        new = [flat for unit in units if not unit.is_settled for flat in unit.flats]
-        given = [flat.part.copy() if flat.given else None for flat in new]
         buffers = buffers_of(self.module) if self._units is None else {}
-        agree(
-            self.group,
-            manifest,
-            [*(p.data for flat in new for p in flat.parameters), *buffers.values()],
-            may_change=may_change,
-        )
-        for flat, part in zip(new, given, strict=True):
-            if part is not None:
-                flat.part[...] = part
-        self._connect(units)
+        join_units(units, self.group, manifest, buffers, may_change=may_change)
         if self._units is None:
             self._units = Units(units, paths, self.group, self._ahead)
+        self._units.refit()
         return self._units
-
-    def _connect(self, units: Sequence[Unit]) -> None:
-        """Settles the units that are new, and gives them their ranks; equal placements share their groups."""
-        made: dict[Placement, tuple[ShardRanks | None, ShardRanks | None]] = {}
-        for unit in units:
-            if unit.is_settled:
-                continue
-            where = unit.placement
-            if where not in made:
-                made[where] = self._part_of(where.shards, "shards"), self._part_of(where.replicas, "replicas")
-            unit.connect(*made[where])
-            for flat in unit.flats:
-                flat.settle()
-            unit.is_settled = True
-
-    def _part_of(self, ranks: Sequence[int], name: str) -> ShardRanks | None:
-        if len(ranks) == 1:
-            return None
-        return self.group if len(ranks) == self.group.size else self.group.subgroup(ranks, name=f"fsdp_{name}")
 
     def _owes_gradients(self) -> bool:
         return self._owes

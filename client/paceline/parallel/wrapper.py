@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paceline.errors import SizeMismatch, StepOrderError
 from paceline.parallel.accumulation import Accumulation
 from paceline.parallel.agreement import give
-from paceline.parallel.module import Module, buffers_of
+from paceline.parallel.module import Module, buffers_of, parameters_of
 from paceline.parallel.norm import Share, clip, total_norm
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import Ranks
@@ -212,7 +212,7 @@ class Wrapper(abc.ABC):
 
     def _shares(self) -> Sequence[Share]:
         """This rank's parameters, and the ranks that have the rest of them."""
-        return [(None, [parameter for _, parameter in self.named_parameters()])]
+        return [(None, list(parameters_of(self).values()))]
 
     def _remember_rows(self, x: Any) -> None:
         shape = np.shape(x) if isinstance(x, np.ndarray) else ()

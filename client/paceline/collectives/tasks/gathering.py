@@ -172,7 +172,6 @@ class _Gathering:
                 return out
         return _landing(self._engine, call, counts, out, self._x, self.dtype, shape)
 
-
     def _lies_in_place(self, counts: Sequence[int], out: Array) -> bool:
         """True if this rank's rows are those of `out` where they belong: nothing that is read is ever written then."""
         if type(out) is not np.ndarray or not (out.flags.c_contiguous and out.dtype.isnative and out.ndim):

@@ -1,5 +1,5 @@
-"""How FSDP spreads a model over ranks: the parts behind `paceline.FSDP`, pure ones first.
+"""How FSDP spreads a model over ranks: the parts behind `paceline.FSDP`, from pure ones to the whole.
 
-`strategy` (who holds what), `layout` (which elements), `order` (which unit comes next), `flat` (the memory), `unit`,
-`scattering` (gradients on their way), `units` (a whole pass), `state` (dicts of it).
+`strategy` (who holds what), `layout` (which elements), `order` (which unit comes next); `flat` and `gradients` (memory),
+`unit`, `joining` (first use); `scattering` and `reduction` (gradients on their way), `units` (a whole pass), `state` (dicts).
 """

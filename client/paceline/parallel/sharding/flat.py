@@ -10,7 +10,7 @@ Nothing here decides when; nothing but `fetch` and `summon` communicates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError, StepOrderError
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import PendingWork, ShardRanks
+from paceline.parallel.sharding.gradients import Gradients
 from paceline.parallel.sharding.layout import Layout
 from paceline.parallel.sharding.strategy import Placement
 
@@ -37,10 +38,14 @@ class Flat:
         parameters: the module's.
         pieces: this rank's pieces of them.
         part: this rank's part, shape [S]: the values that count.
+        gradients: of this rank alone.
+        is_whole: the parameters have values that can be used.
+        is_spread: other ranks hold other parts.
         given: the part was set on purpose before the ranks agreed on initial values.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
+        self._named = parameters
         self.parameters = tuple(parameters.values())
         self.dtype = self.parameters[0].dtype
         self.layout = Layout([p.shape for p in self.parameters], len(placement.shards))
@@ -48,6 +53,7 @@ class Flat:
         self.wire = wire if narrower else None
         self.is_spread = self.layout.world > 1 and self.layout.size > 0
         self.given = False
+        self.gradients = Gradients(self.parameters, self.layout)
         self._own = self.layout.own(placement.part)
         self._places = self.layout.pieces(placement.part)
         self.starts = self.layout.starts(placement.part)
@@ -55,7 +61,6 @@ class Flat:
         self._in_place = placement.keeps_full and self.wire is None
         """The part is a view of the whole array, which is gathered where it lies."""
         self._incoming: tuple[NDArray[Any], PendingWork] | None = None
-        self._gradients: NDArray[Any] | None = None
         self._pinned: NDArray[Any] | None = None
         """While summoned: this rank's part as it was."""
 
@@ -83,8 +88,6 @@ class Flat:
                 piece._place(self.part[place])
         self.is_whole = False
         self.release()
-
-    # Values.
 
     def fetch(self, ranks: ShardRanks) -> None:
         """Starts to gather the whole, unless it is here or on its way."""
@@ -174,71 +177,19 @@ class Flat:
             np.copyto(self.part, now, where=now != before)  # an optimizer may have changed the part meanwhile
         self.expire()
 
-    # Gradients.
-
     @property
     def is_summoned(self) -> bool:
         """True between `summon` and `dismiss`."""
         return self._pinned is not None
 
-    @property
-    def trains(self) -> bool:
-        """True if any parameter takes a gradient."""
-        return any(p.requires_grad for p in self.parameters)
-
-    def open_gradients(self) -> None:
-        """Gives each gradient its place in one array, so that the module's write is the only copy."""
-        if self._gradients is None and self.trains:
-            self._gradients = np.empty(self.layout.padded, self.dtype)
-            for parameter, slot in zip(self.parameters, self.views(self._gradients), strict=True):
-                if parameter.grad is not None:
-                    np.copyto(slot, parameter.grad)
-                    parameter._hold(slot)
-                parameter._home = slot
-
-    @contextmanager
-    def ignoring_gradients(self) -> Iterator[None]:
-        """What is written inside goes to arrays of its own, and is dropped."""
-        kept = [(p, p.grad, p._home) for p in self.parameters]
-        for parameter, _, _ in kept:
-            parameter._hold(None)
-            parameter._home = None
-        try:
-            yield
-        finally:
-            for parameter, gradient, home in kept:
-                parameter._hold(gradient)
-                parameter._home = home
-
-    def used_flags(self) -> list[bool]:
-        """For each parameter, whether it has a gradient here."""
-        return [p.grad is not None for p in self.parameters]
-
-    def take_gradients(self) -> NDArray[Any]:
-        """All gradients, shape [W * S], zeros where there is none. The parameters have none any more."""
-        self.open_gradients()
-        gradients, self._gradients = self._gradients, None
-        assert gradients is not None
-        for parameter, slot in zip(self.parameters, self.views(gradients), strict=True):
-            if parameter.grad is None:
-                slot.fill(0)
-            elif parameter.grad is not parameter._home:
-                np.copyto(slot, parameter.grad)
-        gradients[self.layout.size :] = 0
-        self.drop_gradients()
-        return gradients
+    def path_with_gradient(self) -> str | None:
+        """The first parameter that has a gradient of this rank alone."""
+        return next((path for path, p in self._named.items() if p.grad is not None), None)
 
     def put_gradients(self, part: NDArray[Any] | None, used: NDArray[np.bool_]) -> None:
         """Gives the pieces their gradients out of this rank's part of them, shape [S]; None to those nobody used."""
         for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
             piece._hold(part[place].reshape(piece.shape) if part is not None and any_use else None)
-
-    def drop_gradients(self) -> None:
-        """Forgets the gradients of this rank alone."""
-        self._gradients = None
-        for parameter in self.parameters:
-            parameter._hold(None)
-            parameter._home = None
 
     def set_whole(self, values: Sequence[NDArray[Any]]) -> None:
         """Sets every element that is held here, from arrays of the parameters' shapes."""

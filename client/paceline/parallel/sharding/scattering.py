@@ -24,14 +24,18 @@ class Scattering:
         unit: whose gradients; they are gone from the parameters from now on.
         flat: which of its arrays.
 
+    Attributes:
+        flat: as above.
+        used: for each parameter, whether it had a gradient here.
+
     """
 
     def __init__(self, unit: Unit, flat: Flat) -> None:
         self.flat = flat
-        self._used = flat.used_flags()
+        self.used = flat.gradients.used_flags()
         self._replicas = unit.replicas
         alone = unit.shards is None and unit.replicas is None
-        gradients = flat.take_gradients()
+        gradients = flat.gradients.take()
         sent = gradients if flat.wire is None or alone else gradients.astype(flat.wire)
         # In rank order 16-bit values are added up in float32, and rounded once.
         self._order = "fastest" if sent is gradients else "rank"
@@ -43,10 +47,6 @@ class Scattering:
         else:
             self._part = sent
             self._begin_second()
-
-    def used_flags(self) -> list[bool]:
-        """For each parameter, whether it had a gradient here."""
-        return self._used
 
     def advance(self, *, wait: bool) -> bool:
         """Begins the second leg if the first is over; True if it has begun, or there is none.

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from paceline.errors import SizeMismatch
 from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.flat import Flat
 from paceline.parallel.sharding.unit import Unit
 
-__all__ = ["full_state", "load_full", "load_shards", "shard_state", "set_parts"]
+__all__ = ["full_state", "load_full", "load_shards", "padded_gradients", "set_parts", "shard_state"]
 
 Paths = Mapping[int, str]
 """From the identity of a piece to its path."""
@@ -117,16 +116,26 @@ def set_parts(units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArra
         start += piece.data.size
 
 
+def padded_gradients(units: Iterable[Unit], paths: Paths) -> dict[str, NDArray[Any] | None]:
+    """By path this rank's part of each gradient in an array of the full shape, zeros elsewhere; None for none."""
+    found: dict[str, NDArray[Any] | None] = {}
+    for unit in units:
+        for flat in unit.flats:
+            for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
+                padded = None
+                if piece.grad is not None:
+                    padded = np.zeros(p.shape, p.dtype)
+                    padded.reshape(-1)[start : start + piece.grad.size] = piece.grad.reshape(-1)
+                found[paths[id(piece)]] = padded
+    return found
+
+
 def _shards(units: Iterable[Unit], paths: Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
     """Path, this rank's elements, number of the first, and whole shape of every parameter."""
     for unit in units:
         for flat in unit.flats:
-            for p, piece, start in zip(flat.parameters, flat.pieces, _starts(flat), strict=True):
+            for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
                 yield paths[id(piece)], piece.data, start, p.shape
-
-
-def _starts(flat: Flat) -> list[int]:
-    return flat.starts if flat.is_spread else [0] * len(flat.parameters)
 
 
 def _entry(values: NDArray[Any], start: int, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Unit:
     Attributes:
         flats: the arrays; most units have one.
         placement: as above.
-        shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `connect`.
+        shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `settle`.
         replicas: the ranks that hold the same part; None where there is no other.
         is_settled: initial values have been agreed on.
         runs: forward passes whose backward pass has not come.
@@ -52,19 +52,17 @@ class Unit:
         self.is_settled = False
         self.runs = 0
 
-    def connect(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
-        """Gives the unit the ranks of its placement."""
+    def settle(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
+        """Initial values are all ranks': keeps this rank's part, and takes the ranks of the placement."""
         self.shards, self.replicas = shards, replicas
+        for flat in self.flats:
+            flat.settle()
+        self.is_settled = True
 
     def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """The module's parameters, each with this rank's piece of it."""
         for flat in self.flats:
             yield from zip(flat.parameters, flat.pieces, strict=True)
-
-    @property
-    def is_whole(self) -> bool:
-        """True while the parameters have values that can be used."""
-        return all(flat.is_whole for flat in self.flats)
 
     def fetch(self) -> None:
         """Starts to gather what is not whole."""
@@ -99,7 +97,7 @@ class Unit:
         with ExitStack() as stack:
             for flat in self.flats:
                 if ignore:
-                    stack.enter_context(flat.ignoring_gradients())
+                    stack.enter_context(flat.gradients.ignored())
                 else:
-                    flat.open_gradients()
+                    flat.gradients.open()
             yield

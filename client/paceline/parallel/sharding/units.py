@@ -9,24 +9,17 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
-import numpy as np
 
 from paceline.errors import StepOrderError
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import Ranks
-from paceline.parallel.sharding.flat import Flat
 from paceline.parallel.sharding.order import Order
-from paceline.parallel.sharding.scattering import Scattering
+from paceline.parallel.sharding.reduction import Reduction
 from paceline.parallel.sharding.unit import Unit
 
 __all__ = ["Units"]
-
-MAX_SCATTERING = 2
-"""Units whose whole gradients may be on their way at once: more would be memory that sharding is there to save."""
 
 
 class Units:
@@ -41,26 +34,18 @@ class Units:
 
     def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Ranks, ahead: int) -> None:
         self._all = tuple(units)
-        self._group = group
         self._ahead = ahead
         self._forward = Order([n for n, unit in enumerate(self._all) if unit.flats])
         self._backward = Order(_backward_guess(self._all))
         self._number = {id(unit): n for n, unit in enumerate(self._all)}
         self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
-        self._known = [piece.requires_grad for _, _, piece in self._pairs]
-        self._scattering: deque[Scattering] = deque()
+        self._reduction = Reduction(self._all, group)
         self._order: Order | None = None
         """Of the pass that runs; None between passes."""
         self._backwards = self._ignores = self._early = False
-        self._sent: set[int] = set()  # ids of the units whose gradients are on their way
         self.prefetched = False
         """`prefetch` was called, and no pass has come since."""
-        self._sort()
-
-    def _sort(self) -> None:
-        trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
-        self.parameters: Mapping[str, Parameter] = {path: piece for path, _, piece in trained}
-        self.sources: Mapping[str, Parameter] = {path: p for path, p, _ in trained}
+        self.refit()
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._all)
@@ -72,13 +57,18 @@ class Units:
             for (_, p, piece), known in zip(self._pairs, self._known, strict=True)
         )
 
-    def refit(self) -> None:
-        """Takes over what was frozen and unfrozen; whichever of the two was changed prevails."""
-        for number, (_, p, piece) in enumerate(self._pairs):
-            known = self._known[number]
+    def align(self) -> None:
+        """A parameter was frozen or unfrozen in the module or through its piece: makes the other like it."""
+        for (_, p, piece), known in zip(self._pairs, self._known, strict=True):
             now = known if p.requires_grad == piece.requires_grad == known else not known
-            self._known[number] = p.requires_grad = piece.requires_grad = now
-        self._sort()
+            p.requires_grad = piece.requires_grad = now
+
+    def refit(self) -> None:
+        """What is frozen and what is not has been agreed on."""
+        self._known = [piece.requires_grad for _, _, piece in self._pairs]
+        trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
+        self.parameters: Mapping[str, Parameter] = {path: piece for path, _, piece in trained}
+        self.sources: Mapping[str, Parameter] = {path: p for path, p, _ in trained}
 
     # A unit's run. All of it happens inside a pass.
 
@@ -92,7 +82,7 @@ class Units:
         if self._order is None:
             raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
         if self._backwards:
-            self._make_room()
+            self._reduction.make_room()
         if unit.flats:
             coming = self._order.enter(self._number[id(unit)], self._ahead)
             unit.wait()
@@ -109,7 +99,7 @@ class Units:
         finally:
             unit.release()
         if self._backwards and self._early and unit.runs <= 0:
-            self._send(unit)
+            self._reduction.send(unit)
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -177,6 +167,9 @@ class Units:
     @contextmanager
     def summoned(self) -> Iterator[None]:
         """Every parameter is whole and exact inside the block; what is changed there is kept."""
+        if self.are_summoned:
+            yield
+            return
         flats = [(unit, flat) for unit in self._all for flat in unit.flats]
         self.expire()
         try:
@@ -192,8 +185,6 @@ class Units:
         """True inside `summoned`."""
         return any(flat.is_summoned for unit in self._all for flat in unit.flats)
 
-    # Gradients.
-
     def finish(self, *, weight: float) -> None:
         """Sends the gradients that are still here, waits for all, and leaves the weighted means in the pieces.
 
@@ -205,64 +196,18 @@ class Units:
             PacelineError: a collective failed.
         """
         self._check_not_summoned()
-        sent_by = {id(piece) for unit in self._all if id(unit) in self._sent for _, piece in unit.pairs()}
-        for path, p, piece in self._pairs:
-            if id(piece) in sent_by and p.grad is not None:
-                raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
-        flats = [(unit, flat) for unit in self._all for flat in unit.flats]
-        sent: dict[int, Flat | Scattering] = {id(scattering.flat): scattering for scattering in self._scattering}
-        flags = [flag for _, flat in flats for flag in sent.get(id(flat), flat).used_flags()]
-        table = np.array([weight, *flags], np.float64)
-        if self._group.size > 1:
-            self._group.all_reduce(table, out=table)
-        total, counts = float(table[0]), table[1:]
-        if not total > 0:
-            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
-        used, start = {}, 0
-        for _, flat in flats:
-            used[id(flat)] = counts[start : start + len(flat.parameters)] > 0
-            start += len(flat.parameters)
-        for unit, flat in flats:
-            if id(flat) in sent:
-                continue
-            if used[id(flat)].any():
-                self._scattering.append(Scattering(unit, flat))
-            else:
-                flat.put_gradients(None, used[id(flat)])
-        while self._scattering:
-            for scattering in self._scattering:
-                if not scattering.advance(wait=False):
-                    break
-            scattering = self._scattering.popleft()
-            scattering.finish(total, used[id(scattering.flat)])
-        self._sent.clear()
+        self._reduction.finish(weight)
         self.expire()
 
     def give_up(self) -> None:
         """Drops all gradients, and what is under way: it does not wait for what others may never send."""
-        self._scattering.clear()
+        self._reduction.give_up()
         for unit in self._all:
             unit.drop()
-            for flat in unit.flats:
-                flat.drop_gradients()
-                for piece in flat.pieces:
-                    piece._hold(None)
-        self._sent.clear()
 
     def _check_not_summoned(self) -> None:
         if self.are_summoned:
             raise StepOrderError("gradients inside unshard(): an update would not reach what is whole there")
-
-    def _send(self, unit: Unit) -> None:
-        self._sent.add(id(unit))
-        self._scattering.extend(Scattering(unit, flat) for flat in unit.flats if flat.trains)
-
-    def _make_room(self) -> None:
-        """Before a unit's gradients take memory: those of all but the last units must have left."""
-        late = len(self._scattering) - MAX_SCATTERING + 1
-        for number, scattering in enumerate(self._scattering):
-            if not scattering.advance(wait=number < late):
-                break
 
 
 def _backward_guess(units: Sequence[Unit]) -> list[int]:

@@ -1,0 +1,95 @@
+"""All gradients of one backward pass on their way, and the total weight that makes means of the sums."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.errors import StepOrderError
+from paceline.parallel.ranks import Ranks
+from paceline.parallel.sharding.scattering import Scattering
+from paceline.parallel.sharding.unit import Unit
+
+__all__ = ["MAX_SCATTERING", "Reduction"]
+
+MAX_SCATTERING = 2
+"""Flat arrays whose whole gradients may be on their way at once: more would be memory that sharding is to save."""
+
+
+class Reduction:
+    """The gradients of a model's units.
+
+    Args:
+        units: all of them, in the order in which what is left over is sent.
+        group: all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: Ranks) -> None:
+        self._flats = [(unit, flat) for unit in units for flat in unit.flats]
+        self._group = group
+        self._going: deque[Scattering] = deque()
+
+    def send(self, unit: Unit) -> None:
+        """Sends a unit's gradients; no more may come."""
+        self._going.extend(Scattering(unit, flat) for flat in unit.flats if flat.gradients.are_wanted)
+
+    def make_room(self) -> None:
+        """Before a unit's gradients take memory: those of all but the last units must have left."""
+        late = len(self._going) - MAX_SCATTERING + 1
+        for number, scattering in enumerate(self._going):
+            if not scattering.advance(wait=number < late):
+                break
+
+    def finish(self, weight: float) -> None:
+        """Sends what is left, waits for all, and leaves the weighted means in the pieces.
+
+        Args:
+            weight: of this rank.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit had sent.
+            PacelineError: a collective failed.
+        """
+        for scattering in self._going:
+            if (path := scattering.flat.path_with_gradient()) is not None:
+                raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
+        total, used = self._totals(weight)
+        if not total > 0:
+            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+        sent = {id(scattering.flat) for scattering in self._going}
+        for unit, flat in self._flats:
+            if id(flat) in sent:
+                continue
+            if used[id(flat)].any():
+                self._going.append(Scattering(unit, flat))
+            else:
+                flat.put_gradients(None, used[id(flat)])
+        while self._going:
+            for scattering in self._going:  # second legs begin while the first ones of others are waited for
+                if not scattering.advance(wait=False):
+                    break
+            scattering = self._going.popleft()
+            scattering.finish(total, used[id(scattering.flat)])
+
+    def give_up(self) -> None:
+        """Drops all gradients, and what is under way."""
+        self._going.clear()
+        for _, flat in self._flats:
+            flat.gradients.drop()
+            for piece in flat.pieces:
+                piece._hold(None)
+
+    def _totals(self, weight: float) -> tuple[float, dict[int, np.ndarray[tuple[int], np.dtype[np.bool_]]]]:
+        """The weight of all ranks; by the flat array's identity, whether any rank used each of its parameters."""
+        sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
+        flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
+        table = np.array([weight, *(flag for of_flat in flags for flag in of_flat)], np.float64)
+        if self._group.size > 1:
+            self._group.all_reduce(table, out=table)
+        used, start = {}, 1
+        for (_, flat), of_flat in zip(self._flats, flags, strict=True):
+            used[id(flat)] = table[start : start + len(of_flat)] > 0
+            start += len(of_flat)
+        return float(table[0]), used
