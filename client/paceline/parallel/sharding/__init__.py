@@ -1,5 +1,6 @@
 """How FSDP spreads a model over ranks: the parts behind `paceline.FSDP`, from pure ones to the whole.
 
-`strategy` (who holds what), `layout` (which elements), `order` (which unit comes next); `flat` and `gradients` (memory),
-`unit`, `joining` (first use); `scattering` and `reduction` (gradients on their way), `units` (a whole pass), `state` (dicts).
+- Who holds which elements, and which unit comes next: `strategy`, `layout`, `order`.
+- Memory: `flat`, `gradients`, `unit`. First use: `joining`.
+- Gradients on their way: `scattering`, `reduction`. A whole pass: `units`. Dicts of it: `state`.
 """

@@ -14,7 +14,7 @@ from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.flat import Flat
 from paceline.parallel.sharding.strategy import Placement
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "check_trainable"]
 
 
 class Unit:
@@ -40,8 +40,8 @@ class Unit:
     def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
         kinds: dict[tuple[np.dtype[Any], bool], dict[str, Parameter]] = {}
         for path, parameter in parameters.items():
-            if parameter.requires_grad and parameter.dtype not in (np.float32, np.float64):
-                raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")
+            if parameter.requires_grad:
+                check_trainable(path, parameter)
             if parameter.dtype.hasobject:
                 raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
@@ -101,3 +101,13 @@ class Unit:
                 else:
                     flat.gradients.open()
             yield
+
+
+def check_trainable(path: str, parameter: Parameter) -> None:
+    """Checks that gradients can be summed and averaged in the parameter's dtype.
+
+    Raises:
+        UnsupportedOp: it is neither float32 nor float64.
+    """
+    if parameter.dtype not in (np.float32, np.float64):
+        raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")

@@ -17,7 +17,7 @@ from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import Ranks
 from paceline.parallel.sharding.order import Order
 from paceline.parallel.sharding.reduction import Reduction
-from paceline.parallel.sharding.unit import Unit
+from paceline.parallel.sharding.unit import Unit, check_trainable
 
 __all__ = ["Units"]
 
@@ -58,9 +58,15 @@ class Units:
         )
 
     def align(self) -> None:
-        """A parameter was frozen or unfrozen in the module or through its piece: makes the other like it."""
-        for (_, p, piece), known in zip(self._pairs, self._known, strict=True):
+        """A parameter was frozen or unfrozen in the module or through its piece: makes the other like it.
+
+        Raises:
+            UnsupportedOp: one that is unfrozen is neither float32 nor float64.
+        """
+        for (path, p, piece), known in zip(self._pairs, self._known, strict=True):
             now = known if p.requires_grad == piece.requires_grad == known else not known
+            if now:
+                check_trainable(path, p)
             p.requires_grad = piece.requires_grad = now
 
     def refit(self) -> None:
@@ -121,14 +127,17 @@ class Units:
             with self._passing(self._backward):
                 yield
         finally:
-            self._backwards = self._ignores = self._early = False
+            self._backwards = self._early = False
 
     @contextmanager
     def ignoring(self, *, early: bool) -> Iterator[None]:
         """As `watching`; the gradients are dropped, but collectives go as on the ranks where they count."""
         self._ignores = True
-        with self.watching(weight=0.0, early=early):
-            yield
+        try:
+            with self.watching(weight=0.0, early=early):
+                yield
+        finally:
+            self._ignores = False
 
     @contextmanager
     def _passing(self, order: Order) -> Iterator[None]:
