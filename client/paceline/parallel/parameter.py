@@ -7,6 +7,8 @@ goes over the wire, so that the module's write is the only copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import SizeMismatch, StepOrderError
 
-__all__ = ["GradientObserver", "Parameter"]
+__all__ = ["GradientObserver", "Parameter", "ignoring_gradients"]
 
 
 class GradientObserver(Protocol):
@@ -152,3 +154,16 @@ class Parameter:
     def _place(self, values: NDArray[Any] | None) -> None:
         """Makes an array the values, without copy; None while they are spread over the ranks."""
         self._data = values
+
+
+@contextmanager
+def ignoring_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Gradients that are written inside go to arrays of their own, and are dropped; those from before stay."""
+    kept = [(p, p._grad, p._home) for p in parameters]
+    for parameter, _, _ in kept:
+        parameter._grad = parameter._home = None
+    try:
+        yield
+    finally:
+        for parameter, gradient, home in kept:
+            parameter._grad, parameter._home = gradient, home

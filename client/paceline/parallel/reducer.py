@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from paceline.errors import StepOrderError
 from paceline.parallel.buckets import Bucket, plan_buckets
-from paceline.parallel.parameter import Parameter
+from paceline.parallel.parameter import Parameter, ignoring_gradients
 from paceline.parallel.ranks import PendingWork, Ranks
 from paceline.parallel.readiness import Readiness
 
@@ -73,16 +73,8 @@ class Reducer:
 
         Buckets all go at the end, for none of this rank's work is in them; `early` changes nothing.
         """
-        kept = [(p, p.grad, p._home) for p in self.parameters.values()]
-        for parameter, _, _ in kept:
-            parameter._hold(None)
-            parameter._home = None
-        try:
+        with ignoring_gradients(self.parameters.values()):
             yield
-        finally:
-            for parameter, gradient, home in kept:
-                parameter._hold(gradient)
-                parameter._home = home
 
     def before_gradient(self, parameter: Parameter) -> None:
         """Refuses a gradient whose bucket has been sent."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,20 +43,6 @@ class Gradients:
                     np.copyto(slot, parameter.grad)
                     parameter._hold(slot)
                 parameter._home = slot
-
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """What is written inside goes to arrays of its own, and is dropped."""
-        kept = [(p, p.grad, p._home) for p in self._parameters]
-        for parameter, _, _ in kept:
-            parameter._hold(None)
-            parameter._home = None
-        try:
-            yield
-        finally:
-            for parameter, gradient, home in kept:
-                parameter._hold(gradient)
-                parameter._home = home
 
     def used_flags(self) -> list[bool]:
         """For each parameter, whether it has a gradient here."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import UnsupportedOp
-from paceline.parallel.parameter import Parameter
+from paceline.parallel.parameter import Parameter, ignoring_gradients
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.flat import Flat
 from paceline.parallel.sharding.strategy import Placement
@@ -94,13 +94,13 @@ class Unit:
     @contextmanager
     def taking_gradients(self, *, ignore: bool) -> Iterator[None]:
         """For the unit's backward pass inside the block; `ignore`: its gradients must not count."""
-        with ExitStack() as stack:
-            for flat in self.flats:
-                if ignore:
-                    stack.enter_context(flat.gradients.ignored())
-                else:
-                    flat.gradients.open()
-            yield
+        if ignore:
+            with ignoring_gradients(p for flat in self.flats for p in flat.parameters):
+                yield
+            return
+        for flat in self.flats:
+            flat.gradients.open()
+        yield
 
 
 def check_trainable(path: str, parameter: Parameter) -> None:
