@@ -80,7 +80,8 @@ class FSDP(Wrapper):
         UnsupportedOp: a parameter to train is neither float32 nor float64, is in another unit already, or the
             communication dtype cannot travel or is no float.
         InvalidWorldSize: the ranks do not make up nodes of one size.
-        ValueError: `intra_node_size` without HYBRID_SHARD, or `ahead` is negative.
+        ValueError: no such strategy, `intra_node_size` without HYBRID_SHARD, units of several groups, or `ahead` is
+            negative.
     """
 
     group: ShardRanks
@@ -170,7 +171,7 @@ class FSDP(Wrapper):
         gathering = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         if self.strategy not in gathering:
             allowed = " and ".join(strategy.name for strategy in gathering)
-            raise UnsupportedOp(f"prefetch_forward_params is for {allowed}, not for {self.strategy.name}")
+            raise UnsupportedOp(f"prefetch_forward_params is only valid for {allowed}, got {self.strategy.name}")
         if self.has_pending_prefetch():
             raise StepOrderError("prefetch_forward_params called twice without intervening forward()")
         self.prepare()

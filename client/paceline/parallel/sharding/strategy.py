@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import index
 
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Peer
@@ -59,6 +60,7 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
     Raises:
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: a size for a strategy that has no nodes.
+        TypeError: the size is no whole number.
     """
     world = len(members)
     if strategy is not ShardingStrategy.HYBRID_SHARD:
@@ -74,9 +76,10 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
 
 
 def _blocks(world: int, size: int) -> list[list[int]]:
+    size = index(size)
     if size < 1 or world % size:
         raise InvalidWorldSize(
-            f"HYBRID_SHARD: world size {world} must be a positive multiple of intra_node_size, which is {size}"
+            f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}"
         )
     return [list(range(start, start + size)) for start in range(0, world, size)]
 
