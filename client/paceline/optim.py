@@ -33,7 +33,7 @@ class Optimizer(abc.ABC):
         settings: numbers of the formula, by name.
 
     Raises:
-        StepOrderError: FSDP has spread the parameters: the optimizer is to be made of the wrapper.
+        StepOrderError: FSDP has wrapped the module: the optimizer is to be made of the wrapper.
     """
 
     def __init__(self, module: HasParameters, **settings: float) -> None:
@@ -64,7 +64,7 @@ class Optimizer(abc.ABC):
         """Updates every parameter that has a gradient. Gradients are read only.
 
         Raises:
-            StepOrderError: FSDP has spread the parameters over the ranks since: make the optimizer of the wrapper.
+            StepOrderError: FSDP has wrapped the module since: make the optimizer of the wrapper.
         """
         self._check_own()
         for path, parameter in self._parameters.items():
@@ -112,11 +112,11 @@ class Optimizer(abc.ABC):
                     state[name] = type(state[name])(value)  # a number may come back from a file as an array
 
     def _check_own(self) -> None:
-        """An optimizer of what is spread would see no gradient, and silently train nothing."""
+        """An optimizer of what FSDP trains through pieces would see no gradient, and silently train nothing."""
         for path, parameter in self._parameters.items():
-            if parameter.is_spread:
+            if parameter.has_piece:
                 raise StepOrderError(
-                    f"FSDP has spread {path!r} over the ranks: wrap the module first, "
+                    f"FSDP trains {path!r} through a piece of it: wrap the module first, "
                     f"then give the optimizer the wrapper, {type(self).__name__}(fsdp, ...)"
                 )
 

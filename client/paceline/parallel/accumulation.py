@@ -38,7 +38,7 @@ class Accumulation:
         """Of each source when the wrapper last left it: whoever wrote later was not the wrapper."""
         self._clears = dict.fromkeys(parameters, 0)
         self._carried: dict[str, NDArray[Any]] = {}
-        """Gradients that were there before the round; it adds to them."""
+        """Gradients that were there before the round; it adds to them. Where sources are others, they stay in place."""
         self.reset()
 
     def reset(self) -> None:
@@ -60,7 +60,7 @@ class Accumulation:
                 f"the gradient of {path!r} was written outside of the wrapper since the last step: "
                 "call sync_gradients() to reduce it, or zero_grad() to drop it, before backward()"
             )
-        if not self.micro_batches:
+        if not self.micro_batches and self._sources is self._parameters:
             for path, parameter in self._parameters.items():
                 if parameter.grad is not None:
                     self._carried[path] = parameter.grad.copy()
@@ -122,4 +122,6 @@ class Accumulation:
                 "clear all of them, or none"
             )
         if cleared:
+            for source in self._sources.values():
+                source._hold(None)
             self.reset()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import InvalidRank, StepOrderError, UnsupportedOp
 from paceline.parallel.manifest import Manifest
 from paceline.parallel.module import Module, buffers_of, parameters_of
 from paceline.parallel.norm import Share
@@ -57,7 +57,7 @@ class FSDP(Wrapper):
 
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
     The module's own have values only while their unit runs, and inside `unshard()`. Where one rank has everything
-    (NO_SHARD, a world of one), the two are the same and keep their shape.
+    (NO_SHARD, a world of one), pieces keep the parameters' shapes.
 
     A parameter that no rank used gets no gradient, and a frozen one none either. Tied parameters (one object, several
     paths) must be in one unit. All ranks must run the same units in the same order.
@@ -115,6 +115,8 @@ class FSDP(Wrapper):
         self._pieces = {id(p): piece for p, piece in self._unit.pairs()}
         for p, piece in self._unit.pairs():
             p._owner = piece._owner = self
+        self._is_empty = not any(part._pieces for part in self._parts())
+        """Nothing to share or train: a model around it cannot find it by its parameters, and need not."""
         self._units: Units | None = None
         self._owes = False
         """A forward pass has come, and no reduction since."""
@@ -125,9 +127,10 @@ class FSDP(Wrapper):
 
         Raises:
             PacelineError: as `prepare`, or a collective failed.
-            StepOrderError: parameters were changed in place after `prefetch_forward_params`.
             Exception: what the module raised. The wrapper stays usable, if the others have come as far.
         """
+        if self._is_empty:
+            return self.module.forward(x)
         if self._root is not self:
             return self._run_forward(x)
         self.prepare()
@@ -138,6 +141,8 @@ class FSDP(Wrapper):
 
     def backward(self, dy: NDArray[Any], weight: float | None = None) -> Any:
         """As `Wrapper.backward`; called on a unit by its model's backward, returns the gradient of its input."""
+        if self._is_empty:
+            return self.module.backward(dy)
         if self._root is not self:
             return self._run_backward(dy)
         super().backward(dy, weight)
@@ -147,6 +152,8 @@ class FSDP(Wrapper):
     def sync_gradients(self, weight: float | None = None) -> None:
         """As `Wrapper.sync_gradients`, for gradients in the module's own parameters, which have their full shape.
 
+        Gradients that were written there by hand replace those of the pieces.
+
         Raises:
             StepOrderError: nothing ran forward yet, and there is no gradient.
         """
@@ -154,14 +161,23 @@ class FSDP(Wrapper):
         pending = any(p.grad is not None for unit in self._tree() for p, _ in unit.pairs())
         if not self._ran and not pending:
             raise StepOrderError("sync_gradients: there is nothing to reduce. Was forward() called before backward()?")
+        self._prepare(may_change=False)
+        self._round.drop_if_cleared()
+        before = []
+        if not self._round.micro_batches:  # by hand: replaces, for whoever wrote them could have added
+            before = [(piece, piece.grad) for unit in self._tree() for _, piece in unit.pairs()]
+            for piece, _ in before:
+                piece._hold(None)
         super().sync_gradients(weight)
+        for piece, gradient in before:
+            if piece.grad is None:
+                piece._hold(gradient)
         self._owes = False
 
     def prefetch_forward_params(self) -> None:
         """Starts to gather what the next forward pass begins with, behind the caller. All ranks call it.
 
-        To be called after the update. What `update_shards` or a `load_*` changes afterwards is not lost: it is
-        gathered anew. What is changed in place (`optimizer.step()`) is refused by forward.
+        To be called after the update. What is changed afterwards is not lost: it is gathered anew.
 
         Raises:
             UnsupportedOp: the strategy keeps parameters whole.
@@ -184,8 +200,8 @@ class FSDP(Wrapper):
     def broadcast_updated_params(self) -> None:
         """Under SHARD_GRAD_OP: gathers the updated parts on all ranks now; else does nothing. All ranks call it.
 
-        The next forward pass does it otherwise, unit by unit beside the computation. To be called after a change of
-        parameters that FSDP cannot know of: in place, and neither after `backward` nor by `update_shards`.
+        Each forward pass does it anyway, unit by unit beside the computation; this is for reading the module's own
+        parameters before.
         """
         self._check_outermost()
         if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
@@ -208,23 +224,27 @@ class FSDP(Wrapper):
             SizeMismatch: there are more or fewer elements; nothing was changed.
             StepOrderError: inside `unshard`.
         """
-        self._before_change()
-        set_parts(self._tree(), parameters_of(self).values(), np.asarray(flat))
+        self._check_changeable()
+        set_parts(self._tree(), parameters_of(self).values(), np.asarray(flat), self._expire)
 
     @contextmanager
-    def unshard(self) -> Iterator[None]:
+    def unshard(self) -> Iterator[dict[str, Parameter]]:
         """Inside the block the module's parameters have all their values, exactly. All ranks enter and leave it.
 
         What is changed there is kept, if all ranks change it alike. The whole model is in memory. Forward passes work
         inside, backward passes do not.
+
+        Returns:
+            The module's own parameters, those inside of inner units too, by path.
 
         Raises:
             PacelineError: a collective failed.
         """
         self._check_outermost()
         self.prepare()
+        whole = {id(piece): p for unit in self._tree() for p, piece in unit.pairs()}
         with self._all_units().summoned():
-            yield
+            yield {path: whole[piece] for piece, path in self._paths().items()}
 
     def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
         """This rank's part of each gradient in an array of the full shape, zeros elsewhere, by path; None for none."""
@@ -241,6 +261,8 @@ class FSDP(Wrapper):
         """
         self._check_outermost()
         self.prepare()
+        if root is not None and not 0 <= root < self.group.size:
+            raise InvalidRank(f"root {root} lies outside the world of {self.group.size}, at rank {self.group.rank}")
         keep = root is None or root == self.group.rank
         return full_state(self._tree(), self._paths(), buffers_of(self.module), keep=keep)
 
@@ -251,8 +273,8 @@ class FSDP(Wrapper):
             SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
             StepOrderError: inside `unshard`.
         """
-        self._before_change()
-        load_full(self._tree(), self._paths(), buffers_of(self.module), saved)
+        self._check_changeable()
+        load_full(self._tree(), self._paths(), buffers_of(self.module), saved, self._expire)
 
     def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
         """Copies of what this rank holds. Communicates nothing.
@@ -270,8 +292,8 @@ class FSDP(Wrapper):
             SizeMismatch: another model, world, rank or strategy made it; nothing was changed.
             StepOrderError: inside `unshard`.
         """
-        self._before_change()
-        load_shards(self._tree(), self._paths(), buffers_of(self.module), saved)
+        self._check_changeable()
+        load_shards(self._tree(), self._paths(), buffers_of(self.module), saved, self._expire)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """This rank's pieces, under the paths of the module's parameters."""
@@ -280,8 +302,8 @@ class FSDP(Wrapper):
 
     def _agree(self, *, may_change: bool) -> Units:
         paths, units = self._paths(), list(self._tree())
-        if self._units is not None:
-            self._units.align()
+        for unit in units:
+            unit.align(paths)
         entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
         manifest = Manifest.of(
             entries,
@@ -306,11 +328,11 @@ class FSDP(Wrapper):
         return [(unit.shards, [piece for _, piece in unit.pairs()]) for unit in self._tree()]
 
     def _run_forward(self, x: Any) -> Any:
-        with self._root._all_units().running(self._unit):
+        with self._root._all_units().running_forward(self._unit):
             return self.module.forward(x)
 
     def _run_backward(self, dy: Any) -> Any:
-        with self._root._all_units().running(self._unit):
+        with self._root._all_units().running_backward(self._unit):
             return self.module.backward(dy)
 
     def _all_units(self) -> Units:
@@ -336,31 +358,38 @@ class FSDP(Wrapper):
         if self._root is not self:
             raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
 
-    def _before_change(self) -> None:
+    def _check_changeable(self) -> None:
         self._check_outermost()
+        if self._units is not None and self._units.are_summoned:
+            raise StepOrderError("parameters cannot be loaded inside unshard(): what is whole would overwrite them")
+
+    def _expire(self) -> None:
         if self._units is not None:
-            if self._units.are_summoned:
-                raise StepOrderError("parameters cannot be loaded inside unshard(): what is whole would overwrite them")
             self._units.expire()
 
 
 def _owned(module: Module) -> tuple[dict[str, Parameter], list[FSDP]]:
     """The parameters that a wrapper of the module would hold itself, and the wrappers inside, in the order of paths."""
     own: dict[str, Parameter] = {}
-    inner: dict[int, FSDP] = {}
+    owners: dict[int, FSDP] = {}
     seen: set[int] = set()
     for path, parameter in module.named_parameters():
         owner = parameter._owner
         if isinstance(owner, FSDP):
-            if parameter.is_spread:
+            if parameter.has_piece:
                 raise UnsupportedOp(
                     f"parameter {path!r} is in another FSDP unit already: what is tied must be wrapped together"
                 )
-            for part in owner._parts():
-                inner.setdefault(id(part), part)
+            owners[id(owner)] = owner
         elif id(parameter) not in seen:
             seen.add(id(parameter))
             own[path] = parameter
+    inner: dict[int, FSDP] = {}
+    for owner in owners.values():
+        for part in owner._root._parts():
+            # One whose parameters are all in units inside of it owns none by which it could be found.
+            if id(part) in owners or not part._pieces:
+                inner.setdefault(id(part), part)
     return own, list(inner.values())
 
 

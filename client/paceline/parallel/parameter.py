@@ -45,7 +45,7 @@ class Parameter:
     """
 
     __slots__ = (
-        *("_data", "_grad", "_home", "_observer", "_owner", "_spread"),
+        *("_data", "_grad", "_home", "_observer", "_owner", "_pieced"),
         *("clears", "dtype", "requires_grad", "shape", "writes"),
     )
 
@@ -57,7 +57,7 @@ class Parameter:
         self._home: NDArray[Any] | None = None
         self._observer: GradientObserver | None = None
         self._owner: object = None
-        self._spread = False
+        self._pieced = False
         self.requires_grad = requires_grad
         self.writes = 0
         self.clears = 0
@@ -87,9 +87,9 @@ class Parameter:
             self.data[...] = value
 
     @property
-    def is_spread(self) -> bool:
-        """True if FSDP has spread the values over the ranks: its `named_parameters` has the part to train."""
-        return self._spread
+    def has_piece(self) -> bool:
+        """True if FSDP trains this parameter through a piece of it, which its `named_parameters` has."""
+        return self._pieced
 
     @property
     def grad(self) -> NDArray[Any] | None:

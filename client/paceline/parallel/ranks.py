@@ -13,9 +13,6 @@ __all__ = ["PendingWork", "Ranks", "ShardRanks"]
 class PendingWork(Protocol):
     """A collective under way (`paceline.Work`)."""
 
-    def done(self) -> bool:
-        """True once it has ended."""
-
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until it is complete and returns its result."""
 

@@ -2,7 +2,7 @@
 
 `Parameter` objects come in two kinds. The module's *parameters* are views of the whole array, and have no values while
 there is none. The *pieces* are views of this rank's part, shape [elements here]: optimizers train them, and gradients
-arrive in them. Where one rank has everything, the two are the same objects.
+arrive in them. Where one rank has everything, pieces have the parameters' shapes, and the same memory.
 
 Nothing here decides when; nothing but `fetch` and `summon` communicates.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import PacelineError, StepOrderError
+from paceline.errors import PacelineError
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import PendingWork, ShardRanks
 from paceline.parallel.sharding.gradients import Gradients
@@ -68,15 +68,13 @@ class Flat:
         for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
             view[...] = parameter.data
             parameter._place(view)
-            parameter._spread = self.is_spread
+            parameter._pieced = True
         self.is_whole = True
         self.part: NDArray[Any] = self._full[self._own]
-        self.pieces = self.parameters
-        if self.is_spread:
-            self.pieces = tuple(
-                Parameter(self.part[place], p.requires_grad)
-                for p, place in zip(self.parameters, self._places, strict=True)
-            )
+        self.pieces = tuple(
+            Parameter(self.part[place] if self.is_spread else p.data, p.requires_grad)
+            for p, place in zip(self.parameters, self._places, strict=True)
+        )
 
     def settle(self) -> None:
         """The whole array holds the initial values of all ranks: from now on this rank keeps its part alone."""
@@ -109,22 +107,12 @@ class Flat:
             work.wait()
             self._install(fresh)
 
-    def check_fetched(self) -> None:
-        """Checks that what is on its way is what this rank still has.
-
-        Raises:
-            StepOrderError: the part was changed since.
-        """
+    def was_changed(self) -> bool:
+        """True if this rank's part is not any more what is on its way."""
         if self._incoming is None or self._in_place:
-            return
-        sent, now = self._incoming[0][self._own], self.part
-        if self.wire is not None:
-            now = now.astype(self.wire)
-        if sent.tobytes() != now.tobytes():
-            raise StepOrderError(
-                "parameters were changed after prefetch_forward_params(), and before forward(): "
-                "call it after optimizer.step(), on all ranks"
-            )
+            return False
+        sent = self._incoming[0][self._own]
+        return sent.tobytes() != self.part.astype(sent.dtype, copy=False).tobytes()
 
     def release(self) -> None:
         """The whole is not needed any more; does nothing where it is kept."""
@@ -136,9 +124,9 @@ class Flat:
 
     def expire(self) -> None:
         """Parts have changed: what is whole, or on its way, is out of date."""
-        self.drop()
-        if self.is_spread:
-            self.is_whole = False
+        if self._pinned is None:
+            self.drop()
+            self.is_whole = not self.is_spread
 
     def drop(self) -> None:
         """Forgets what is on its way, and what is not kept."""
@@ -150,8 +138,8 @@ class Flat:
         self.release()
 
     def gather(self, ranks: ShardRanks | None) -> NDArray[Any]:
-        """The whole array in full precision, padding included, shape [W * S]; a view where it is kept."""
-        if ranks is None or not self.is_spread or (self._in_place and self.is_whole):
+        """The whole array in full precision, padding included, shape [W * S]; not a copy where it is here."""
+        if ranks is None or not self.is_spread or self._pinned is not None:
             assert self._full is not None
             return self._full
         fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
@@ -174,7 +162,9 @@ class Flat:
         assert self._full is not None
         if self.is_spread and not self._in_place:
             now = self._full[self._own]
-            np.copyto(self.part, now, where=now != before)  # an optimizer may have changed the part meanwhile
+            bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
+            changed = (bits != bits_before).any(axis=1)
+            np.copyto(self.part, now, where=changed)  # not all of it: an optimizer may have changed the part meanwhile
         self.expire()
 
     @property
@@ -186,10 +176,14 @@ class Flat:
         """The first parameter that has a gradient of this rank alone."""
         return next((path for path, p in self._named.items() if p.grad is not None), None)
 
-    def put_gradients(self, part: NDArray[Any] | None, used: NDArray[np.bool_]) -> None:
-        """Gives the pieces their gradients out of this rank's part of them, shape [S]; None to those nobody used."""
+    def put_gradients(self, part: NDArray[Any], used: NDArray[np.bool_]) -> None:
+        """Adds to the pieces' gradients, out of this rank's part of them, shape [S]; leaves those nobody used."""
         for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
-            piece._hold(part[place].reshape(piece.shape) if part is not None and any_use else None)
+            if any_use:
+                gradient = part[place].reshape(piece.shape)
+                if piece.grad is not None:
+                    np.add(gradient, piece.grad, out=gradient)
+                piece._hold(gradient)
 
     def set_whole(self, values: Sequence[NDArray[Any]]) -> None:
         """Sets every element that is held here, from arrays of the parameters' shapes."""

@@ -36,11 +36,13 @@ class Reduction:
         self._going.extend(Scattering(unit, flat) for flat in unit.flats if flat.gradients.are_wanted)
 
     def make_room(self) -> None:
-        """Before a unit's gradients take memory: those of all but the last units must have left."""
-        late = len(self._going) - MAX_SCATTERING + 1
-        for number, scattering in enumerate(self._going):
-            if not scattering.advance(wait=number < late):
-                break
+        """Before a unit's gradients take memory: those of all but the last units must have left.
+
+        Second legs begin here, whether their first ends early or late: at the same point of the program on all ranks,
+        so that an error leaves none of them a leg ahead.
+        """
+        for scattering in list(self._going)[: len(self._going) - MAX_SCATTERING + 1]:
+            scattering.advance()
 
     def finish(self, weight: float) -> None:
         """Sends what is left, waits for all, and leaves the weighted means in the pieces.
@@ -60,16 +62,11 @@ class Reduction:
             raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
         sent = {id(scattering.flat) for scattering in self._going}
         for unit, flat in self._flats:
-            if id(flat) in sent:
-                continue
-            if used[id(flat)].any():
+            if id(flat) not in sent and used[id(flat)].any():
                 self._going.append(Scattering(unit, flat))
-            else:
-                flat.put_gradients(None, used[id(flat)])
+        for scattering in self._going:
+            scattering.advance()
         while self._going:
-            for scattering in self._going:  # second legs begin while the first ones of others are waited for
-                if not scattering.advance(wait=False):
-                    break
             scattering = self._going.popleft()
             scattering.finish(total, used[id(scattering.flat)])
 

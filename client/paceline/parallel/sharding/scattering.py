@@ -48,16 +48,11 @@ class Scattering:
             self._part = sent
             self._begin_second()
 
-    def advance(self, *, wait: bool) -> bool:
-        """Begins the second leg if the first is over; True if it has begun, or there is none.
-
-        Args:
-            wait: for the end of the first leg.
-        """
-        if self._first is not None and (wait or self._first.done()):
+    def advance(self) -> None:
+        """Waits for the end of the first leg, and begins the second; does nothing if that has begun."""
+        if self._first is not None:
             self._part, self._first = self._first.wait(), None
             self._begin_second()
-        return self._first is None
 
     def finish(self, total: float, used: NDArray[np.bool_]) -> None:
         """Waits, divides by the total weight, and gives the pieces their gradients.
@@ -66,7 +61,7 @@ class Scattering:
             total: sum of the weights of all ranks, above 0.
             used: for each parameter, whether any rank used it.
         """
-        self.advance(wait=True)
+        self.advance()
         if self._second is not None:
             self._second.wait()
         assert self._part is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +38,22 @@ def full_state(units: Iterable[Unit], paths: Paths, buffers: Buffers, *, keep: b
             if keep:
                 for piece, view in zip(flat.pieces, flat.views(full), strict=True):
                     state[paths[id(piece)]] = view.copy()
-    return state | {path: buffer.copy() for path, buffer in buffers.items()} if keep else {}
+    if not keep:
+        return {}
+    return {path: state[path] for path in paths.values()} | {path: buffer.copy() for path, buffer in buffers.items()}
 
 
-def load_full(units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any]) -> None:
+def load_full(
+    units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any], before: Callable[[], None]
+) -> None:
     """Takes over what `full_state` gave, in any world: each rank what it holds. Communicates nothing.
+
+    Args:
+        units: of the model.
+        paths: of the pieces.
+        buffers: by path.
+        saved: what to take over.
+        before: called when it is known to fit.
 
     Raises:
         SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
@@ -53,6 +64,7 @@ def load_full(units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapp
     }
     shapes |= {path: buffer.shape for path, buffer in buffers.items()}
     _check(shapes, {path: np.shape(values) for path, values in saved.items()})
+    before()
     for flat in flats:
         flat.set_whole([np.asarray(saved[paths[id(piece)]]) for piece in flat.pieces])
     for path, buffer in buffers.items():
@@ -66,22 +78,28 @@ def shard_state(units: Iterable[Unit], paths: Paths, buffers: Buffers) -> dict[s
         By path {"values": the elements here, shape [n]; "start": number of the first; "shape": of the whole}.
     """
     state = {path: _entry(values, start, shape) for path, values, start, shape in _shards(units, paths)}
+    state = {path: state[path] for path in paths.values()}
     return state | {path: _entry(buffer, 0, buffer.shape) for path, buffer in buffers.items()}
 
 
-def load_shards(units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any]) -> None:
-    """Takes over what `shard_state` gave to the rank with the same part. Communicates nothing.
+def load_shards(
+    units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any], before: Callable[[], None]
+) -> None:
+    """Takes over what `shard_state` gave to the rank with the same part; arguments as those of `load_full`.
 
     Raises:
         SizeMismatch: it was made by another model, world, rank or strategy; nothing was changed.
     """
     units = list(units)
-    mine = {path: (start, values.size, shape) for path, values, start, shape in _shards(units, paths)}
-    mine |= {path: (0, buffer.size, buffer.shape) for path, buffer in buffers.items()}
-    theirs = {p: (int(e["start"]), np.size(e["values"]), tuple(map(int, e["shape"]))) for p, e in saved.items()}
+    mine = {
+        path: _Held(start, (values.size,), values.dtype, shape) for path, values, start, shape in _shards(units, paths)
+    }
+    mine |= {path: _Held(0, (buffer.size,), buffer.dtype, buffer.shape) for path, buffer in buffers.items()}
+    theirs = {path: _held(entry, mine.get(path)) for path, entry in saved.items()}
     _check(
         mine, theirs, "; a sharded state fits the world, rank and strategy that made it: use state_dict() across them"
     )
+    before()
     for unit in units:
         for flat in unit.flats:
             flat.given = True
@@ -91,13 +109,16 @@ def load_shards(units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Ma
         buffer[...] = np.reshape(saved[path]["values"], buffer.shape)
 
 
-def set_parts(units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArray[Any]) -> None:
+def set_parts(
+    units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArray[Any], before: Callable[[], None]
+) -> None:
     """Replaces all elements that this rank holds; gradients are dropped.
 
     Args:
         units: of the model.
         pieces: all of them.
         values: their elements one after the other.
+        before: called when they are known to fit.
 
     Raises:
         SizeMismatch: there are more or fewer; nothing was changed.
@@ -106,6 +127,7 @@ def set_parts(units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArra
     values, expected = values.reshape(-1), sum(piece.data.size for piece in pieces)
     if values.size != expected:
         raise SizeMismatch(f"update_shards: expected {expected} elements but got {values.size}")
+    before()
     for unit in units:
         for flat in unit.flats:
             flat.given = True
@@ -140,6 +162,31 @@ def _shards(units: Iterable[Unit], paths: Paths) -> Iterable[tuple[str, NDArray[
 
 def _entry(values: NDArray[Any], start: int, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"values": values.reshape(-1).copy(), "start": start, "shape": list(shape)}
+
+
+class _Held(NamedTuple):
+    """What a rank has of an array."""
+
+    start: int
+    size: tuple[int, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+def _told(values: Any, wanted: tuple[tuple[int, ...], np.dtype[Any]] | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of what was saved; the dtype that is wanted if it can be converted to that."""
+    array = np.asarray(values)
+    fits = wanted is not None and np.can_cast(array.dtype, wanted[1], "same_kind")
+    return array.shape, wanted[1] if wanted is not None and fits else array.dtype
+
+
+def _held(entry: Any, wanted: _Held | None) -> _Held | str:
+    """What an entry of a sharded state holds; words if it is none."""
+    try:
+        size, dtype = _told(entry["values"], None if wanted is None else (wanted.size, wanted.dtype))
+        return _Held(int(entry["start"]), size, dtype, tuple(map(int, entry["shape"])))
+    except (KeyError, TypeError, ValueError, IndexError):
+        return "no entry with values, start and shape"
 
 
 def _check(mine: Mapping[str, Any], theirs: Mapping[str, Any], hint: str = "") -> None:

@@ -14,7 +14,7 @@ from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.flat import Flat
 from paceline.parallel.sharding.strategy import Placement
 
-__all__ = ["Unit", "check_trainable"]
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -31,7 +31,8 @@ class Unit:
         shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `settle`.
         replicas: the ranks that hold the same part; None where there is no other.
         is_settled: initial values have been agreed on.
-        runs: forward passes whose backward pass has not come.
+        runs: how often it ran in the last forward pass.
+        left: how often it has still to run in this backward pass, if each run forward has one.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64.
@@ -41,7 +42,7 @@ class Unit:
         kinds: dict[tuple[np.dtype[Any], bool], dict[str, Parameter]] = {}
         for path, parameter in parameters.items():
             if parameter.requires_grad:
-                check_trainable(path, parameter)
+                _check_trainable(path, parameter)
             if parameter.dtype.hasobject:
                 raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
@@ -50,7 +51,8 @@ class Unit:
         self.shards: ShardRanks | None = None
         self.replicas: ShardRanks | None = None
         self.is_settled = False
-        self.runs = 0
+        self.runs = self.left = 0
+        self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def settle(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
         """Initial values are all ranks': keeps this rank's part, and takes the ranks of the placement."""
@@ -63,6 +65,32 @@ class Unit:
         """The module's parameters, each with this rank's piece of it."""
         for flat in self.flats:
             yield from zip(flat.parameters, flat.pieces, strict=True)
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen, in the module or through its piece, and not agreed on."""
+        return all(
+            p.requires_grad == piece.requires_grad == known
+            for (p, piece), known in zip(self.pairs(), self._known, strict=True)
+        )
+
+    def align(self, paths: Mapping[int, str]) -> None:
+        """A parameter was frozen or unfrozen in the module or through its piece: makes the other like it.
+
+        Args:
+            paths: of the pieces, by identity.
+
+        Raises:
+            UnsupportedOp: one that is unfrozen is neither float32 nor float64.
+        """
+        for (p, piece), known in zip(self.pairs(), self._known, strict=True):
+            now = known if p.requires_grad == piece.requires_grad == known else not known
+            if now:
+                _check_trainable(paths[id(piece)], p)
+            p.requires_grad = piece.requires_grad = now
+
+    def refit(self) -> None:
+        """What is frozen and what is not has been agreed on."""
+        self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def fetch(self) -> None:
         """Starts to gather what is not whole."""
@@ -103,7 +131,7 @@ class Unit:
         yield
 
 
-def check_trainable(path: str, parameter: Parameter) -> None:
+def _check_trainable(path: str, parameter: Parameter) -> None:
     """Checks that gradients can be summed and averaged in the parameter's dtype.
 
     Raises:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from paceline.errors import StepOrderError
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import Ranks
 from paceline.parallel.sharding.order import Order
 from paceline.parallel.sharding.reduction import Reduction
-from paceline.parallel.sharding.unit import Unit, check_trainable
+from paceline.parallel.sharding.unit import Unit
 
 __all__ = ["Units"]
 
@@ -39,6 +41,7 @@ class Units:
         self._backward = Order(_backward_guess(self._all))
         self._number = {id(unit): n for n, unit in enumerate(self._all)}
         self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
+        self._group = group
         self._reduction = Reduction(self._all, group)
         self._order: Order | None = None
         """Of the pass that runs; None between passes."""
@@ -52,68 +55,55 @@ class Units:
 
     def fits(self) -> bool:
         """False once a parameter was frozen or unfrozen, in the module or through its piece."""
-        return all(
-            p.requires_grad == piece.requires_grad == known
-            for (_, p, piece), known in zip(self._pairs, self._known, strict=True)
-        )
-
-    def align(self) -> None:
-        """A parameter was frozen or unfrozen in the module or through its piece: makes the other like it.
-
-        Raises:
-            UnsupportedOp: one that is unfrozen is neither float32 nor float64.
-        """
-        for (path, p, piece), known in zip(self._pairs, self._known, strict=True):
-            now = known if p.requires_grad == piece.requires_grad == known else not known
-            if now:
-                check_trainable(path, p)
-            p.requires_grad = piece.requires_grad = now
+        return all(unit.fits() for unit in self._all)
 
     def refit(self) -> None:
         """What is frozen and what is not has been agreed on."""
-        self._known = [piece.requires_grad for _, _, piece in self._pairs]
+        for unit in self._all:
+            unit.refit()
         trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
         self.parameters: Mapping[str, Parameter] = {path: piece for path, _, piece in trained}
         self.sources: Mapping[str, Parameter] = {path: p for path, p, _ in trained}
 
-    # A unit's run. All of it happens inside a pass.
+    @contextmanager
+    def running_forward(self, unit: Unit) -> Iterator[None]:
+        """For a unit's forward inside the block: it is whole there. A module's backward may call it again."""
+        with self._whole(unit):
+            yield
+        if not self._backwards:
+            unit.runs += 1
 
     @contextmanager
-    def running(self, unit: Unit) -> Iterator[None]:
-        """For a unit's forward or backward inside the block: it is whole there.
+    def running_backward(self, unit: Unit) -> Iterator[None]:
+        """For a unit's backward inside the block: it is whole there, and sends its gradients afterwards."""
+        self._reduction.make_room()
+        with self._whole(unit), unit.taking_gradients(ignore=self._ignores):
+            yield
+        unit.left -= 1
+        if self._early and unit.left <= 0:
+            self._reduction.send(unit)
 
-        Raises:
-            StepOrderError: no pass of the whole model is under way.
-        """
+    @contextmanager
+    def _whole(self, unit: Unit) -> Iterator[None]:
         if self._order is None:
             raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
-        if self._backwards:
-            self._reduction.make_room()
         if unit.flats:
             coming = self._order.enter(self._number[id(unit)], self._ahead)
             unit.wait()
             for number in coming:
                 self._all[number].fetch()
         try:
-            if self._backwards:
-                with unit.taking_gradients(ignore=self._ignores):
-                    yield
-                unit.runs -= 1
-            else:
-                yield
-                unit.runs += 1
+            yield
         finally:
             unit.release()
-        if self._backwards and self._early and unit.runs <= 0:
-            self._reduction.send(unit)
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """For a forward pass of the whole model inside the block."""
         for unit in self._all:
             unit.runs = 0
-        if self.prefetched:
-            self._check_fetched()
+        if not self.prefetched:
+            self.expire()  # what is kept whole may have been changed in place on any rank
         with self._passing(self._forward):
             yield
 
@@ -123,6 +113,8 @@ class Units:
         del weight  # it travels at the end
         self._check_not_summoned()
         self._backwards, self._early = True, early
+        for unit in self._all:
+            unit.left = unit.runs
         try:
             with self._passing(self._backward):
                 yield
@@ -141,9 +133,10 @@ class Units:
 
     @contextmanager
     def _passing(self, order: Order) -> Iterator[None]:
-        self._order = order
-        order.start()
         try:
+            self._refresh()
+            self._order = order
+            order.start()
             yield
             order.end()
         finally:
@@ -164,14 +157,12 @@ class Units:
         for unit in self._all:
             unit.expire()
 
-    def _check_fetched(self) -> None:
-        try:
-            for unit in self._all:
-                for flat in unit.flats:
-                    flat.check_fetched()
-        except BaseException:
-            self.expire()
-            raise
+    def _refresh(self) -> None:
+        """Gathers anew what was prefetched, if any rank has changed its part in place since: all ranks must know."""
+        if self.prefetched and self._group.size > 1:
+            changed = any(flat.was_changed() for unit in self._all for flat in unit.flats)
+            if self._group.all_reduce(np.array([changed], np.int64))[0]:
+                self.expire()
 
     @contextmanager
     def summoned(self) -> Iterator[None]:
@@ -186,6 +177,7 @@ class Units:
                 flat.summon(unit.shards)
             yield
         finally:
+            self.prefetched = False
             for _, flat in flats:
                 flat.dismiss()
 
