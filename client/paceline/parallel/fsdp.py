@@ -325,7 +325,10 @@ class FSDP(Wrapper):
         return self._owes
 
     def _shares(self) -> list[Share]:
-        return [(unit.shards, [piece for _, piece in unit.pairs()]) for unit in self._tree()]
+        shares: dict[int, tuple[ShardRanks | None, list[Parameter]]] = {}
+        for unit in self._tree():
+            shares.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
+        return list(shares.values())
 
     def _run_forward(self, x: Any) -> Any:
         with self._root._all_units().running_forward(self._unit):

@@ -24,22 +24,25 @@ _CHUNK = 1 << 16
 """Elements that are raised to a power at once, in float64."""
 
 
-def total_norm(shares: Sequence[Share], p: float) -> float:
+def total_norm(shares: Sequence[Share], group: Ranks, p: float) -> float:
     """The p-norm of all gradients as one vector; the same bits on every rank. A parameter without gradient counts 0.
+
+    Sums and powers may differ in the last bit between CPUs and libraries, so rank 0's result is everybody's (I5).
 
     Args:
         shares: the parts of this rank, alike on all ranks.
+        group: all ranks.
         p: above 0; `math.inf` for the largest absolute value.
     """
     norm = 0.0
     for ranks, parameters in shares:
         powers = [_power(g, p) for parameter in parameters if (g := parameter.grad) is not None]
-        part = float(np.max(powers, initial=0.0)) if math.isinf(p) else math.fsum(powers)
+        part = float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
         if ranks is not None:
-            # float64 of one element: what each rank sends is as good as its sum.
             part = float(ranks.all_reduce(np.float64(part), op="max" if math.isinf(p) else "sum"))
         norm = float(np.maximum(norm, part)) if math.isinf(p) else norm + part
-    return norm if math.isinf(p) else norm ** (1 / p)
+    norm = norm if math.isinf(p) else norm ** (1 / p)
+    return norm if group.size == 1 else float(group.broadcast(np.float64(norm), root=0))
 
 
 def clip(parameters: Iterable[Parameter], norm: float, max_norm: float) -> None:

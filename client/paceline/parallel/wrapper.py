@@ -171,7 +171,7 @@ class Wrapper(abc.ABC):
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm, taken over all parameters as one vector, is at most `max_norm`.
 
-        A collective where parameters are spread over the ranks; every rank scales by the same bits.
+        A collective; every rank scales by the same bits.
 
         Args:
             max_norm: the limit; `math.inf` only measures.
@@ -187,7 +187,7 @@ class Wrapper(abc.ABC):
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")
         shares = self._shares()
-        norm = total_norm(shares, norm_type)
+        norm = total_norm(shares, self.group, norm_type)
         clip((parameter for _, parameters in shares for parameter in parameters), norm, max_norm)
         return norm
 
