@@ -20,8 +20,12 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
-    [(["full_shard"], 4), (["shard_grad_op"], 4), (["no_shard"], 1), (["hybrid_shard", "2"], 2)],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+    [
+        (["full_shard"], 4),
+        pytest.param(["shard_grad_op"], 4, marks=pytest.mark.slow),
+        pytest.param(["no_shard"], 1, marks=pytest.mark.slow),
+        pytest.param(["hybrid_shard", "2"], 2, marks=pytest.mark.slow),
+    ],
 )
 def test_digits_under_every_strategy(arguments: list[str], parts: int) -> None:
     paceline = [sys.executable, "-m", "paceline", "run", "-n", "4"]

@@ -21,7 +21,7 @@ from paceline import FSDP, Parameter, ShardingStrategy, nn, optim
 from paceline.errors import InvalidWorldSize, UnsupportedOp
 from paceline.group import Group
 from paceline.links.base import Peer
-from paceline.parallel.sharding.strategy import Placement, place
+from paceline.parallel.sharding.strategy import place
 from support.worlds import run_over
 
 FULL, GRAD_OP, NO_SHARD, HYBRID = ShardingStrategy
@@ -325,7 +325,8 @@ def test_17_nodes_are_found_from_hosts_or_are_blocks() -> None:
         for node in nodes:
             for part, rank in enumerate(node):
                 replicas = tuple(other[part] for other in nodes)
-                assert place(HYBRID, rank, world, size) == Placement(node, replicas, part, keeps_full=False)
+                placed = place(HYBRID, rank, world, size)
+                assert (placed.shards, placed.replicas, placed.part) == (node, replicas, part)
     with pytest.raises(InvalidWorldSize, match="a: 3, b: 2"):
         place(HYBRID, 0, world[:5], None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -15,15 +16,17 @@ from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.engine import Call
 from paceline.collectives.tasks.task import Chooser, Task, barrier_task
 from paceline.config import Config, checked_timeout
-from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration
+from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, UnsupportedOp
 from paceline.group.binding import Binding
 from paceline.links.base import Mesh, Peer
 from paceline.recorder import FlightRecorder
 from paceline.work import Progress, Work
 
-__all__ = ["GroupCore"]
+__all__ = ["GroupCore", "labelled"]
 
 T = TypeVar("T")
+
+_LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
 
 
 class GroupCore:
@@ -175,3 +178,14 @@ class GroupCore:
         """If the generation has failed, whoever keeps records of that hears of it, after the others do."""
         if self.on_abort is not None and self._bound.mesh.fault.failed:
             self.on_abort(error)
+
+
+def labelled(label: str) -> str:
+    """A caller's label as it stands in a signature.
+
+    Raises:
+        UnsupportedOp: it is not 1 to 40 letters, digits, underscores and dashes.
+    """
+    if label and not _LABEL.fullmatch(label):
+        raise UnsupportedOp(f"a label is 1 to 40 letters, digits, underscores and dashes, not {label!r:.60}")
+    return f" label={label}" if label else ""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
 from paceline.collectives.tasks.gathering import all_gather_task, all_to_all_task, gather_task
-from paceline.group.core import GroupCore
+from paceline.group.core import GroupCore, labelled
 from paceline.work import Work
 
 __all__ = ["Gathering"]
@@ -25,6 +25,7 @@ class Gathering(GroupCore):
         *,
         uneven: bool = ...,
         out: Array | None = ...,
+        label: str = ...,
         timeout: float | None = ...,
         async_op: Literal[False] = ...,
     ) -> Array: ...
@@ -35,6 +36,7 @@ class Gathering(GroupCore):
         *,
         uneven: bool = ...,
         out: Array | None = ...,
+        label: str = ...,
         timeout: float | None = ...,
         async_op: Literal[True],
     ) -> Work[Array]: ...
@@ -44,6 +46,7 @@ class Gathering(GroupCore):
         *,
         uneven: bool = False,
         out: Array | None = None,
+        label: str = "",
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
@@ -53,6 +56,7 @@ class Gathering(GroupCore):
             x: this rank's array, shape [m, ...]; 0-d counts as one row. Dtype and shape must agree.
             uneven: m may differ between ranks, which costs one more exchange.
             out: where to put the result.
+            label: as for `all_reduce`.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -66,7 +70,9 @@ class Gathering(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: all_gather_task(bound.engine, array, out, self.choose, uneven=uneven), timeout, async_op
+            lambda bound: all_gather_task(bound.engine, array, out, self.choose, uneven=uneven, detail=labelled(label)),
+            timeout,
+            async_op,
         )
 
     @overload

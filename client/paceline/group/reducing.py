@@ -9,7 +9,7 @@ import numpy.typing as npt
 from paceline.arrays import Array, as_array
 from paceline.collectives.tasks.reducing import all_reduce_task, reduce_scatter_task, reduce_task
 from paceline.collectives.trees import Fusion
-from paceline.group.core import GroupCore
+from paceline.group.core import GroupCore, labelled
 from paceline.work import Work
 
 __all__ = ["Reducing"]
@@ -37,6 +37,7 @@ class Reducing(GroupCore):
         op: str = ...,
         order: str = ...,
         out: Array | None = ...,
+        label: str = ...,
         timeout: float | None = ...,
         async_op: Literal[False] = ...,
     ) -> Array: ...
@@ -48,6 +49,7 @@ class Reducing(GroupCore):
         op: str = ...,
         order: str = ...,
         out: Array | None = ...,
+        label: str = ...,
         timeout: float | None = ...,
         async_op: Literal[True],
     ) -> Work[Array]: ...
@@ -58,6 +60,7 @@ class Reducing(GroupCore):
         op: str = "sum",
         order: str = "fastest",
         out: Array | None = None,
+        label: str = "",
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
@@ -68,6 +71,7 @@ class Reducing(GroupCore):
             op: sum, mean, prod, min, max, band, bor or bxor.
             order: "fastest" or "rank".
             out: where to put the result; may be `x`.
+            label: a word that all ranks must agree on: tells operations of one size apart, in errors and records too.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -81,7 +85,9 @@ class Reducing(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: all_reduce_task(bound.engine, array, op, out, self.choose, order), timeout, async_op
+            lambda bound: all_reduce_task(bound.engine, array, op, out, self.choose, order, labelled(label)),
+            timeout,
+            async_op,
         )
 
     @overload
@@ -151,6 +157,7 @@ class Reducing(GroupCore):
         op: str = ...,
         order: str = ...,
         out: Array | None = ...,
+        label: str = ...,
         timeout: float | None = ...,
         async_op: Literal[False] = ...,
     ) -> Array: ...
@@ -162,6 +169,7 @@ class Reducing(GroupCore):
         op: str = ...,
         order: str = ...,
         out: Array | None = ...,
+        label: str = ...,
         timeout: float | None = ...,
         async_op: Literal[True],
     ) -> Work[Array]: ...
@@ -172,6 +180,7 @@ class Reducing(GroupCore):
         op: str = "sum",
         order: str = "fastest",
         out: Array | None = None,
+        label: str = "",
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
@@ -182,6 +191,7 @@ class Reducing(GroupCore):
             op: as for `all_reduce`.
             order: "fastest" or "rank".
             out: where to put the result, shape [m, ...].
+            label: as for `all_reduce`.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -194,7 +204,9 @@ class Reducing(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: reduce_scatter_task(bound.engine, array, op, out, self.choose, order), timeout, async_op
+            lambda bound: reduce_scatter_task(bound.engine, array, op, out, self.choose, order, labelled(label)),
+            timeout,
+            async_op,
         )
 
     def average(self, tree: T, *, timeout: float | None = None) -> T:

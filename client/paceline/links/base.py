@@ -57,7 +57,7 @@ class Peer:
     Attributes:
         rank: its rank.
         member_id: unique for ever.
-        host: its host, for people.
+        host: its host, by name: for people, and for what keeps together what is near (`split_by_host`).
         address: where its PeerService answers, "host:port"; empty on a local mesh.
         pid: its process id, 0 where unknown.
     """

@@ -5,38 +5,30 @@ The order of things in a step is `wrapper`'s; `sharding` has the parts: who hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from paceline.errors import InvalidRank, StepOrderError, UnsupportedOp
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel.manifest import Manifest
-from paceline.parallel.module import Module, buffers_of, parameters_of
+from paceline.parallel.module import Module, buffers_of
 from paceline.parallel.norm import Share
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.joining import join_units
-from paceline.parallel.sharding.state import (
-    full_state,
-    load_full,
-    load_shards,
-    padded_gradients,
-    set_parts,
-    shard_state,
-)
+from paceline.parallel.sharding.stateful import ShardedState
 from paceline.parallel.sharding.strategy import ShardingStrategy, place
-from paceline.parallel.sharding.unit import Unit
+from paceline.parallel.sharding.unit import Unit, checked_wire
 from paceline.parallel.sharding.units import Units
 from paceline.parallel.wrapper import Wrapper
-from paceline.signature import dtype_name
 
 __all__ = ["FSDP"]
 
 
-class FSDP(Wrapper):
+class FSDP(Wrapper, ShardedState):
     """Trains one model on the samples of all ranks; each rank keeps its part of parameters, gradients and state.
 
         fsdp = paceline.FSDP(module, session.group)
@@ -55,9 +47,13 @@ class FSDP(Wrapper):
         model = nn.Sequential(*(paceline.FSDP(block, group) for block in blocks))
         fsdp = paceline.FSDP(model, group)
 
+    A model that fits no rank is built unit by unit: `unit = FSDP(block, group); unit.prepare()`, a collective, leaves
+    of each block this rank's part before the next is built.
+
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
-    The module's own have values only while their unit runs, and inside `unshard()`. Where one rank has everything
-    (NO_SHARD, a world of one), pieces keep the parameters' shapes.
+    The module's own have values only while their unit runs, and inside `unshard()`; under SHARD_GRAD_OP always, but
+    what other ranks updated is old until the next forward pass or `broadcast_updated_params`. Where one rank has
+    everything (NO_SHARD, a world of one), pieces keep the parameters' shapes.
 
     A parameter that no rank used gets no gradient, and a frozen one none either. Tied parameters (one object, several
     paths) must be in one unit. All ranks must run the same units in the same order.
@@ -67,8 +63,9 @@ class FSDP(Wrapper):
         group: the ranks; the same for all units.
         strategy: what is spread.
         intra_node_size: of HYBRID_SHARD: ranks in a node; None where a node is a host.
-        communication_dtype: what parameters and gradients travel in, e.g. `ml_dtypes.bfloat16`; None for their own.
-            The parts that are trained keep their dtype, and so does the computation.
+        communication_dtype: what wider parameters and gradients travel in, e.g. `ml_dtypes.bfloat16`; None for their
+            own. The parts that are trained keep their dtype, and so does the computation; what does not travel is not
+            rounded. Gradients travel multiplied by their weights (B samples): float16 may overflow.
         ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
 
     Attributes:
@@ -100,10 +97,11 @@ class FSDP(Wrapper):
         super().__init__(module, group)
         self._root = self
         self.strategy = ShardingStrategy(strategy)
+        ahead = index(ahead)
         if ahead < 0:
             raise ValueError(f"ahead is a number of units, not {ahead!r}")
         self._ahead = ahead
-        self._wire = _checked_wire(communication_dtype)
+        self._wire = checked_wire(communication_dtype)
         placement = place(self.strategy, group.rank, group.members, intra_node_size)
         own, inner = _owned(module)
         if any(part.group is not group for part in inner):
@@ -161,17 +159,7 @@ class FSDP(Wrapper):
         pending = any(p.grad is not None for unit in self._tree() for p, _ in unit.pairs())
         if not self._ran and not pending:
             raise StepOrderError("sync_gradients: there is nothing to reduce. Was forward() called before backward()?")
-        self._prepare(may_change=False)
-        self._round.drop_if_cleared()
-        before = []
-        if not self._round.micro_batches:  # by hand: replaces, for whoever wrote them could have added
-            before = [(piece, piece.grad) for unit in self._tree() for _, piece in unit.pairs()]
-            for piece, _ in before:
-                piece._hold(None)
         super().sync_gradients(weight)
-        for piece, gradient in before:
-            if piece.grad is None:
-                piece._hold(gradient)
         self._owes = False
 
     def prefetch_forward_params(self) -> None:
@@ -184,10 +172,10 @@ class FSDP(Wrapper):
             StepOrderError: called twice without a forward pass in between.
         """
         self._check_outermost()
-        gathering = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-        if self.strategy not in gathering:
-            allowed = " and ".join(strategy.name for strategy in gathering)
-            raise UnsupportedOp(f"prefetch_forward_params is only valid for {allowed}, got {self.strategy.name}")
+        if all(unit.placement.keeps_full for unit in self._tree()):
+            raise UnsupportedOp(
+                f"prefetch_forward_params is only valid for FULL_SHARD and HYBRID_SHARD, got {self.strategy.name}"
+            )
         if self.has_pending_prefetch():
             raise StepOrderError("prefetch_forward_params called twice without intervening forward()")
         self.prepare()
@@ -204,28 +192,25 @@ class FSDP(Wrapper):
         parameters before.
         """
         self._check_outermost()
-        if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
-            return
         self.prepare()
-        units = self._all_units()
-        units.expire()
-        for unit in units:
+        kept = [unit for unit in self._tree() if unit.placement.keeps_full]
+        for unit in kept:
+            unit.expire()
             unit.fetch()
-        for unit in units:
+        for unit in kept:
             unit.wait()
 
-    def update_shards(self, flat: ArrayLike) -> None:
-        """Replaces the values that this rank holds; drops its gradients. Each rank calls it for itself, all of them do.
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As `Wrapper.no_sync`: gradients are accumulated whole, a unit's memory of them stays until they leave."""
+        self._check_outermost()
+        with super().no_sync():
+            yield
 
-        Args:
-            flat: the elements of all pieces in the order of `named_parameters`.
-
-        Raises:
-            SizeMismatch: there are more or fewer elements; nothing was changed.
-            StepOrderError: inside `unshard`.
-        """
-        self._check_changeable()
-        set_parts(self._tree(), parameters_of(self).values(), np.asarray(flat), self._expire)
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """As `Wrapper.clip_grad_norm`, over the parts of all ranks."""
+        self._check_outermost()
+        return super().clip_grad_norm(max_norm, norm_type)
 
     @contextmanager
     def unshard(self) -> Iterator[dict[str, Parameter]]:
@@ -246,55 +231,6 @@ class FSDP(Wrapper):
         with self._all_units().summoned():
             yield {path: whole[piece] for piece, path in self._paths().items()}
 
-    def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
-        """This rank's part of each gradient in an array of the full shape, zeros elsewhere, by path; None for none."""
-        return padded_gradients(self._tree(), self._paths())
-
-    def state_dict(self, *, root: int | None = None) -> dict[str, NDArray[Any]]:
-        """Copies of all parameters and buffers, whole, by path: what any world, or one process, can load. A collective.
-
-        Args:
-            root: the one rank that wants them; every rank if None.
-
-        Returns:
-            The copies; empty on other ranks than the root.
-        """
-        self._check_outermost()
-        self.prepare()
-        if root is not None and not 0 <= root < self.group.size:
-            raise InvalidRank(f"root {root} lies outside the world of {self.group.size}, at rank {self.group.rank}")
-        keep = root is None or root == self.group.rank
-        return full_state(self._tree(), self._paths(), buffers_of(self.module), keep=keep)
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave, in any world. Each rank cuts out its part; nothing is communicated.
-
-        Raises:
-            SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
-            StepOrderError: inside `unshard`.
-        """
-        self._check_changeable()
-        load_full(self._tree(), self._paths(), buffers_of(self.module), saved, self._expire)
-
-    def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
-        """Copies of what this rank holds. Communicates nothing.
-
-        Returns:
-            By path {"values": elements, shape [n]; "start": number of the first; "shape": of the whole parameter}.
-        """
-        self._check_outermost()
-        return shard_state(self._tree(), self._paths(), buffers_of(self.module))
-
-    def load_sharded_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `sharded_state_dict` gave to the same rank of a world of the same size; on all ranks.
-
-        Raises:
-            SizeMismatch: another model, world, rank or strategy made it; nothing was changed.
-            StepOrderError: inside `unshard`.
-        """
-        self._check_changeable()
-        load_shards(self._tree(), self._paths(), buffers_of(self.module), saved, self._expire)
-
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """This rank's pieces, under the paths of the module's parameters."""
         for path, parameter in self.module.named_parameters():
@@ -309,7 +245,7 @@ class FSDP(Wrapper):
             entries,
             buffers_of(self.module),
             strategy=" ".join(part.strategy.name for part in self._parts()),
-            nodes=" ".join(str(len(unit.placement.shards)) for unit in units),
+            nodes="; ".join(dict.fromkeys(str(unit.placement.nodes) for unit in units)),
             communication_dtype=" ".join(str(part._wire) for part in self._parts()),
             ahead=self._ahead,
             units=" ".join(str(len(list(unit.pairs()))) for unit in units),
@@ -320,6 +256,17 @@ class FSDP(Wrapper):
             self._units = Units(units, paths, self.group, self._ahead)
         self._units.refit()
         return self._units
+
+    def _reduce(self, *, by_hand: bool = False) -> None:
+        before: list[tuple[Parameter, NDArray[Any] | None]] = []
+        if by_hand:  # they replace what pieces have, for whoever wrote them could have added; what nobody wrote stays
+            before = [(piece, piece.grad) for unit in self._tree() for _, piece in unit.pairs()]
+            for piece, _ in before:
+                piece._hold(None)
+        super()._reduce()
+        for piece, gradient in before:
+            if piece.grad is None:
+                piece._hold(gradient)
 
     def _owes_gradients(self) -> bool:
         return self._owes
@@ -394,13 +341,3 @@ def _owned(module: Module) -> tuple[dict[str, Parameter], list[FSDP]]:
             if id(part) in owners or not part._pieces:
                 inner.setdefault(id(part), part)
     return own, list(inner.values())
-
-
-def _checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
-    if dtype is None:
-        return None
-    wire = np.dtype(dtype)
-    dtype_name(wire)
-    if wire.kind != "f" and wire.name != "bfloat16":
-        raise UnsupportedOp(f"communication_dtype must be a type of floats, not {wire}")
-    return wire

@@ -41,7 +41,9 @@ def total_norm(shares: Sequence[Share], group: Ranks, p: float) -> float:
         if ranks is not None:
             part = float(ranks.all_reduce(np.float64(part), op="max" if math.isinf(p) else "sum"))
         norm = float(np.maximum(norm, part)) if math.isinf(p) else norm + part
-    norm = norm if math.isinf(p) else norm ** (1 / p)
+    if not math.isinf(p):
+        with np.errstate(over="ignore"):  # infinity is an answer
+            norm = float(np.power(np.float64(norm), 1 / p))
     return norm if group.size == 1 else float(group.broadcast(np.float64(norm), root=0))
 
 

@@ -39,18 +39,31 @@ class ShardRanks(Ranks, Protocol):
     """The part of `paceline.Group` that FSDP uses on top."""
 
     @property
+    def generation(self) -> int:
+        """The generation whose members these are."""
+
+    @property
     def members(self) -> Sequence[Peer]:
         """The members in rank order."""
 
     def all_reduce(
-        self, x: Any, *, op: Any = "sum", order: Any = "fastest", out: Any = None, async_op: Any = False
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        order: Any = "fastest",
+        out: Any = None,
+        label: Any = "",
+        async_op: Any = False,
     ) -> Any:
-        """As above; `order="rank"` adds up in rank order, 16-bit values in float32."""
+        """As above; `order="rank"` adds up in rank order, 16-bit values in float32; ranks must agree on the label."""
 
-    def all_gather(self, x: Any, *, out: Any = None, async_op: Any = False) -> Any:
+    def all_gather(self, x: Any, *, out: Any = None, label: Any = "", async_op: Any = False) -> Any:
         """The arrays of all ranks, joined on axis 0, in `out`; a `PendingWork` if asynchronous."""
 
-    def reduce_scatter(self, x: Any, *, op: Any = "sum", order: Any = "fastest", async_op: Any = False) -> Any:
+    def reduce_scatter(
+        self, x: Any, *, op: Any = "sum", order: Any = "fastest", label: Any = "", async_op: Any = False
+    ) -> Any:
         """The r-th of W equal parts of the reduced array at rank r; a `PendingWork` if asynchronous."""
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRanks:

@@ -142,7 +142,8 @@ class Wrapper(abc.ABC):
         path = self._round.written_by_others(or_zeros=True)
         if path is None and not self._round.micro_batches and not self._owes_gradients():
             return
-        if self._round.micro_batches:
+        by_hand = not self._round.micro_batches
+        if not by_hand:
             if path is not None:
                 raise StepOrderError(f"the gradient of {path!r} was written outside of the wrapper in an accumulation")
             if weight is not None:
@@ -154,7 +155,7 @@ class Wrapper(abc.ABC):
                 if source.grad is not None and factor != 1:
                     source._hold(source.grad * factor if factor else None)
         with self._all_or_nothing():
-            self._reduce()
+            self._reduce(by_hand=by_hand)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -230,7 +231,9 @@ class Wrapper(abc.ABC):
             self._round.mark()  # gradients that are there now are the last step's
         return self._reducer
 
-    def _reduce(self) -> None:
+    def _reduce(self, *, by_hand: bool = False) -> None:
+        """`by_hand`: the gradients were not written through this wrapper."""
+        del by_hand  # where backward writes what optimizers see, they are in place already
         assert self._reducer is not None
         self._reducer.finish(weight=self._round.weight)
         self._round.close()

@@ -25,11 +25,18 @@ _COUNT = np.dtype(np.int64)
 
 
 def all_gather_task(
-    engine: Engine, x: Array, out: Array | None, choose: Chooser, *, uneven: bool = False, kind: str = "all_gather"
+    engine: Engine,
+    x: Array,
+    out: Array | None,
+    choose: Chooser,
+    *,
+    uneven: bool = False,
+    kind: str = "all_gather",
+    detail: str = "",
 ) -> Task[Array]:
-    """See `Group.all_gather`; `kind` is what the signature calls it."""
+    """See `Group.all_gather`; `kind` is what the signature calls it, `detail` more that ranks must agree on."""
     mesh = engine.mesh
-    gathering = _Gathering(engine, kind, "", x, choose, uneven=uneven)
+    gathering = _Gathering(engine, kind, detail.strip(), x, choose, uneven=uneven)
     if out is not None and not uneven:
         check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))
 

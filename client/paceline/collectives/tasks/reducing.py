@@ -64,16 +64,16 @@ def reduce_task(
 
 
 def reduce_scatter_task(
-    engine: Engine, x: Array, op: str, out: Array | None, choose: Chooser, order: str = "fastest"
+    engine: Engine, x: Array, op: str, out: Array | None, choose: Chooser, order: str = "fastest", detail: str = ""
 ) -> Task[Array]:
-    """See `Group.reduce_scatter`."""
+    """See `Group.reduce_scatter`; `detail` as for `all_reduce_task`."""
     mesh, dtype, world = engine.mesh, native(x.dtype), engine.mesh.size
     reduce = reduction(op, dtype)
     if world > 1 and (x.ndim == 0 or x.shape[0] % world):
         text = f"reduce_scatter cuts axis 0 into {world} equal parts, and shape {x.shape} has none, at rank {mesh.rank}"
         raise SizeMismatch(text)
     shape = x.shape if world == 1 else (x.shape[0] // world, *x.shape[1:])
-    signature = engine.sign("reduce_scatter", f"op={op}{_order(order)}", dtype, x.shape).encode()
+    signature = engine.sign("reduce_scatter", f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     if out is not None:
         check_out(out, dtype, shape)
     choice = choose("reduce_scatter", x.nbytes, world, sums=_sums(reduce, order))

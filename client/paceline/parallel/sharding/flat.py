@@ -44,6 +44,9 @@ class Flat:
         given: the part was set on purpose before the ranks agreed on initial values.
     """
 
+    label = ""
+    """What its collectives are called, alike on all ranks: no array shall be taken for another of the same size."""
+
     def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
         self._named = parameters
         self.parameters = tuple(parameters.values())
@@ -93,12 +96,12 @@ class Flat:
             return
         if self._in_place:
             assert self._full is not None
-            self._incoming = self._full, ranks.all_gather(self.part, out=self._full, async_op=True)
+            self._incoming = self._full, ranks.all_gather(self.part, out=self._full, label=self.label, async_op=True)
         else:
             # This rank's part is copied now: what is changed later reaches nobody in part.
             fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
             fresh[self._own] = self.part
-            self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, async_op=True)
+            self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, label=self.label, async_op=True)
 
     def wait(self) -> None:
         """Waits for what `fetch` started; the parameters have values from here on."""
@@ -112,7 +115,8 @@ class Flat:
         if self._incoming is None or self._in_place:
             return False
         sent = self._incoming[0][self._own]
-        return sent.tobytes() != self.part.astype(sent.dtype, copy=False).tobytes()
+        now = self.part.astype(sent.dtype, copy=False)
+        return not np.array_equal(sent.view(np.uint8), now.view(np.uint8))
 
     def release(self) -> None:
         """The whole is not needed any more; does nothing where it is kept."""
@@ -144,7 +148,7 @@ class Flat:
             return self._full
         fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
         fresh[self._own] = self.part
-        ranks.all_gather(fresh[self._own], out=fresh)
+        ranks.all_gather(fresh[self._own], out=fresh, label=self.label)
         return fresh
 
     def summon(self, ranks: ShardRanks | None) -> None:

@@ -32,21 +32,23 @@ class Gradients:
     @property
     def are_wanted(self) -> bool:
         """True if any parameter takes a gradient."""
-        return any(p.requires_grad for p in self._parameters)
+        return any(p.requires_grad for p in self._parameters)  # for the others count as unused, whatever they have
 
     def open(self) -> None:
         """Makes the places, unless they are there; what has a gradient already moves in."""
         if self._array is None and self.are_wanted:
             self._array = np.empty(self._layout.padded, self._parameters[0].dtype)
             for parameter, slot in self._slots(self._array):
+                if not parameter.requires_grad:
+                    continue
                 if parameter.grad is not None:
                     np.copyto(slot, parameter.grad)
                     parameter._hold(slot)
                 parameter._home = slot
 
     def used_flags(self) -> list[bool]:
-        """For each parameter, whether it has a gradient here."""
-        return [p.grad is not None for p in self._parameters]
+        """For each parameter, whether it takes a gradient and has one here."""
+        return [p.requires_grad and p.grad is not None for p in self._parameters]
 
     def take(self) -> NDArray[Any]:
         """All of them, shape [W * S], zeros where there is none. The parameters have none any more."""
@@ -54,7 +56,7 @@ class Gradients:
         array = self._array
         assert array is not None
         for parameter, slot in self._slots(array):
-            if parameter.grad is None:
+            if parameter.grad is None or not parameter.requires_grad:
                 slot.fill(0)
             elif parameter.grad is not parameter._home:
                 np.copyto(slot, parameter.grad)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from numpy.typing import NDArray
 
 from paceline.parallel.agreement import agree
 from paceline.parallel.manifest import Manifest
 from paceline.parallel.ranks import ShardRanks
-from paceline.parallel.sharding.strategy import Placement
 from paceline.parallel.sharding.unit import Unit
 
 __all__ = ["join_units"]
@@ -43,15 +43,27 @@ def join_units(
     agree(group, manifest, [*values, *buffers.values()], may_change=may_change)
     for flat, part in given:  # loaded on purpose, on each rank its own
         flat.part[...] = part
-    made: dict[Placement, tuple[ShardRanks | None, ShardRanks | None]] = {}
-    for unit in new:
-        where = unit.placement
-        if where not in made:  # equal placements share their groups
-            made[where] = _part(group, where.shards, "shards"), _part(group, where.replicas, "replicas")
-        unit.settle(*made[where])
+    for number, unit in enumerate(units):
+        for kind, flat in enumerate(unit.flats):
+            flat.label = f"unit{number}-{kind}" if kind else f"unit{number}"
+        if not unit.is_settled:
+            where = unit.placement
+            unit.settle(_part(group, where.shards, "fsdp_shards"), _part(group, where.replicas, "fsdp_replicas"))
 
 
-def _part(group: ShardRanks, ranks: Sequence[int], name: str) -> ShardRanks | None:
+_parts: WeakKeyDictionary[ShardRanks, WeakValueDictionary[tuple[int, tuple[int, ...], str], ShardRanks]] = (
+    WeakKeyDictionary()
+)
+"""Of each group the parts that were made, by (generation, ranks, name): units that are placed alike share theirs."""
+
+
+def _part(group: ShardRanks, ranks: tuple[int, ...], name: str) -> ShardRanks | None:
     if len(ranks) == 1:
         return None
-    return group if len(ranks) == group.size else group.subgroup(ranks, name=f"fsdp_{name}")
+    if len(ranks) == group.size:
+        return group
+    made = _parts.setdefault(group, WeakValueDictionary())
+    key = group.generation, ranks, name
+    if (part := made.get(key)) is None:
+        part = made[key] = group.subgroup(ranks, name=name)
+    return part

@@ -1,6 +1,8 @@
 """In which order units run, learned from pass to pass, so that the next one's parameters can be fetched ahead. Pure.
 
-All ranks run the same program, so they learn the same order; where a guess is wrong, nothing is fetched ahead.
+All ranks run the same program, so they see the same order. They take it for their next guess only when all know that
+all have seen a whole pass (`commit`): a rank whose pass failed must not guess otherwise than the others. Where a guess
+is wrong, nothing is fetched ahead.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ class Order:
     def __init__(self, guess: Sequence[int]) -> None:
         self._guess = list(guess)
         self._seen: list[int] = []
+        self.is_complete = False
+        """The last pass ended well, and its order is not the guess yet."""
 
     def start(self) -> None:
         """A pass begins."""
         self._seen = []
+        self.is_complete = False
 
     def enter(self, unit: int, count: int) -> list[int]:
         """A unit begins to run; the next units, at most `count`, as far as they can be told."""
@@ -36,6 +41,10 @@ class Order:
         return self._guess[:count]
 
     def end(self) -> None:
-        """The pass is complete: the next is expected to be like it."""
-        self._guess = self._seen
-        self._seen = []
+        """The pass is complete."""
+        self.is_complete = True
+
+    def commit(self) -> None:
+        """All ranks' last pass is complete: the next is expected to be like it."""
+        self._guess = list(self._seen)
+        self.is_complete = False

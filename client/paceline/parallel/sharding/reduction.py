@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import StepOrderError
 from paceline.parallel.ranks import Ranks
@@ -44,11 +45,15 @@ class Reduction:
         for scattering in list(self._going)[: len(self._going) - MAX_SCATTERING + 1]:
             scattering.advance()
 
-    def finish(self, weight: float) -> None:
+    def finish(self, weight: float, facts: Sequence[bool]) -> list[bool]:
         """Sends what is left, waits for all, and leaves the weighted means in the pieces.
 
         Args:
             weight: of this rank.
+            facts: what else the ranks are to agree on; as many on each.
+
+        Returns:
+            For each fact, whether it holds on all ranks.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit had sent.
@@ -57,7 +62,7 @@ class Reduction:
         for scattering in self._going:
             if (path := scattering.flat.path_with_gradient()) is not None:
                 raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
-        total, used = self._totals(weight)
+        total, used, everywhere = self._totals(weight, facts)
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
         sent = {id(scattering.flat) for scattering in self._going}
@@ -69,6 +74,7 @@ class Reduction:
         while self._going:
             scattering = self._going.popleft()
             scattering.finish(total, used[id(scattering.flat)])
+        return everywhere
 
     def give_up(self) -> None:
         """Drops all gradients, and what is under way."""
@@ -78,15 +84,17 @@ class Reduction:
             for piece in flat.pieces:
                 piece._hold(None)
 
-    def _totals(self, weight: float) -> tuple[float, dict[int, np.ndarray[tuple[int], np.dtype[np.bool_]]]]:
-        """The weight of all ranks; by the flat array's identity, whether any rank used each of its parameters."""
+    def _totals(self, weight: float, facts: Sequence[bool]) -> tuple[float, dict[int, NDArray[np.bool_]], list[bool]]:
+        """Weight of all ranks; by flat array's identity whether any rank used each parameter; facts true on all."""
         sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
         flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
-        table = np.array([weight, *(flag for of_flat in flags for flag in of_flat)], np.float64)
+        table = np.array([weight, *facts, *(flag for of_flat in flags for flag in of_flat)], np.float64)
         if self._group.size > 1:
             self._group.all_reduce(table, out=table)
-        used, start = {}, 1
+        start = 1 + len(facts)
+        everywhere = [bool(count == self._group.size) for count in table[1:start]]
+        used = {}
         for (_, flat), of_flat in zip(self._flats, flags, strict=True):
             used[id(flat)] = table[start : start + len(of_flat)] > 0
             start += len(of_flat)
-        return float(table[0]), used
+        return float(table[0]), used, everywhere

@@ -43,7 +43,7 @@ class Scattering:
         self._first: PendingWork | None = None
         self._second: PendingWork | None = None
         if unit.shards is not None and flat.is_spread:
-            self._first = unit.shards.reduce_scatter(sent, op="sum", order=self._order, async_op=True)
+            self._first = unit.shards.reduce_scatter(sent, op="sum", order=self._order, label=flat.label, async_op=True)
         else:
             self._part = sent
             self._begin_second()
@@ -73,5 +73,5 @@ class Scattering:
     def _begin_second(self) -> None:
         if self._replicas is not None:
             self._second = self._replicas.all_reduce(
-                self._part, op="sum", order=self._order, out=self._part, async_op=True
+                self._part, op="sum", order=self._order, out=self._part, label=self.flat.label, async_op=True
             )

@@ -14,12 +14,12 @@ from paceline.parallel.sharding.unit import Unit
 
 __all__ = ["full_state", "load_full", "load_shards", "padded_gradients", "set_parts", "shard_state"]
 
-Paths = Mapping[int, str]
+_Paths = Mapping[int, str]
 """From the identity of a piece to its path."""
-Buffers = Mapping[str, NDArray[Any]]
+_Buffers = Mapping[str, NDArray[Any]]
 
 
-def full_state(units: Iterable[Unit], paths: Paths, buffers: Buffers, *, keep: bool) -> dict[str, NDArray[Any]]:
+def full_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers, *, keep: bool) -> dict[str, NDArray[Any]]:
     """Copies of all values by path. A collective: one unit is whole at a time.
 
     Args:
@@ -44,7 +44,7 @@ def full_state(units: Iterable[Unit], paths: Paths, buffers: Buffers, *, keep: b
 
 
 def load_full(
-    units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any], before: Callable[[], None]
+    units: Iterable[Unit], paths: _Paths, buffers: _Buffers, saved: Mapping[str, Any], before: Callable[[], None]
 ) -> None:
     """Takes over what `full_state` gave, in any world: each rank what it holds. Communicates nothing.
 
@@ -71,7 +71,7 @@ def load_full(
         buffer[...] = saved[path]
 
 
-def shard_state(units: Iterable[Unit], paths: Paths, buffers: Buffers) -> dict[str, dict[str, Any]]:
+def shard_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers) -> dict[str, dict[str, Any]]:
     """Copies of what this rank holds.
 
     Returns:
@@ -83,7 +83,7 @@ def shard_state(units: Iterable[Unit], paths: Paths, buffers: Buffers) -> dict[s
 
 
 def load_shards(
-    units: Iterable[Unit], paths: Paths, buffers: Buffers, saved: Mapping[str, Any], before: Callable[[], None]
+    units: Iterable[Unit], paths: _Paths, buffers: _Buffers, saved: Mapping[str, Any], before: Callable[[], None]
 ) -> None:
     """Takes over what `shard_state` gave to the rank with the same part; arguments as those of `load_full`.
 
@@ -138,7 +138,7 @@ def set_parts(
         start += piece.data.size
 
 
-def padded_gradients(units: Iterable[Unit], paths: Paths) -> dict[str, NDArray[Any] | None]:
+def padded_gradients(units: Iterable[Unit], paths: _Paths) -> dict[str, NDArray[Any] | None]:
     """By path this rank's part of each gradient in an array of the full shape, zeros elsewhere; None for none."""
     found: dict[str, NDArray[Any] | None] = {}
     for unit in units:
@@ -152,7 +152,7 @@ def padded_gradients(units: Iterable[Unit], paths: Paths) -> dict[str, NDArray[A
     return found
 
 
-def _shards(units: Iterable[Unit], paths: Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
+def _shards(units: Iterable[Unit], paths: _Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
     """Path, this rank's elements, number of the first, and whole shape of every parameter."""
     for unit in units:
         for flat in unit.flats:

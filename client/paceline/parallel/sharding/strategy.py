@@ -6,7 +6,6 @@ al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 20
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +23,8 @@ class ShardingStrategy(Enum):
     FULL_SHARD = "full_shard"
     """Parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients and optimizer state (ZeRO-2). Parameters stay whole, and are gathered again after each update."""
+    """Gradients and optimizer state (ZeRO-2). Parameters stay whole, and every forward pass gathers them again. What an
+    update changes is old on other ranks until then; an update between forward and backward mixes old and new."""
     NO_SHARD = "no_shard"
     """Nothing: as DDP."""
     HYBRID_SHARD = "hybrid_shard"
@@ -39,12 +39,14 @@ class Placement:
         shards: the ranks that hold one copy between them, this one among them, in the order of the parts.
         replicas: the ranks that hold the same part as this one, itself included.
         part: index of this rank in `shards`.
+        nodes: for each copy of the model the ranks that hold it; the same on all ranks.
         keeps_full: parameters stay whole between the passes.
     """
 
     shards: tuple[int, ...]
     replicas: tuple[int, ...]
     part: int
+    nodes: tuple[tuple[int, ...], ...]
     keeps_full: bool
 
 
@@ -66,29 +68,32 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         if intra_node_size is not None:
             raise ValueError(f"intra_node_size is for HYBRID_SHARD, not for {strategy.name}")
-        if strategy is ShardingStrategy.NO_SHARD:
-            return Placement((rank,), tuple(range(world)), 0, keeps_full=True)
-        return Placement(tuple(range(world)), (rank,), rank, strategy is ShardingStrategy.SHARD_GRAD_OP)
-    nodes = _by_host(members) if intra_node_size is None else _blocks(world, intra_node_size)
+        size = 1 if strategy is ShardingStrategy.NO_SHARD else world
+        nodes = _blocks(world, size)
+    else:
+        nodes = _by_host(members) if intra_node_size is None else _blocks(world, intra_node_size)
     node = next(node for node in nodes if rank in node)
     part = node.index(rank)
-    return Placement(tuple(node), tuple(other[part] for other in nodes), part, keeps_full=False)
+    keeps_full = strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    return Placement(node, tuple(other[part] for other in nodes), part, nodes, keeps_full)
 
 
-def _blocks(world: int, size: int) -> list[list[int]]:
+def _blocks(world: int, size: int) -> tuple[tuple[int, ...], ...]:
     size = index(size)
     if size < 1 or world % size:
         raise InvalidWorldSize(
             f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}"
         )
-    return [list(range(start, start + size)) for start in range(0, world, size)]
+    return tuple(tuple(range(start, start + size)) for start in range(0, world, size))
 
 
-def _by_host(members: Sequence[Peer]) -> list[list[int]]:
-    sizes = Counter(member.host for member in members)
-    if len(set(sizes.values())) > 1:
-        counts = ", ".join(f"{host}: {count}" for host, count in sizes.items())
+def _by_host(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...]:
+    hosts: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        hosts.setdefault(member.host, []).append(rank)
+    if len({len(ranks) for ranks in hosts.values()}) > 1:
+        counts = ", ".join(f"{host}: {len(ranks)}" for host, ranks in hosts.items())
         raise InvalidWorldSize(
             f"HYBRID_SHARD needs as many ranks on each host; there are {counts}. intra_node_size= cuts them otherwise"
         )
-    return [[rank for rank, member in enumerate(members) if member.host == host] for host in sizes]
+    return tuple(tuple(ranks) for ranks in hosts.values())

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from paceline.errors import UnsupportedOp
 from paceline.parallel.parameter import Parameter, ignoring_gradients
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.flat import Flat
 from paceline.parallel.sharding.strategy import Placement
+from paceline.signature import dtype_name
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "checked_wire"]
 
 
 class Unit:
@@ -139,3 +141,18 @@ def _check_trainable(path: str, parameter: Parameter) -> None:
     """
     if parameter.dtype not in (np.float32, np.float64):
         raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")
+
+
+def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
+    """The dtype in which values are to travel.
+
+    Raises:
+        UnsupportedOp: it cannot travel, or is no float.
+    """
+    if dtype is None:
+        return None
+    wire = np.dtype(dtype)
+    dtype_name(wire)
+    if wire.kind != "f" and wire.name != "bfloat16":
+        raise UnsupportedOp(f"communication_dtype must be a type of floats, not {wire}")
+    return wire

@@ -47,7 +47,9 @@ class Units:
         """Of the pass that runs; None between passes."""
         self._backwards = self._ignores = self._early = False
         self.prefetched = False
-        """`prefetch` was called, and no pass has come since."""
+        """`prefetch` was called, and no pass or known change of parts has come since."""
+        self._fetched = False
+        """`prefetch` was called, and no pass has come since: known to all ranks alike."""
         self.refit()
 
     def __iter__(self) -> Iterator[Unit]:
@@ -102,8 +104,8 @@ class Units:
         """For a forward pass of the whole model inside the block."""
         for unit in self._all:
             unit.runs = 0
-        if not self.prefetched:
-            self.expire()  # what is kept whole may have been changed in place on any rank
+            if unit.placement.keeps_full:
+                unit.expire()  # parts may have been changed in place on any rank
         with self._passing(self._forward):
             yield
 
@@ -141,15 +143,16 @@ class Units:
             order.end()
         finally:
             self._order = None
-            self.prefetched = False
+            self.prefetched = self._fetched = False
             for unit in self._all:  # what was fetched for nothing
                 unit.drop()
 
     def prefetch(self) -> None:
         """Starts to gather the units that the next forward pass begins with."""
-        self.prefetched = True
+        self.prefetched = self._fetched = True
         for number in self._forward.first(max(1, self._ahead)):
-            self._all[number].fetch()
+            if not self._all[number].placement.keeps_full:  # that one would travel while it may be written
+                self._all[number].fetch()
 
     def expire(self) -> None:
         """Parts have changed: what is whole, or on its way, is out of date."""
@@ -158,9 +161,9 @@ class Units:
             unit.expire()
 
     def _refresh(self) -> None:
-        """Gathers anew what was prefetched, if any rank has changed its part in place since: all ranks must know."""
-        if self.prefetched and self._group.size > 1:
-            changed = any(flat.was_changed() for unit in self._all for flat in unit.flats)
+        """Gathers anew what was prefetched, if any rank has changed its part since: all ranks must know."""
+        if self._fetched and self._group.size > 1:
+            changed = not self.prefetched or any(flat.was_changed() for unit in self._all for flat in unit.flats)
             if self._group.all_reduce(np.array([changed], np.int64))[0]:
                 self.expire()
 
@@ -197,7 +200,11 @@ class Units:
             PacelineError: a collective failed.
         """
         self._check_not_summoned()
-        self._reduction.finish(weight)
+        orders = (self._forward, self._backward)
+        everywhere = self._reduction.finish(weight, [order.is_complete for order in orders])
+        for order, complete in zip(orders, everywhere, strict=True):
+            if complete:
+                order.commit()
         self.expire()
 
     def give_up(self) -> None:

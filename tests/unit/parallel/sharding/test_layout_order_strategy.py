@@ -109,7 +109,11 @@ def test_an_order_is_learned_from_a_complete_pass(guess: list[int], units: list[
     order.start()
     for unit in units:
         assert len(order.enter(unit, count)) <= count
+    assert not order.is_complete
     order.end()
+    assert order.is_complete
+    assert order.first(count) == guess[:count]  # until all ranks know of it
+    order.commit()
     assert order.first(count) == units[:count]
     order.start()
     for number, unit in enumerate(units, start=1):
@@ -178,12 +182,15 @@ def test_every_rank_sees_the_same_grid(strategy: Strategy, size: int, nodes: int
 def test_strategies_by_hand(world: int) -> None:
     everyone = tuple(range(world))
     hosts = [f"h{rank}" for rank in range(world)]
+    alone = tuple((rank,) for rank in everyone)
     for rank in range(world):
-        assert placed(Strategy.FULL_SHARD, hosts)[rank] == Placement(everyone, (rank,), rank, keeps_full=False)
-        assert placed(Strategy.SHARD_GRAD_OP, hosts)[rank] == Placement(everyone, (rank,), rank, keeps_full=True)
-        assert placed(Strategy.NO_SHARD, hosts)[rank] == Placement((rank,), everyone, 0, keeps_full=True)
-        assert placed(Strategy.HYBRID_SHARD, hosts)[rank] == Placement((rank,), everyone, 0, keeps_full=False)
-        assert placed(Strategy.HYBRID_SHARD, hosts, world)[rank] == Placement(everyone, (rank,), rank, keeps_full=False)
+        assert placed(Strategy.FULL_SHARD, hosts)[rank] == Placement(everyone, (rank,), rank, (everyone,), False)
+        assert placed(Strategy.SHARD_GRAD_OP, hosts)[rank] == Placement(everyone, (rank,), rank, (everyone,), True)
+        assert placed(Strategy.NO_SHARD, hosts)[rank] == Placement((rank,), everyone, 0, alone, True)
+        assert placed(Strategy.HYBRID_SHARD, hosts)[rank] == Placement((rank,), everyone, 0, alone, False)
+        assert placed(Strategy.HYBRID_SHARD, hosts, world)[rank] == Placement(
+            everyone, (rank,), rank, (everyone,), False
+        )
 
 
 def test_nodes_are_hosts_wherever_their_ranks_are() -> None:
