@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline._version import __version__
 from paceline.errors import (
+    CheckpointDamaged,
     CollectiveMismatch,
     ConcurrentUse,
     CoordinatorUnreachable,
@@ -42,7 +43,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline import nn, optim, testing
+    from paceline import checkpoint, nn, optim, testing
     from paceline.config import Config
     from paceline.elastic.sampler import ElasticSampler
     from paceline.group import Group
@@ -72,11 +73,13 @@ __all__ = [
     "Module",
     "Parameter",
     "ElasticSampler",
+    "checkpoint",
     "nn",
     "optim",
     # in-process ranks for tests
     "testing",
     # errors
+    "CheckpointDamaged",
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
@@ -117,7 +120,7 @@ _HOME = {
     "Parameter": "paceline.parallel.parameter",
     "ElasticSampler": "paceline.elastic.sampler",
 }
-_SUBMODULES = ("nn", "optim", "testing")
+_SUBMODULES = ("checkpoint", "nn", "optim", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,13 @@ PacelineError
     SessionClosed                       use of a session that has ended
     ForkedSession (RuntimeError)        use of a session in a child of the process that joined
     LinkUnavailable                     no way to move bytes to a member
+    CheckpointDamaged (ValueError)      a checkpoint that is not what was written
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointDamaged",
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
@@ -162,3 +164,7 @@ class ForkedSession(PacelineError, RuntimeError):
 
 class LinkUnavailable(PacelineError):
     """There is no way to move bytes to a member; the text says what was tried."""
+
+
+class CheckpointDamaged(PacelineError, ValueError):
+    """A checkpoint is not what was written: a file is missing, cut, or has other bytes; the text names it."""

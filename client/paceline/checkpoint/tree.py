@@ -1,0 +1,108 @@
+"""State as nested Python values, taken apart into arrays and a skeleton of JSON, and put together again.
+
+Nothing is pickled and nothing evaluated (I9). Dicts, lists, tuples, text, bytes, numbers, None and arrays come back as
+they were, with their exact types; anything else is refused by its path.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UnsupportedOp
+from paceline.signature import dtype_name
+
+__all__ = ["Skeleton", "join", "split"]
+
+Skeleton: TypeAlias = Any
+"""JSON. What JSON lacks is an object with one key that begins with "$"."""
+
+_MAX_DEPTH = 100
+
+
+def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
+    """Takes a state apart.
+
+    Returns:
+        The skeleton, and the arrays by name: the path at which they stand, made unique.
+
+    Raises:
+        UnsupportedOp: a value cannot be kept; the text has its path.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    return _split(state, "", arrays, _MAX_DEPTH), arrays
+
+
+def join(skeleton: Skeleton, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    """Puts a state together again.
+
+    Raises:
+        ValueError: the skeleton is none, or names an array that is not there.
+    """
+    try:
+        return _join(skeleton, arrays, _MAX_DEPTH)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"the skeleton of the state is damaged: {type(error).__name__}: {error}") from error
+
+
+def _split(value: Any, path: str, arrays: dict[str, NDArray[Any]], depth: int) -> Skeleton:
+    if not depth:
+        raise UnsupportedOp(f"{path or 'the state'} is nested more than {_MAX_DEPTH} deep")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if np.isfinite(value) else {"$float": repr(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray | np.generic):
+        try:
+            dtype_name(value.dtype)
+        except UnsupportedOp as error:
+            raise UnsupportedOp(f"{path or 'the state'}: {error}") from None
+        name = path or "state"
+        while name in arrays:
+            name += "'"
+        arrays[name] = np.asarray(value)
+        return {"$array" if isinstance(value, np.ndarray) else "$scalar": name}
+    if kind is list:
+        return [_split(item, f"{path}.{n}".lstrip("."), arrays, depth - 1) for n, item in enumerate(value)]
+    if kind is tuple:
+        return {"$tuple": _split(list(value), path, arrays, depth)}
+    if isinstance(value, Mapping):
+        pairs = [(key, _split(item, f"{path}.{key}".lstrip("."), arrays, depth - 1)) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[_split(key, f"{path} (a key)", arrays, depth - 1), item] for key, item in pairs]}
+    raise UnsupportedOp(f"{path or 'the state'} is a {kind.__name__}: a checkpoint keeps plain values and arrays")
+
+
+def _join(value: Skeleton, arrays: Mapping[str, NDArray[Any]], depth: int) -> Any:
+    if not depth:
+        raise ValueError(f"the skeleton of the state is nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, list):
+        return [_join(item, arrays, depth - 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    special = next((key for key in value if key.startswith("$")), None)
+    if special is None:
+        return {key: _join(item, arrays, depth - 1) for key, item in value.items()}
+    (inner,) = value.values()
+    match special:
+        case "$float":
+            return float(inner)
+        case "$bytes":
+            return base64.b64decode(inner, validate=True)
+        case "$array":
+            return arrays[inner]
+        case "$scalar":
+            return arrays[inner][()]
+        case "$tuple":
+            return tuple(_join(inner, arrays, depth))
+        case "$dict":
+            return {_join(key, arrays, depth - 1): _join(item, arrays, depth - 1) for key, item in inner}
+    raise ValueError(f"the skeleton of the state has an unknown kind {special!r}")
