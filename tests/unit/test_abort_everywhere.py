@@ -324,6 +324,7 @@ def test_likewise_with_arrays_that_are_lent(way: tuple[str, str, str]) -> None:
                     worlds.break_once([(at, AtFrame(k, act))], act)
 
 
+@pytest.mark.slow  # each costs its timeout
 @pytest.mark.parametrize("nbytes", [SMALL, LENT])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_a_frame_that_is_lost(way: tuple[str, str, str], nbytes: int) -> None:

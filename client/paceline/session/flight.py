@@ -109,6 +109,7 @@ class FlightLog:
     def watch_signal(self) -> None:
         """Dumps on SIGUSR2 from now on.
 
+        One that comes in the very instant before the main thread falls asleep is handled when that wakes: send another.
         Does nothing outside the main thread, where Python lets nobody set handlers; if somebody else handles or ignores
         the signal; without dumps; and on Windows.
         """

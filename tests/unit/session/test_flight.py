@@ -337,7 +337,7 @@ def test_a_session_closed_in_another_thread_is_not_dumped(tmp_path: Path) -> Non
 
 
 _PRELUDE = """
-import logging, os, queue, signal, sys, threading
+import logging, os, queue, re, signal, sys, threading, time
 from logging.handlers import QueueHandler
 from pathlib import Path
 from paceline.recorder import FlightRecorder
@@ -360,13 +360,24 @@ def run(code: str, directory: Path) -> subprocess.Popen[str]:
 
 
 def test_a_process_that_waits_can_be_asked(tmp_path: Path) -> None:
-    """The main thread hangs in a condition, as it does in a collective; it goes on waiting afterwards."""
+    """The main thread hangs in a condition, as it does in a collective; it goes on waiting afterwards.
+
+    A signal in the instant before it sleeps would be Python's to handle when it wakes, so that has to be over.
+    """
     code = """
     condition, released = threading.Condition(), []
 
+    def look():
+        text = open(f"/proc/self/task/{threading.main_thread().native_id}/status").read()
+        return re.findall(r"State:\\t(.)", text), re.findall(r"switches:\\t(.+)", text)
+
     def control():
-        with condition:  # free only once the main thread waits
-            print("waiting", flush=True)
+        with condition:  # free only once the main thread is about to wait
+            before, now = None, look()
+        while before != now or now[0] != ["S"]:  # it sleeps for good, and not for the interpreter's lock
+            time.sleep(0.05)
+            before, now = now, look()
+        print("waiting", flush=True)
         sys.stdin.readline()
         with condition:
             released.append(True)
