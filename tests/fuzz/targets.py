@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from fuzz import cli, collectives, coordinator, decoders, door
+from fuzz import checkpoints, cli, collectives, coordinator, decoders, door
 
 __all__ = ["TARGETS", "seeds"]
 
@@ -33,6 +33,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "requests": coordinator.requests,
     "storage": coordinator.storage,
     "state_file": coordinator.state_file,
+    "arrays": checkpoints.arrays,
+    "skeleton": checkpoints.skeleton,
+    "manifest": checkpoints.manifest,
 }
 
 _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
@@ -41,6 +44,7 @@ _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     **door.SEEDS,
     **cli.SEEDS,
     **coordinator.SEEDS,
+    **checkpoints.SEEDS,
 }
 
 

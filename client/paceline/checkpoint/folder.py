@@ -116,7 +116,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]
         if body["format"] != _FORMAT:
             raise ValueError(f"it is of format {body['format']}, not {_FORMAT}")
         told = {str(name): (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in body["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(f"{folder / MANIFEST} is damaged: {error}") from error
     for name in told:
         if Path(name).name != name or name in ("", ".", ".."):

@@ -45,7 +45,7 @@ def join(skeleton: Skeleton, arrays: Mapping[str, NDArray[Any]]) -> Any:
     """
     try:
         return _join(skeleton, arrays, _MAX_DEPTH)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"the skeleton of the state is damaged: {type(error).__name__}: {error}") from error
 
 

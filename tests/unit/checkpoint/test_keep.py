@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, names: st
     outer["blake2b"] = hashlib.blake2b(outer["body"].encode(), digest_size=16).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(outer))
     with pytest.raises(CheckpointDamaged, match="no file of this folder"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("size", ["Infinity", "[]", "null", '"x"'])
+def test_a_manifest_with_a_size_that_is_none(tmp_path: Path, size: str) -> None:
+    folder = checkpoint.save(tmp_path, state(1), (1, 1))
+    outer = json.loads((folder / "manifest.json").read_text())
+    outer["body"] = re.sub(r'"bytes":\d+', f'"bytes":{size}', outer["body"])
+    outer["blake2b"] = hashlib.blake2b(outer["body"].encode(), digest_size=16).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(outer))
+    with pytest.raises(CheckpointDamaged, match="manifest"):
         checkpoint.load(tmp_path)
 
 

@@ -130,6 +130,14 @@ def test_a_skeleton_of_anybody_is_read_or_refused(skeleton: Any) -> None:
         join(skeleton, {})
 
 
+@pytest.mark.parametrize(
+    "damaged", [{"$float": 10**400}, {"$array": "w"}, {"$array": []}, {"$dict": [[{}, 1]]}, {"$x": 1}]
+)
+def test_what_no_state_becomes_is_refused(damaged: Any) -> None:
+    with pytest.raises(ValueError, match="skeleton"):
+        join(damaged, {})
+
+
 @given(st.binary(max_size=200))
 def test_bytes_of_anybody_are_no_arrays(data: bytes) -> None:
     with pytest.raises(ValueError, match="safetensors"):
