@@ -10,8 +10,11 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from paceline._wait import wait_in_slices
 
 __all__ = ["LoopThread", "loop_thread"]
 
@@ -53,7 +56,8 @@ class LoopThread:
         assert not self.is_current, "the loop cannot wait for itself"
         future = self.start(work)
         try:
-            return future.result(timeout)
+            wait_in_slices(lambda seconds: futures.wait([future], seconds).done, timeout)
+            return future.result(0)
         except BaseException:
             future.cancel()
             raise

@@ -13,6 +13,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+from paceline._wait import wait_in_slices
 from paceline.errors import ConcurrentUse, SessionClosed
 
 __all__ = ["Lane", "Progress", "Work"]
@@ -71,7 +72,7 @@ class Work(Generic[T]):
         """
         if not self._over.is_set():
             try:
-                if not self._over.wait(timeout):
+                if not wait_in_slices(self._over.wait, timeout):
                     self._abort(self.operation, TimeoutError(f"not done after {timeout} s"))
                     self._over.wait()
             except BaseException as error:

@@ -18,6 +18,7 @@ from functools import partial
 from time import monotonic
 from typing import NoReturn
 
+from paceline._wait import SLICE
 from paceline.arrays import Array, check_out, deliver, landing
 from paceline.collectives import blame
 from paceline.collectives.messages import Assembler, Message, to_frames
@@ -96,7 +97,8 @@ class Mailbox:
             with self._lock:
                 message = self._take(sources, tag, out)
                 if message is None and self._pumping:
-                    if not self._changed.wait(max(0.0, deadline - monotonic())):
+                    left = max(0.0, deadline - monotonic())
+                    if not self._changed.wait(min(SLICE, left)) and left <= SLICE:
                         self._recv_late(src, tag, started)
                     continue
                 self._pumping = self._pumping or message is None
@@ -104,11 +106,13 @@ class Mailbox:
                 result = landing(out, None, message.dtype, message.shape)
                 message.unpack(result)
                 return deliver(result, out), message.source
+            left = max(0.0, deadline - monotonic())
             try:
                 self._check_sources(peers, tag)
-                self._drain(self._doorbell.get(timeout=max(0.0, deadline - monotonic())))
+                self._drain(self._doorbell.get(timeout=min(SLICE, left)))
             except queue.Empty:
-                self._recv_late(src, tag, started)
+                if left <= SLICE:
+                    self._recv_late(src, tag, started)
             finally:
                 self._free_pump()
 

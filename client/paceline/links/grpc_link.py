@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from paceline._wait import SLICE
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
@@ -51,7 +52,8 @@ class Outbox:
         """Adds a frame, waiting for room until the deadline."""
         with self._lock:
             while len(self._frames) >= OUTBOX_FRAMES and self._ended is None and not fault.failed:
-                if not self._room.wait(deadline - time.monotonic()):
+                left = deadline - time.monotonic()
+                if not self._room.wait(min(SLICE, left)) and left <= SLICE:
                     raise LinkTimeout("the peer took nothing")
             accepted = self._ended is None and not self._closing and not fault.failed
             if accepted:
@@ -166,9 +168,12 @@ class Inbox:
                 raise fault.error()
             if self._ended is not None:
                 raise LinkEnded(str(self._ended), orderly=self._ended.orderly)
+            left = deadline - time.monotonic()
             try:
-                item = self._items.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self._items.get(timeout=max(0.0, min(SLICE, left)))
             except queue.Empty:
+                if left > SLICE:
+                    continue
                 raise LinkTimeout("nothing came") from None
             if isinstance(item, Frame):
                 self._took(len(item.payload) + FRAME_COST)

@@ -10,6 +10,7 @@ from concurrent import futures
 from contextlib import contextmanager
 
 from paceline import errors
+from paceline._wait import wait_in_slices
 from paceline.links.fault import error_type
 from paceline.session.wire import duration
 from pacelinepb.v1 import session_pb2 as pb
@@ -75,7 +76,7 @@ class Barriers:
         """
         _, future = self._waiting[entry.call]
         try:
-            done, _ = futures.wait([future], timeout + _SLACK)
+            done = wait_in_slices(lambda seconds: futures.wait([future], seconds).done, timeout + _SLACK)
         finally:
             with self._lock:
                 self._waiting.pop(entry.call, None)

@@ -18,6 +18,7 @@ from typing import Any
 from paceline import errors
 from paceline._fork import protect
 from paceline._loop import LoopThread
+from paceline._wait import wait_in_slices
 from paceline.config import Config, checked_timeout
 from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion, Verdict, read_verdict
@@ -105,8 +106,8 @@ class MemberConnection:
         deadline = time.monotonic() + timeout
         try:
             self._thread.run(self._register(timeout))
-            done, _ = futures.wait([self._joined], max(0.0, deadline - time.monotonic()))
-            if not done:
+            left = max(0.0, deadline - time.monotonic())
+            if not wait_in_slices(lambda seconds: futures.wait([self._joined], seconds).done, left):
                 text = f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
                 raise errors.OperationTimeout(text)
             self._joined.result()
