@@ -52,6 +52,7 @@ def test_a_row_tells_the_size_that_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("collective", "schedules"), [("all-reduce", "ring,star"), ("barrier", "ring,dissemination")])
+@pytest.mark.slow
 def test_schedules_turn_about_over_grpc(collective: str, schedules: str) -> None:
     rows = bench(collective, "--schedule", schedules, "--sizes", "1KiB", "-n", "2", "--links", "grpc")
     assert [row["schedule"] for row in rows] == schedules.split(",")

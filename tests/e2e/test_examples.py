@@ -21,7 +21,7 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["full_shard"], 4),
+        pytest.param(["full_shard"], 4, marks=pytest.mark.slow),
         pytest.param(["shard_grad_op"], 4, marks=pytest.mark.slow),
         pytest.param(["no_shard"], 1, marks=pytest.mark.slow),
         pytest.param(["hybrid_shard", "2"], 2, marks=pytest.mark.slow),

@@ -59,7 +59,11 @@ with paceline.join() as session:
     ("strategy", "node"), [("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("NO_SHARD", None), ("HYBRID_SHARD", 2)]
 )
 @pytest.mark.parametrize(
-    ("end", "error"), [("os.kill(os.getpid(), signal.SIGKILL)", "PeerLost"), ("raise KeyError('x')", "PeerRaised")]
+    ("end", "error"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "PeerLost"),
+        pytest.param("raise KeyError('x')", "PeerRaised", marks=pytest.mark.slow),
+    ],
 )
 def test_the_others_hear_of_it(where: str, strategy: str, node: int | None, end: str, error: str) -> None:
     code = CODE.replace("END", end).replace("STRATEGY", strategy).replace("NODE", str(node))

@@ -316,6 +316,7 @@ def test_a_link_that_ends_or_a_rank_that_raises_at_any_frame(way: tuple[str, str
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[0] != "barrier"], ids="-".join)
+@pytest.mark.slow
 def test_likewise_with_arrays_that_are_lent(way: tuple[str, str, str]) -> None:
     with worlds_of(way, LENT) as worlds:
         for at in AT:

@@ -373,6 +373,7 @@ def ulp(exact: Fraction, dtype: Any) -> Fraction:
 @pytest.mark.parametrize(("collective", "schedule"), REDUCING)
 @quick(max_examples=40)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + COMPLEX))
+@pytest.mark.slow
 def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
     """Of the exact mean, where the scaled sum is exact; elsewhere within the rounding errors of a sum of W terms."""
     info = limits(dtype)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from paceline.group import Group
 from paceline.testing import local_groups
@@ -93,6 +94,7 @@ def growth(groups: list[Group]) -> tuple[int, int, int]:
     return nbytes, threads, files
 
 
+@pytest.mark.slow
 def test_ten_thousand_collectives_leave_nothing_behind() -> None:
     view = local_groups(WORLD)
     groups = [*view, *(group.subgroup(range(WORLD), name="other") for group in view)]
