@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -26,6 +27,8 @@ __all__ = ["HIDDEN", "check_sizes", "hidden_name", "read_folder", "write_folder"
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_FILE = re.compile(r"[a-z][a-z0-9._-]{0,99}", re.ASCII)
+"""Names of files in a checkpoint: no way out of its folder, and fit for any file system."""
 HIDDEN = ".writing-"
 """What the name of a folder begins with while it is written, or removed; then host and process id."""
 
@@ -119,7 +122,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(f"{folder / MANIFEST} is damaged: {error}") from error
     for name in told:
-        if Path(name).name != name or name in ("", ".", ".."):
+        if not _FILE.fullmatch(name):
             raise CheckpointDamaged(f"{folder / MANIFEST} names {name!r}, which is no file of this folder")
     return body, told
 
