@@ -20,17 +20,14 @@ from paceline_server.events import (
     EndSession,
     Event,
     ExitReported,
-    FailBarrier,
     ForgetView,
     Heard,
-    PassBarrier,
-    PushVerdict,
     PushView,
-    PushWaiting,
     Registered,
     Resumed,
     StoreEnding,
     StoreFailed,
+    StoreFinished,
     StoreVerdict,
     StoreView,
     StreamEnded,
@@ -42,12 +39,14 @@ from paceline_server.keyvalue import KeyValues
 from paceline_server.membership import Membership
 from paceline_server.model import JobState, Process, View
 from paceline_server.pages import ViewPages
+from paceline_server.pushes import to_message
 from paceline_server.restore import restore
 from paceline_server.settings import ServerSettings
 from paceline_server.stall import Wakefulness
 from paceline_server.storage.base import (
     Change,
     EndingStored,
+    FinishedStored,
     Storage,
     VerdictStored,
     ViewForgotten,
@@ -157,6 +156,7 @@ class Dispatcher:
             settings=wire.read_settings(message.settings),
             claimed_rank=message.rank if message.HasField("rank") else None,
             generation_floor=message.generation_floor,
+            former_member_id=wire.check_length(message.former_member_id, "a member id", 64),
         )
         if sum(len(job.membership.state.sessions) for job in self.jobs.values()) >= self.settings.max_sessions:
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
@@ -271,17 +271,8 @@ class Dispatcher:
     def _perform(self, job: Job, effect: Effect) -> None:
         name = job.membership.state.name
         match effect:
-            case PassBarrier(member_id, call):
-                self._push(member_id, pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call)))
-            case FailBarrier(member_id, call, reason, text, culprits):
-                failed = pb.BarrierFailed(call=call, reason=reason, text=text, culprits=culprits)
-                self._push(member_id, pb.SessionResponse(barrier_failed=failed))
-            case PushWaiting(member_id, reason_text):
-                self._push(member_id, pb.SessionResponse(waiting=pb.Waiting(reason=reason_text)))
             case PushView(member_id, view, rank):
                 self._push(member_id, pb.SessionResponse(view_formed=self._pages(job, view).formed(rank)))
-            case PushVerdict(member_id, verdict):
-                self._push(member_id, pb.SessionResponse(verdict=wire.write_verdict(verdict)))
             case Welcome(member_id, heartbeat_interval):
                 registered = pb.Registered(
                     member_id=member_id,
@@ -301,6 +292,10 @@ class Dispatcher:
                 self._store_unattended(VerdictStored(name, verdict))
             case StoreEnding(generation, rank, ending):
                 self._store_unattended(EndingStored(name, generation, rank, ending))
+            case StoreFinished(step):
+                self._store_unattended(FinishedStored(name, step))
+            case _:
+                self._push(effect.member_id, to_message(effect))
 
     def _push(self, member_id: str, message: pb.SessionResponse) -> None:
         stream = self._streams.get(member_id)

@@ -9,28 +9,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline_server.errors import Refused
-from paceline_server.model import Ending, JobSettings, Process, Progress, Report, Verdict, View
+from paceline_server.model import Ending, JobSettings, Met, Process, Progress, Report, Seat, Tag, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
     "BarrierEntered",
+    "DrainAsked",
     "Effect",
     "EndSession",
     "Event",
     "ExitReported",
     "FailBarrier",
+    "FinishedLine",
     "ForgetView",
     "Heard",
     "LeftJob",
+    "MetOthers",
     "PassBarrier",
+    "PushCatchUp",
+    "PushDismissed",
+    "PushDrain",
+    "PushFinished",
+    "PushMisfit",
+    "PushRunning",
+    "PushSummons",
     "PushVerdict",
     "PushView",
     "PushWaiting",
     "Registered",
     "Reported",
+    "RestartAsked",
     "Resumed",
     "StoreEnding",
     "StoreFailed",
+    "StoreFinished",
     "StoreVerdict",
     "StoreView",
     "StreamEnded",
@@ -52,6 +64,8 @@ class Registered:
     settings: JobSettings
     claimed_rank: int | None
     generation_floor: int
+    former_member_id: str = ""
+    """Which member this process was before, empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,36 @@ class LeftJob:
 
 
 @dataclass(frozen=True, slots=True)
+class MetOthers:
+    """A member has stopped in its generation, or a candidate is ready."""
+
+    member_id: str
+    met: Met
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLine:
+    """A member saw the closing word complete."""
+
+    member_id: str
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """An operator wants members to leave at their next step boundary."""
+
+    member_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAsked:
+    """An operator swears that the members of the last view are dead; or that a finished job shall start again."""
+
+
+@dataclass(frozen=True, slots=True)
 class ViewStored:
     """The view of this generation is durable."""
 
@@ -153,6 +197,10 @@ Event = (
     | Reported
     | ExitReported
     | LeftJob
+    | MetOthers
+    | FinishedLine
+    | DrainAsked
+    | RestartAsked
     | ViewStored
     | StoreFailed
     | Ticked
@@ -190,6 +238,65 @@ class PushVerdict:
 
     member_id: str
     verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PushRunning:
+    """Tell a candidate that the line runs without it."""
+
+    member_id: str
+    generation: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushSummons:
+    """Have a member ask the others to meet."""
+
+    member_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushCatchUp:
+    """Tell a member in a meeting what state to take, and who has it."""
+
+    member_id: str
+    generation: int
+    base: Tag
+    donors: tuple[Seat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushMisfit:
+    """Tell a member that its manifest is not the line's, and who has that one."""
+
+    member_id: str
+    donor: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class PushDrain:
+    """Tell a member to leave at its next step boundary."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushDismissed:
+    """Tell a member that it may go."""
+
+    member_id: str
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushFinished:
+    """Tell a member that the line is done."""
+
+    member_id: str
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +351,13 @@ class StoreEnding:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreFinished:
+    """Store that the line is done (after that step), or is not (None)."""
+
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreVerdict:
     """Store that the view is void. Nobody waits for it: stopping must not wait for a disk."""
 
@@ -261,5 +375,13 @@ Effect = (
     | StoreView
     | ForgetView
     | StoreEnding
+    | StoreFinished
     | StoreVerdict
+    | PushRunning
+    | PushSummons
+    | PushCatchUp
+    | PushMisfit
+    | PushDrain
+    | PushDismissed
+    | PushFinished
 )

@@ -15,6 +15,9 @@ LOOK_AGAIN = 0.02
 """Seconds between the look that finds a lease lapsed and the look that believes it: some rounds of the event loop."""
 
 
+_OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
+
+
 class Leases:
     """The leases of a job's sessions.
 
@@ -50,16 +53,35 @@ class Leases:
         self.check_at = float("inf")
         lapsed: list[tuple[Session, str]] = []
         unseen: list[Session] = []
-        vouched = False
+        vouched = somebody = False
         for session in self._state.sessions.values():
             if session.lease_from is None:
                 unseen.append(session)
                 continue
-            if self._has_lapsed(now, session, session.lease_from):
+            lease_from = session.lease_from
+            if session.standing is Standing.IN_VIEW and not session.has_met:
+                lease_from = max(lease_from, self._state.vouched_at)
+            if self._has_lapsed(now, session, lease_from):
                 lapsed.append((session, _how(now, session)))
-            elif session.standing is Standing.IN_VIEW:
-                vouched = True
-        return lapsed + self._lapsed_unseen(now, unseen, vouched)
+            else:
+                vouched |= session.standing is Standing.IN_VIEW
+                somebody |= session.standing in _OF_VIEW and session.stream is not None
+        lapsed += self._lapsed_unseen(now, unseen, vouched)
+        if self._state.view is not None and self._state.view.base is not None and not somebody:
+            # Nobody of the line is here: it is this coordinator that is cut off, perhaps, and they train on. To evict
+            # them would help nobody (I2).
+            kept = [(session, how) for session, how in lapsed if session.standing not in _OF_VIEW]
+            if len(kept) < len(lapsed):
+                self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
+            return kept
+        return lapsed
+
+    def count_unseen(self, now: float) -> None:
+        """From now on nobody vouches for members that have not been seen since the restart."""
+        for session in self._state.sessions.values():
+            if session.lease_from is None:
+                session.lease_from = now
+                self.began(session)
 
     def whereabouts(self, now: float, rank: int) -> str:
         """When a member of the view was last seen, for a list of who is missing."""

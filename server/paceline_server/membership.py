@@ -7,7 +7,8 @@ too silent `leases`', who may register `admission`'s, who is told that it waits 
 Rules that the transitions keep:
 - A generation number is used once, stored before anyone hears of it, and above any number that a member showed (I3).
 - A stream's end is suspicion. A session ends by `leave`, by its process's reported exit, or by silence.
-- A void view's members get its verdict, also when they resume, and never come back in.
+- A void view's members get its verdict, also when they resume. They go, or meet for the next one (`meeting`).
+- A line's last view is kept until all its members are known to have ended: whoever is silent may hold the state.
 - Nothing is kept of sessions that have ended, but for how the members of the last view went.
 """
 
@@ -21,21 +22,29 @@ from paceline_server.barriers import Barriers
 from paceline_server.errors import BadRequest, SessionEnded
 from paceline_server.events import (
     BarrierEntered,
+    DrainAsked,
     Effect,
     EndSession,
     Event,
     ExitReported,
     FailBarrier,
+    FinishedLine,
     ForgetView,
     Heard,
     LeftJob,
+    MetOthers,
+    PushDismissed,
+    PushDrain,
+    PushFinished,
     PushVerdict,
     PushView,
     Registered,
     Reported,
+    RestartAsked,
     Resumed,
     StoreEnding,
     StoreFailed,
+    StoreFinished,
     StoreVerdict,
     StoreView,
     StreamEnded,
@@ -45,7 +54,9 @@ from paceline_server.events import (
 )
 from paceline_server.evidence import Evidence
 from paceline_server.leases import Leases
+from paceline_server.meeting import Meeting
 from paceline_server.model import Ending, JobState, Process, Progress, Report, Seat, Session, Standing, Verdict, View
+from paceline_server.orders import Orders
 from paceline_server.policy import decide
 from paceline_server.settings import ServerSettings
 from paceline_server.verdict import describe_exit
@@ -79,6 +90,8 @@ class Membership:
         self._arrivals = max((session.arrival for session in state.sessions.values()), default=0)
         self._announcer = Announcer(settings.announce_interval)
         self._retry_at = _NEVER
+        self._orders = Orders(state)
+        self._gone_meanwhile: dict[str, Ending] = {}  # sessions that ended while a view with them was being stored
         self.decision = decide(-_NEVER, state, settings.settle_time)
 
     # The interface to the shell ---------------------------------------------------------------------------------------
@@ -112,6 +125,14 @@ class Membership:
                 return self._exit_reported(now, event)
             case LeftJob():
                 return self._leave(now, event)
+            case MetOthers():
+                return self._meet(now, event)
+            case FinishedLine():
+                return self._finish(now, event)
+            case DrainAsked():
+                return self._drain(now, event)
+            case RestartAsked():
+                return self._restart(now)
             case ViewStored():
                 return self._view_stored(now, event.generation)
             case StoreFailed():
@@ -140,7 +161,8 @@ class Membership:
         effects: list[Effect] = []
         for ghost in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
-            effects += self._end(ghost, SessionEnded(text))
+            effects += self._end(ghost, Ending(text, orderly=False), SessionEnded(text))
+        effects += self._came_back(now, event)
         self._arrivals += 1
         session = Session(
             member_id=event.member_id,
@@ -159,7 +181,23 @@ class Membership:
         self.state.last_arrival = now
         self._leases.began(session)
         effects.append(Welcome(session.member_id, session.settings.heartbeat_interval))
+        if self.state.finished is not None:
+            effects.append(PushFinished(session.member_id, self.state.finished))
         return effects + self._reconsider(now, newcomer=session)
+
+    def _came_back(self, now: float, event: Registered) -> list[Effect]:
+        """A process whose session has ended, or is about to, is no silent member of the last view any more."""
+        former, view = event.former_member_id, self.state.view
+        if not former:
+            return []
+        ending = Ending("came back as a new member", orderly=False)
+        if (session := self.state.sessions.get(former)) is not None:
+            return self._lose(now, [(session, ending)])
+        for seat in view.seats if view is not None else ():
+            known = self.state.endings.get(seat.rank)
+            if seat.member_id == former and known is not None and not known.sure:
+                return self._mark(seat.rank, ending)
+        return []
 
     def _resume(self, now: float, event: Resumed) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -178,7 +216,12 @@ class Membership:
             effects.append(PushView(session.member_id, view, _rank(session)))  # it was lost with the old stream
         if session.verdict is not None:
             effects.append(PushVerdict(session.member_id, session.verdict))
-        return effects
+        if session.draining:
+            effects.append(PushDrain(session.member_id, session.draining))
+        if self.state.finished is not None:
+            effects.append(PushFinished(session.member_id, self.state.finished))
+        self._orders.forget(session)  # what it was told may be lost with the old stream
+        return effects + self._reconsider(now)
 
     def _why_unknown(self, event: Resumed) -> str:
         if self.state.verdict is not None and event.generation == self.state.verdict.generation:
@@ -200,9 +243,13 @@ class Membership:
         return self._judge_if_ripe(now) + self._reconsider(now)
 
     def _exit_reported(self, now: float, event: ExitReported) -> list[Effect]:
-        how = describe_exit(event.exit_code)
-        sessions = self.find(event.process)
-        return self._lose(now, [(session, how) for session in sessions]) + self._reconsider(now)
+        ending = Ending(describe_exit(event.exit_code), orderly=False)
+        effects = self._lose(now, [(session, ending) for session in self.find(event.process)])
+        for seat in self.state.view.seats if self.state.view is not None else ():
+            known = self.state.endings.get(seat.rank)
+            if known is not None and not known.sure and seat.process.is_same(event.process):
+                effects += self._mark(seat.rank, ending)  # it was only silent until now
+        return effects + self._reconsider(now)
 
     def _leave(self, now: float, event: LeftJob) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -210,7 +257,7 @@ class Membership:
             return []
         in_view = session.standing is Standing.IN_VIEW
         if not in_view:
-            return self._end(session, None) + self._reconsider(now)
+            return self._end(session, Ending("left the job", orderly=True), None) + self._reconsider(now)
         assert self.state.view is not None
         seat = self.state.view.seats[_rank(session)]
         effects: list[Effect] = []
@@ -219,42 +266,48 @@ class Membership:
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
             text = f"{seat.label} raised {event.cause}"
             self._evidence.add(now, Report(seat.rank, raised, None, session.progress.operation, text))
-            effects += self._mark(seat.rank, Ending("left the job with an error", orderly=False))
-            effects += self._end(session, None)
+            ending = Ending("left the job with an error", orderly=False)
+            effects += self._mark(seat.rank, ending)
+            effects += self._end(session, ending, None)
             effects += self._void(self._evidence.judge(now, {}))
         else:
-            effects += self._mark(seat.rank, Ending("left the job", orderly=True))
-            effects += self._end(session, None)
+            ending = Ending("left the job", orderly=True)
+            effects += self._mark(seat.rank, ending)
+            effects += self._end(session, ending, None)
             if self._barriers is not None:
                 effects += self._barriers.withdraw(seat)
             effects += self._judge_if_ripe(now)
         return effects + self._reconsider(now)
 
-    def _lose(self, now: float, lost: list[tuple[Session, str]]) -> list[Effect]:
-        """Ends sessions that are surely gone, each with how; voids the view if one was in it."""
-        gone = {_rank(session): how for session, how in lost if session.standing is Standing.IN_VIEW}
+    def _lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
+        """Ends sessions that are gone, each with how; voids the view if one was in it."""
+        gone = {_rank(session): ending for session, ending in lost if session.standing is Standing.IN_VIEW}
         effects: list[Effect] = []
-        for rank, how in gone.items():
-            effects += self._mark(rank, Ending(how, orderly=False))
+        for rank, ending in gone.items():
+            effects += self._mark(rank, ending)
         if gone:  # before the sessions end: a frozen member's stream still takes the verdict
-            effects += self._void(self._evidence.judge(now, gone))
-        for session, how in lost:
-            effects += self._end(session, SessionEnded(f"the session has ended: the member {how}"))
+            effects += self._void(self._evidence.judge(now, {rank: ending.how for rank, ending in gone.items()}))
+        for session, ending in lost:
+            effects += self._end(session, ending, SessionEnded(f"the session has ended: the member {ending.how}"))
         return effects
 
     def _mark(self, rank: int, ending: Ending) -> list[Effect]:
-        """Remembers how a member of the live view went."""
+        """Remembers how a member of the view went."""
         assert self.state.view is not None
         self.state.endings[rank] = ending
         return [StoreEnding(self.state.view.generation, rank, ending)]
 
-    def _end(self, session: Session, refusal: SessionEnded | None) -> list[Effect]:
+    def _end(self, session: Session, ending: Ending, refusal: SessionEnded | None) -> list[Effect]:
         """Forgets a session; `refusal` is None for an orderly end."""
         del self.state.sessions[session.member_id]
-        view = self.state.view
-        if session.standing is Standing.VOID and view is not None and session.generation == view.generation:
-            self.state.endings.setdefault(_rank(session), Ending("went after the verdict", orderly=False))
-        return [EndSession(session.member_id, refusal)]
+        effects: list[Effect] = []
+        view, rank = self.state.view, session.rank
+        of_view = view is not None and session.generation == view.generation
+        if of_view and rank is not None and rank not in self.state.endings:
+            effects += self._mark(rank, replace(ending, orderly=False))
+        if self.state.forming is not None:
+            self._gone_meanwhile[session.member_id] = ending
+        return [*effects, EndSession(session.member_id, refusal)]
 
     # Signs of life, barriers, time ------------------------------------------------------------------------------------
 
@@ -263,6 +316,8 @@ class Membership:
         if session is not None:
             session.heard = session.lease_from = now
             session.progress = event.progress
+            if session.standing is Standing.IN_VIEW and event.progress.step:
+                self.state.vouched_at = max(self.state.vouched_at, min(now, event.progress.step_at))
         return []
 
     def _enter_barrier(self, now: float, event: BarrierEntered) -> list[Effect]:
@@ -284,11 +339,71 @@ class Membership:
 
     def _tick(self, now: float, slept: float) -> list[Effect]:
         self._leases.renew_after_stall(now, slept)
-        effects = self._judge_if_ripe(now) + self._lose(now, self._leases.lapsed(now))
+        lapsed = [(session, Ending(how, orderly=False, sure=False)) for session, how in self._leases.lapsed(now)]
+        effects = self._judge_if_ripe(now) + self._lose(now, lapsed)
         if self._barriers is not None:
             effects += self._barriers.expire(now, lambda rank: self._leases.whereabouts(now, rank))
         if now >= self._retry_at:
             self.state.storage_trouble, self._retry_at = "", _NEVER
+        return effects + self._reconsider(now)
+
+    # The line ---------------------------------------------------------------------------------------------------------
+
+    def _meet(self, now: float, event: MetOthers) -> list[Effect]:
+        session = self.state.sessions.get(event.member_id)
+        if session is None or session.standing is Standing.DISMISSED:
+            return []
+        session.heard = session.lease_from = now
+        met, view = event.met, self.state.view
+        if met.generation > session.generation:
+            raise BadRequest(f"a meeting after generation {met.generation}, which the member is not in")
+        if met.generation < session.generation and met.generation:
+            return []  # said before it heard of its new view
+        if session.standing is not Standing.WAITING and (view is None or view.generation != session.generation):
+            # Its view was forgotten, for it had no state yet: now it is as any other newcomer.
+            session.standing, session.generation, session.rank = Standing.WAITING, 0, None
+            session.verdict, self.state.last_arrival = None, now
+        session.met = replace(met, generation=session.generation, holds_base=met.holds_base and session.generation > 0)
+        self._orders.forget(session)
+        if session.generation:
+            self._leases.count_unseen(now)  # at a change of view nobody vouches for who is not there
+        return self._reconsider(now)
+
+    def _finish(self, now: float, event: FinishedLine) -> list[Effect]:
+        session = self.state.sessions.get(event.member_id)
+        if session is None:
+            return []
+        session.heard = session.lease_from = now
+        if self.state.finished is not None:
+            return [PushFinished(session.member_id, self.state.finished)]
+        if event.generation != session.generation or self.state.view is None or self.state.view.base is None:
+            return []
+        self.state.finished = event.step
+        effects: list[Effect] = [StoreFinished(event.step)]
+        effects += [PushFinished(member_id, event.step) for member_id in self.state.sessions]
+        return effects + self._reconsider(now)
+
+    def _drain(self, now: float, event: DrainAsked) -> list[Effect]:
+        effects: list[Effect] = []
+        for member_id in event.member_ids:
+            if (session := self.state.sessions.get(member_id)) is not None:
+                session.draining = event.reason
+                effects.append(PushDrain(member_id, event.reason))
+        return effects + self._reconsider(now)
+
+    def _restart(self, now: float) -> list[Effect]:
+        """The operator's word counts as each member's own."""
+        effects: list[Effect] = []
+        if self.state.finished is not None:
+            self.state.finished = None
+            effects.append(StoreFinished(None))
+        ending = Ending("was taken for dead by the operator (paceline restart)", orderly=False)
+        view = self.state.view
+        if view is not None:
+            effects += self._lose(now, [(session, ending) for session in self.state.present()])
+            for rank, known in list(self.state.endings.items()):
+                if not known.sure:
+                    effects += self._mark(rank, ending)
         return effects + self._reconsider(now)
 
     # The end of a view ------------------------------------------------------------------------------------------------
@@ -343,19 +458,64 @@ class Membership:
         """Asks the policy again; every event that may change its mind ends here."""
         effects: list[Effect] = []
         view = self.state.view
-        if view is not None and len(self.state.endings) == len(view.seats):
-            effects.append(ForgetView(view.generation))
-            self.state.view, self._barriers = None, None
-            self.state.endings.clear()
-            self._evidence.clear()
+        if view is not None and self._line_is_over(view):
+            effects += self._forget_view(view)
         self.decision = decide(now, self.state, self._settings.settle_time)
+        meeting = self.decision.meeting
+        if meeting is not None and meeting.over:
+            effects += self._begin_anew(now)
+            self.decision = decide(now, self.state, self._settings.settle_time)
+            meeting = self.decision.meeting
         if self.decision.members is not None:
-            return effects + self._form(self.decision.members)
+            return effects + self._form(self.decision.members, meeting)
         if self.state.forming is not None:  # the view will say more
             return effects
-        return effects + self._announcer.announce(now, self.decision.reason, self.state.candidates(), newcomer)
+        effects += self._orders.give(self.decision)
+        if meeting is not None and meeting.dismissed:
+            effects += self._dismiss(meeting.dismissed, last=True)
+        return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
 
-    def _form(self, members: tuple[Session, ...]) -> list[Effect]:
+    def _line_is_over(self, view: View) -> bool:
+        """True if all members of the view have gone, and none that may hold a state is merely silent."""
+        endings = self.state.endings
+        if len(endings) < len(view.seats):
+            return False
+        return view.base is None or all(ending.sure for ending in endings.values())
+
+    def _who_wait(self) -> list[Session]:
+        met = [s for s in self.state.present() if s.has_met and s.stream is not None] if self.state.view else []
+        return self.state.candidates() + met
+
+    def _forget_view(self, view: View) -> list[Effect]:
+        self.state.view, self._barriers = None, None
+        self.state.endings.clear()
+        self._evidence.clear()
+        return [ForgetView(view.generation)]
+
+    def _begin_anew(self, now: float) -> list[Effect]:
+        """The line is over: its last members are newcomers to the next, but for those that hold nothing."""
+        view = self.state.view
+        assert view is not None
+        effects: list[Effect] = []
+        for session in self.state.present():
+            assert session.met is not None
+            if session.met.tag is None:
+                text = (
+                    "all who held the state of the job have ended, and this worker's own was not whole: start it again"
+                )
+                effects += self._end(session, Ending("held no state", orderly=False), SessionEnded(text))
+                continue
+            session.standing, session.generation, session.rank = Standing.WAITING, 0, None
+            session.verdict, self.state.last_arrival = None, now
+            session.met = replace(session.met, generation=0, holds_base=False)
+        return effects + self._forget_view(view)
+
+    def _dismiss(self, sessions: tuple[Session, ...], *, last: bool) -> list[Effect]:
+        for session in sessions:
+            session.standing = Standing.DISMISSED
+        return [PushDismissed(session.member_id, last) for session in sessions]
+
+    def _form(self, members: tuple[Session, ...], meeting: Meeting | None) -> list[Effect]:
         shown = max(session.generation_floor for session in self.state.sessions.values())
         self.state.generation = max(self.state.generation, shown) + 1
         seats = tuple(
@@ -363,7 +523,10 @@ class Membership:
         )
         explicit = members[0].claimed_rank is not None
         view = View(self.state.generation, members[0].settings, explicit, seats)
+        if meeting is not None:
+            view = replace(view, base=meeting.base, newcomers=meeting.newcomers, manifest=meeting.manifest)
         self.state.forming = view
+        self._gone_meanwhile.clear()
         return [StoreView(view)]
 
     def _view_stored(self, now: float, generation: int) -> list[Effect]:
@@ -373,15 +536,30 @@ class Membership:
         self.state.forming = None
         sessions = [self.state.sessions.get(seat.member_id) for seat in view.seats]
         there = [session for session in sessions if session is not None and session.stream is not None]
-        if len(there) < len(view.seats):  # somebody went meanwhile: the number is used up, nobody has heard of it
+        if view.base is None and len(there) < len(view.seats):
+            # Somebody went meanwhile: the number is used up, nobody has heard of it. A line's view is not given up like
+            # that: on the disk it has replaced the one before, whose members would be forgotten.
             return [ForgetView(generation), *self._reconsider(now)]
-        self.state.view, self.state.verdict = view, None
+        leavers = tuple(s for s in (self.state.present() if self.state.view is not None else []) if s not in sessions)
+        self.state.view, self.state.verdict, self.state.vouched_at = view, None, now
         self.state.endings.clear()
+        self._evidence.clear()
+        self._orders.clear()
         self._barriers = Barriers(view, self._settings.max_open_barriers)
         effects: list[Effect] = []
-        for rank, session in enumerate(there):
-            session.standing, session.rank, session.generation = Standing.IN_VIEW, rank, generation
-            effects.append(PushView(session.member_id, view, rank))
+        for rank, session in enumerate(sessions):
+            if session is not None:
+                session.standing, session.rank, session.generation = Standing.IN_VIEW, rank, generation
+                session.verdict, session.met, session.progress = None, None, Progress()
+                effects.append(PushView(session.member_id, view, rank))
+        effects += self._dismiss(leavers, last=False)
+        missing = {
+            rank: self._gone_meanwhile[view.seats[rank].member_id] for rank, s in enumerate(sessions) if s is None
+        }
+        for rank, ending in missing.items():
+            effects += self._mark(rank, replace(ending, orderly=False))
+        if missing:
+            effects += self._void(self._evidence.judge(now, {rank: ending.how for rank, ending in missing.items()}))
         return effects + self._reconsider(now)
 
     def _store_failed(self, now: float, event: StoreFailed) -> list[Effect]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -14,12 +15,14 @@ __all__ = [
     "Ending",
     "JobSettings",
     "JobState",
+    "Met",
     "Process",
     "Progress",
     "Report",
     "Seat",
     "Session",
     "Standing",
+    "Tag",
     "Verdict",
     "View",
 ]
@@ -60,6 +63,39 @@ class JobSettings:
         return self.failure_timeout / 6
 
 
+class Tag(NamedTuple):
+    """Which state of a line. Equal tags are equal bits."""
+
+    generation: int
+    """Of its last step."""
+    step: int
+    """Its number; (0, 0) is the state before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a member says when it has stopped in its generation, or is ready to be taken into one."""
+
+    generation: int
+    """The one that it has stopped in, 0 for a candidate."""
+    tag: Tag | None
+    """The state that it holds, None for none that counts."""
+    holds_base: bool
+    """It got its generation's base: what it holds is the line's."""
+    fingerprint: bytes = b""
+    """Hash of the state at (0, 0), which members build for themselves."""
+    manifest: bytes = b""
+    """Hash of what the state consists of, and of the settings of the run."""
+    leaving: bool = False
+    closed: bool = False
+    """No newcomer may come in now."""
+
+    @property
+    def state(self) -> tuple[Tag | None, bytes]:
+        """What is equal exactly if the bits are."""
+        return self.tag, self.fingerprint
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a member was at its last heartbeat."""
@@ -70,6 +106,10 @@ class Progress:
     """When it entered it, or left it if it is in none."""
     inside: bool = False
     """True while it waits inside."""
+    step: int = 0
+    """The last step whose word completed at it: all members of its generation were there then. 0 for none."""
+    step_at: float = 0.0
+    """When."""
 
 
 class Standing(enum.Enum):
@@ -80,7 +120,9 @@ class Standing(enum.Enum):
     IN_VIEW = "in view"
     """A member of the live view."""
     VOID = "void"
-    """A member of a view that is void: it has its verdict and will go; it never comes back in."""
+    """A member of a view that is void: it has its verdict, and goes, or meets the others for the next view."""
+    DISMISSED = "dismissed"
+    """It wanted to leave and may: in no view any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +158,12 @@ class View:
     explicit: bool
     """True if the members claimed their ranks."""
     seats: tuple[Seat, ...]
+    base: Tag | None = None
+    """The state that it starts from; None where members have no line, or have yet to compare what they hold."""
+    newcomers: tuple[int, ...] = ()
+    """Ranks that do not hold the base at the start."""
+    manifest: bytes = b""
+    """Hash that all members' `Met.manifest` equals, once there is a base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +174,8 @@ class Ending:
     """Completes "rank 2 (host-b, pid 4711) ...": "left the job", "exited with code 1"."""
     orderly: bool
     """True if it said so and gave no cause: this alone voids nothing."""
+    sure: bool = True
+    """True if the process is known to be out of the line: it said so, or was seen to end. Silence proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +238,17 @@ class Session:
     """When a look at the leases first found it silent for too long; the next look decides."""
     told: str = ""
     """The sentence of the last `Waiting` that it was sent."""
+    met: Met | None = None
+    """What it said last about a meeting; it counts while `Met.generation` is its generation."""
+    told_to_meet: object = None
+    """The last order about a meeting that it was given; given once for each `Met`."""
+    draining: str = ""
+    """Why it was told to leave, empty if it was not."""
+
+    @property
+    def has_met(self) -> bool:
+        """True if it has stopped in its generation."""
+        return self.met is not None and self.met.generation == self.generation
 
 
 @dataclass(slots=True)
@@ -211,6 +272,10 @@ class JobState:
     """When the last candidate came (or came back)."""
     storage_trouble: str = ""
     """Why the last view could not be stored, empty if it could."""
+    finished: int | None = None
+    """The last step of the line that is done; None while there is something to do."""
+    vouched_at: float = float("-inf")
+    """When a step word last completed in the view: every member of it was alive then."""
 
     @property
     def live(self) -> View | None:
@@ -221,6 +286,26 @@ class JobState:
         """Sessions that a view can be formed from: they wait and their stream is there; in order of arrival."""
         return [s for s in self.sessions.values() if s.standing is Standing.WAITING and s.stream is not None]
 
+    @property
+    def is_elastic(self) -> bool:
+        """True if the view is of a line: it has a base, or members that meet to find one."""
+        if self.view is None:
+            return False
+        return self.view.base is not None or any(s.has_met for s in self.present())
+
+    def present(self) -> list[Session]:
+        """The sessions of the view's members that are there, by rank."""
+        assert self.view is not None
+        found = (self.sessions.get(seat.member_id) for seat in self.view.seats)
+        generation = self.view.generation
+        return [
+            s for s in found if s is not None and s.generation == generation and s.standing is not Standing.DISMISSED
+        ]
+
+    def ready(self) -> list[Session]:
+        """Candidates that could enter a line's next generation, in order of arrival."""
+        return [s for s in self.candidates() if s.met is not None and s.met.generation == 0]
+
     def session_of(self, rank: int) -> Session | None:
         """The session of a member of the view, None if it has ended."""
         assert self.view is not None, "ranks are of a view"
@@ -228,4 +313,6 @@ class JobState:
 
     def concerned(self) -> list[Session]:
         """Sessions that the job's settings bind: they wait, or are in the live view."""
-        return [s for s in self.sessions.values() if s.standing is not Standing.VOID]
+        elastic = self.is_elastic
+        idle = (Standing.DISMISSED,) if elastic else (Standing.DISMISSED, Standing.VOID)
+        return [s for s in self.sessions.values() if s.standing not in idle]

@@ -45,4 +45,6 @@ class ViewPages:
             rank=rank,
             members_sha256=self.sha256,
             pages=len(self.pages),
+            base=None if self.view.base is None else wire.write_tag(self.view.base),
+            newcomers=self.view.newcomers,
         )

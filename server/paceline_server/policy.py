@@ -1,5 +1,7 @@
 """When does a view form, of whom, and why not yet? Pure: a function of (now, state, settle time).
 
+The first view of a line forms of candidates, here; the others form of the members of the one before, in `meeting`.
+
 A decision always has a sentence: the same one serves the waiting workers, the log, `status` and the tests.
 """
 
@@ -8,7 +10,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from paceline_server.model import JobState, Session
+from paceline_server.meeting import Meeting, convene
+from paceline_server.model import JobState, Session, View
 
 __all__ = ["Decision", "decide"]
 
@@ -24,18 +27,19 @@ class Decision:
         members: who forms the next view, in rank order; None while none is to form.
         reason: why, in a sentence.
         again_at: when time alone may change the decision, in seconds; None if only an event can.
+        summon: a member of the live view is to ask the others to meet, for candidates are ready.
+        meeting: what the members of the last view are to do, if it is over.
     """
 
     members: tuple[Session, ...] | None
     reason: str
     again_at: float | None = None
+    summon: bool = False
+    meeting: Meeting | None = None
 
 
 def decide(now: float, state: JobState, settle_time: float) -> Decision:
     """Decides about the next view of a job.
-
-    Only candidates form a view. Members of a void generation never do: carrying on with survivors will change this
-    function, and nothing else.
 
     Args:
         now: the time, in seconds.
@@ -44,13 +48,15 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
     """
     if state.forming is not None:
         return Decision(None, f"generation {state.forming.generation} is being stored")
+    if state.finished is not None:
+        return Decision(None, f"the job is done: its last step was {state.finished}")
+    if state.view is not None and _is_over(state):
+        meeting = convene(state)
+        if meeting.members and state.storage_trouble:
+            return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
+        return Decision(meeting.members or None, meeting.reason, meeting=meeting)
     if state.live is not None:
-        there = len(state.live.seats) - len(state.endings)
-        return Decision(
-            None,
-            f"generation {state.live.generation} is running with {there} {_plural('member', there)}; "
-            "a newcomer waits until it ends",
-        )
+        return _running(state, state.live)
     candidates = state.candidates()
     if not candidates:
         if state.view is not None:
@@ -61,6 +67,28 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
     if candidates[0].claimed_rank is not None:
         return _decide_explicit(candidates)
     return _decide_free(now, state, candidates, settle_time)
+
+
+def _is_over(state: JobState) -> bool:
+    """True if the members of the last view are to meet: one has, or it is of a line and void, or they have all gone."""
+    assert state.view is not None
+    present = state.present()
+    if any(session.has_met for session in present):
+        return True
+    return state.view.base is not None and (state.verdict is not None or not present)
+
+
+def _running(state: JobState, live: View) -> Decision:
+    there = len(live.seats) - len(state.endings)
+    text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
+    if live.base is None:
+        return Decision(None, f"{text}; a newcomer waits until it ends")
+    ready = len([s for s in state.ready() if s.met is not None and s.met.manifest == live.manifest])
+    if not ready:
+        return Decision(None, text)
+    if there >= live.settings.max_workers:
+        return Decision(None, f"{text}, as many as it takes")
+    return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will come in after this step", summon=True)
 
 
 def _decide_explicit(candidates: list[Session]) -> Decision:

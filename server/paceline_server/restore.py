@@ -19,9 +19,13 @@ def restore(now: float, stored: StoredJob) -> JobState:
         now: the time, in seconds; nothing before it counts as silence.
         stored: the job.
     """
-    state = JobState(stored.name, generation=stored.generation)
+    state = JobState(stored.name, generation=stored.generation, finished=stored.finished)
     view = stored.view
-    if view is None or len(stored.endings) == len(view.seats):
+    if view is None:
+        return state
+    if len(stored.endings) == len(view.seats):
+        if view.base is not None and not all(ending.sure for ending in stored.endings.values()):
+            state.view, state.verdict, state.endings = view, stored.verdict, dict(stored.endings)
         return state
     state.view, state.verdict, state.endings = view, stored.verdict, dict(stored.endings)
     for seat in view.seats:

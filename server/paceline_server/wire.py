@@ -10,17 +10,19 @@ import hashlib
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_server.errors import BadRequest, VersionMismatch
-from paceline_server.model import JobSettings, Process, Progress, Report, Seat, Verdict
+from paceline_server.model import JobSettings, Met, Process, Progress, Report, Seat, Tag, Verdict
 from paceline_server.settings import ServerSettings
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = [
+    "check_length",
     "check_name",
     "check_version",
     "cut",
     "from_duration",
     "read_job_name",
+    "read_met",
     "read_process",
     "read_progress",
     "read_report",
@@ -31,6 +33,7 @@ __all__ = [
     "write_process",
     "write_progress",
     "write_settings",
+    "write_tag",
     "write_verdict",
 ]
 
@@ -38,6 +41,8 @@ _SHORTEST_FAILURE_TIMEOUT, _LONGEST_FAILURE_TIMEOUT = 0.05, 86_400.0
 
 _CENTURY = 3.15e9
 """Seconds; stands for whatever is longer, so that it fits into a Duration again (at most 10,000 years)."""
+
+_HASH_BYTES = 64
 
 _STORABLE = 1 << 63
 """Numbers from outside must be below: integers of the state file have 64 bits and a sign."""
@@ -75,6 +80,15 @@ def check_name(text: str, what: str, limit: int) -> str:
     if not 1 <= size <= limit:
         raise BadRequest(f"{what} must have 1 to {limit} bytes, not {size}")
     return text
+
+
+def check_length(text: str, what: str, limit: int) -> str:
+    """Checks that a text, which may be empty, is not too long.
+
+    Raises:
+        BadRequest: it is.
+    """
+    return check_name(text, what, limit) if text else text
 
 
 def read_job_name(text: str, settings: ServerSettings) -> str:
@@ -146,7 +160,10 @@ def read_progress(now: float, message: pb.Heartbeat) -> Progress:
     """
     since = message.since.seconds + message.since.nanos * 1e-9
     operation = _storable(message.operation, "heartbeat.operation")
-    return Progress(operation, now - min(max(0.0, since), _CENTURY), message.inside)
+    step = _storable(message.step, "heartbeat.step")
+    step_age = message.step_since.seconds + message.step_since.nanos * 1e-9
+    step_at = now - min(max(0.0, step_age), _CENTURY)
+    return Progress(operation, now - min(max(0.0, since), _CENTURY), message.inside, step, step_at)
 
 
 def read_report(message: pb.Report, settings: ServerSettings) -> Report:
@@ -158,6 +175,28 @@ def read_report(message: pb.Report, settings: ServerSettings) -> Report:
     accused = message.accused if message.HasField("accused") else None
     operation = _storable(message.operation, "report.operation")
     return Report(-1, message.reason, accused, operation, cut(message.text, settings.max_text_bytes))
+
+
+def read_met(message: pb.Meet) -> Met:
+    """What a member says at a meeting.
+
+    Raises:
+        BadRequest: a number is too great to be one, or a hash too long.
+    """
+    if len(message.fingerprint) > _HASH_BYTES or len(message.manifest) > _HASH_BYTES:
+        raise BadRequest(f"hashes in a meeting have at most {_HASH_BYTES} bytes")
+    tag = None
+    if message.HasField("tag"):
+        tag = Tag(_storable(message.tag.generation, "tag.generation"), _storable(message.tag.step, "tag.step"))
+    return Met(
+        generation=_storable(message.generation, "meet.generation"),
+        tag=tag,
+        holds_base=message.holds_base,
+        fingerprint=message.fingerprint,
+        manifest=message.manifest,
+        leaving=message.leaving,
+        closed=message.closed,
+    )
 
 
 def _storable(number: int, name: str) -> int:
@@ -185,7 +224,19 @@ def write_settings(settings: JobSettings) -> pb.JobSettings:
 def write_progress(now: float, progress: Progress) -> pb.Heartbeat:
     """Progress as a message."""
     since = now - progress.since if progress.operation else 0.0
-    return pb.Heartbeat(operation=progress.operation, since=to_duration(since), inside=progress.inside)
+    step_since = now - progress.step_at if progress.step else 0.0
+    return pb.Heartbeat(
+        operation=progress.operation,
+        since=to_duration(since),
+        inside=progress.inside,
+        step=progress.step,
+        step_since=to_duration(step_since),
+    )
+
+
+def write_tag(tag: Tag) -> pb.Tag:
+    """A tag as a message."""
+    return pb.Tag(generation=tag.generation, step=tag.step)
 
 
 def write_member(seat: Seat) -> pb.Member:

@@ -34,7 +34,9 @@ class _JobPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobPhase.Val
     JOB_PHASE_RUNNING: _JobPhase.ValueType  # 2
     """A view is live."""
     JOB_PHASE_VOID: _JobPhase.ValueType  # 3
-    """The last view is void; its members have yet to go."""
+    """The last view is void; its members have yet to go, or to meet."""
+    JOB_PHASE_FINISHED: _JobPhase.ValueType  # 4
+    """The job is done."""
 
 class JobPhase(_JobPhase, metaclass=_JobPhaseEnumTypeWrapper):
     """Where a job stands."""
@@ -46,7 +48,9 @@ JOB_PHASE_WAITING: JobPhase.ValueType  # 1
 JOB_PHASE_RUNNING: JobPhase.ValueType  # 2
 """A view is live."""
 JOB_PHASE_VOID: JobPhase.ValueType  # 3
-"""The last view is void; its members have yet to go."""
+"""The last view is void; its members have yet to go, or to meet."""
+JOB_PHASE_FINISHED: JobPhase.ValueType  # 4
+"""The job is done."""
 Global___JobPhase: _TypeAlias = JobPhase  # noqa: Y015
 
 @_typing.final
@@ -102,10 +106,13 @@ class MemberStatus(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
     in_view: _builtins.bool
     """True if it is in the live view."""
     attached: _builtins.bool
     """True while its session's stream is there."""
+    standing: _builtins.str
+    """Where it stands: "training", "met at step 12", "ready to join", "leaving", "silent"."""
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """The member; its rank is meaningful only if `in_view`."""
@@ -126,10 +133,11 @@ class MemberStatus(_message.Message):
         attached: _builtins.bool = ...,
         silent: _duration_pb2.Duration | None = ...,
         progress: _session_pb2.Heartbeat | None = ...,
+        standing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "progress", b"progress", "silent", b"silent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "in_view", b"in_view", "member", b"member", "progress", b"progress", "silent", b"silent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "in_view", b"in_view", "member", b"member", "progress", b"progress", "silent", b"silent", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,3 +249,101 @@ class GetJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verdict) -> _WhichOneofReturnType__verdict | None: ...
 
 Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
+
+@_typing.final
+class DrainMembersRequest(_message.Message):
+    """Asks members to leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their ids, or their ranks in the current view as decimal numbers. Empty for all."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainMembersRequest: _TypeAlias = DrainMembersRequest  # noqa: Y015
+
+@_typing.final
+class DrainMembersResponse(_message.Message):
+    """They were told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of those that were."""
+
+    def __init__(
+        self,
+        *,
+        member_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_ids", b"member_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainMembersResponse: _TypeAlias = DrainMembersResponse  # noqa: Y015
+
+@_typing.final
+class RestartJobRequest(_message.Message):
+    """Asks to end a job's line."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartJobRequest: _TypeAlias = RestartJobRequest  # noqa: Y015
+
+@_typing.final
+class RestartJobResponse(_message.Message):
+    """It has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who was taken for dead, for people."""
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartJobResponse: _TypeAlias = RestartJobResponse  # noqa: Y015

@@ -45,6 +45,16 @@ class AdminServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_admin__pb2.GetJobRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.GetJobResponse.FromString,
                 _registered_method=True)
+        self.DrainMembers = channel.unary_unary(
+                '/pacelinepb.v1.AdminService/DrainMembers',
+                request_serializer=pacelinepb_dot_v1_dot_admin__pb2.DrainMembersRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.DrainMembersResponse.FromString,
+                _registered_method=True)
+        self.RestartJob = channel.unary_unary(
+                '/pacelinepb.v1.AdminService/RestartJob',
+                request_serializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -65,6 +75,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainMembers(self, request, context):
+        """Has members leave at their next step boundary.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartJob(self, request, context):
+        """The operator swears that the members of the job's last generation are dead: a new line may start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +101,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetJob,
                     request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.GetJobRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_admin__pb2.GetJobResponse.SerializeToString,
+            ),
+            'DrainMembers': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainMembers,
+                    request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.DrainMembersRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_admin__pb2.DrainMembersResponse.SerializeToString,
+            ),
+            'RestartJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartJob,
+                    request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +168,60 @@ class AdminService(object):
             '/pacelinepb.v1.AdminService/GetJob',
             pacelinepb_dot_v1_dot_admin__pb2.GetJobRequest.SerializeToString,
             pacelinepb_dot_v1_dot_admin__pb2.GetJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainMembers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pacelinepb.v1.AdminService/DrainMembers',
+            pacelinepb_dot_v1_dot_admin__pb2.DrainMembersRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_admin__pb2.DrainMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pacelinepb.v1.AdminService/RestartJob',
+            pacelinepb_dot_v1_dot_admin__pb2.RestartJobRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_admin__pb2.RestartJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

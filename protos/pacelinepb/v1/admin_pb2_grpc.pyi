@@ -37,6 +37,10 @@ class AdminServiceStub:
     """All jobs that the coordinator knows, by name."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]
     """One job with its members."""
+    DrainMembers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainMembersRequest, _admin_pb2.DrainMembersResponse]
+    """Has members leave at their next step boundary."""
+    RestartJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]
+    """The operator swears that the members of the job's last generation are dead: a new line may start."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -47,6 +51,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """All jobs that the coordinator knows, by name."""
     GetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]  # type: ignore[assignment]
     """One job with its members."""
+    DrainMembers: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainMembersRequest, _admin_pb2.DrainMembersResponse]  # type: ignore[assignment]
+    """Has members leave at their next step boundary."""
+    RestartJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]  # type: ignore[assignment]
+    """The operator swears that the members of the job's last generation are dead: a new line may start."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """What an operator sees of the jobs."""
@@ -66,5 +74,21 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetJobResponse, _abc.Awaitable[_admin_pb2.GetJobResponse]]:
         """One job with its members."""
+
+    @_abc_1.abstractmethod
+    def DrainMembers(
+        self,
+        request: _admin_pb2.DrainMembersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainMembersResponse, _abc.Awaitable[_admin_pb2.DrainMembersResponse]]:
+        """Has members leave at their next step boundary."""
+
+    @_abc_1.abstractmethod
+    def RestartJob(
+        self,
+        request: _admin_pb2.RestartJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RestartJobResponse, _abc.Awaitable[_admin_pb2.RestartJobResponse]]:
+        """The operator swears that the members of the job's last generation are dead: a new line may start."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,33 +22,46 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pacelinepb.v1 import session_pb2 as pacelinepb_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pacelinepb/v1/peer.proto\x12\rpacelinepb.v1\"\xd3\x01\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0b\x66rom_member\x18\x03 \x01(\t\x12\x11\n\tto_member\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\'\n\x07purpose\x18\x06 \x01(\x0e\x32\x16.pacelinepb.v1.Purpose\x12(\n\x07offered\x18\x07 \x03(\x0e\x32\x17.pacelinepb.v1.LinkKind\x12\r\n\x05group\x18\x08 \x01(\t\"H\n\rHelloResponse\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0e\x32\x17.pacelinepb.v1.LinkKind\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"\x90\x01\n\rFramesRequest\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.pacelinepb.v1.FrameKind\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\x11\n\toperation\x18\x03 \x01(\x06\x12\x0c\n\x04part\x18\x04 \x01(\x07\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\"q\n\x0e\x46ramesResponse\x12+\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x17.pacelinepb.v1.AcceptedH\x00\x12)\n\x07\x64rained\x18\x02 \x01(\x0b\x32\x16.pacelinepb.v1.DrainedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41\x63\x63\x65pted\"\x19\n\x07\x44rained\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x04*9\n\x08LinkKind\x12\x19\n\x15LINK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eLINK_KIND_GRPC\x10\x01*V\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x16\n\x12PURPOSE_COLLECTIVE\x10\x01\x12\x1a\n\x16PURPOSE_POINT_TO_POINT\x10\x02*~\n\tFrameKind\x12\x1a\n\x16\x46RAME_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46RAME_KIND_DATA\x10\x01\x12\x14\n\x10\x46RAME_KIND_ABORT\x10\x02\x12\x14\n\x10\x46RAME_KIND_CLOSE\x10\x03\x12\x14\n\x10\x46RAME_KIND_LEAVE\x10\x04\x32\x9c\x01\n\x0bPeerService\x12\x42\n\x05Hello\x12\x1b.pacelinepb.v1.HelloRequest\x1a\x1c.pacelinepb.v1.HelloResponse\x12I\n\x06\x46rames\x12\x1c.pacelinepb.v1.FramesRequest\x1a\x1d.pacelinepb.v1.FramesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pacelinepb/v1/peer.proto\x12\rpacelinepb.v1\x1a\x1bpacelinepb/v1/session.proto\"\xd3\x01\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0b\x66rom_member\x18\x03 \x01(\t\x12\x11\n\tto_member\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\'\n\x07purpose\x18\x06 \x01(\x0e\x32\x16.pacelinepb.v1.Purpose\x12(\n\x07offered\x18\x07 \x03(\x0e\x32\x17.pacelinepb.v1.LinkKind\x12\r\n\x05group\x18\x08 \x01(\t\"H\n\rHelloResponse\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0e\x32\x17.pacelinepb.v1.LinkKind\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"\x90\x01\n\rFramesRequest\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.pacelinepb.v1.FrameKind\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12\x11\n\toperation\x18\x03 \x01(\x06\x12\x0c\n\x04part\x18\x04 \x01(\x07\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\"q\n\x0e\x46ramesResponse\x12+\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x17.pacelinepb.v1.AcceptedH\x00\x12)\n\x07\x64rained\x18\x02 \x01(\x0b\x32\x16.pacelinepb.v1.DrainedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41\x63\x63\x65pted\"\x19\n\x07\x44rained\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x04\"W\n\x14\x44\x65scribeStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tto_member\x18\x02 \x01(\t\x12\x1f\n\x03tag\x18\x03 \x01(\x0b\x32\x12.pacelinepb.v1.Tag\"5\n\x15\x44\x65scribeStateResponse\x12\x0c\n\x04json\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"b\n\x0fGetStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tto_member\x18\x02 \x01(\t\x12\x1f\n\x03tag\x18\x03 \x01(\x0b\x32\x12.pacelinepb.v1.Tag\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\r\"/\n\x10GetStateResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"4\n\x12GetManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tto_member\x18\x02 \x01(\t\"\'\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c*9\n\x08LinkKind\x12\x19\n\x15LINK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eLINK_KIND_GRPC\x10\x01*V\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x16\n\x12PURPOSE_COLLECTIVE\x10\x01\x12\x1a\n\x16PURPOSE_POINT_TO_POINT\x10\x02*~\n\tFrameKind\x12\x1a\n\x16\x46RAME_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46RAME_KIND_DATA\x10\x01\x12\x14\n\x10\x46RAME_KIND_ABORT\x10\x02\x12\x14\n\x10\x46RAME_KIND_CLOSE\x10\x03\x12\x14\n\x10\x46RAME_KIND_LEAVE\x10\x04\x32\x9f\x03\n\x0bPeerService\x12\x42\n\x05Hello\x12\x1b.pacelinepb.v1.HelloRequest\x1a\x1c.pacelinepb.v1.HelloResponse\x12I\n\x06\x46rames\x12\x1c.pacelinepb.v1.FramesRequest\x1a\x1d.pacelinepb.v1.FramesResponse(\x01\x30\x01\x12\\\n\rDescribeState\x12#.pacelinepb.v1.DescribeStateRequest\x1a$.pacelinepb.v1.DescribeStateResponse0\x01\x12M\n\x08GetState\x12\x1e.pacelinepb.v1.GetStateRequest\x1a\x1f.pacelinepb.v1.GetStateResponse0\x01\x12T\n\x0bGetManifest\x12!.pacelinepb.v1.GetManifestRequest\x1a\".pacelinepb.v1.GetManifestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pacelinepb.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LINKKIND']._serialized_start=632
-  _globals['_LINKKIND']._serialized_end=689
-  _globals['_PURPOSE']._serialized_start=691
-  _globals['_PURPOSE']._serialized_end=777
-  _globals['_FRAMEKIND']._serialized_start=779
-  _globals['_FRAMEKIND']._serialized_end=905
-  _globals['_HELLOREQUEST']._serialized_start=44
-  _globals['_HELLOREQUEST']._serialized_end=255
-  _globals['_HELLORESPONSE']._serialized_start=257
-  _globals['_HELLORESPONSE']._serialized_end=329
-  _globals['_FRAMESREQUEST']._serialized_start=332
-  _globals['_FRAMESREQUEST']._serialized_end=476
-  _globals['_FRAMESRESPONSE']._serialized_start=478
-  _globals['_FRAMESRESPONSE']._serialized_end=591
-  _globals['_ACCEPTED']._serialized_start=593
-  _globals['_ACCEPTED']._serialized_end=603
-  _globals['_DRAINED']._serialized_start=605
-  _globals['_DRAINED']._serialized_end=630
-  _globals['_PEERSERVICE']._serialized_start=908
-  _globals['_PEERSERVICE']._serialized_end=1064
+  _globals['_LINKKIND']._serialized_start=1049
+  _globals['_LINKKIND']._serialized_end=1106
+  _globals['_PURPOSE']._serialized_start=1108
+  _globals['_PURPOSE']._serialized_end=1194
+  _globals['_FRAMEKIND']._serialized_start=1196
+  _globals['_FRAMEKIND']._serialized_end=1322
+  _globals['_HELLOREQUEST']._serialized_start=73
+  _globals['_HELLOREQUEST']._serialized_end=284
+  _globals['_HELLORESPONSE']._serialized_start=286
+  _globals['_HELLORESPONSE']._serialized_end=358
+  _globals['_FRAMESREQUEST']._serialized_start=361
+  _globals['_FRAMESREQUEST']._serialized_end=505
+  _globals['_FRAMESRESPONSE']._serialized_start=507
+  _globals['_FRAMESRESPONSE']._serialized_end=620
+  _globals['_ACCEPTED']._serialized_start=622
+  _globals['_ACCEPTED']._serialized_end=632
+  _globals['_DRAINED']._serialized_start=634
+  _globals['_DRAINED']._serialized_end=659
+  _globals['_DESCRIBESTATEREQUEST']._serialized_start=661
+  _globals['_DESCRIBESTATEREQUEST']._serialized_end=748
+  _globals['_DESCRIBESTATERESPONSE']._serialized_start=750
+  _globals['_DESCRIBESTATERESPONSE']._serialized_end=803
+  _globals['_GETSTATEREQUEST']._serialized_start=805
+  _globals['_GETSTATEREQUEST']._serialized_end=903
+  _globals['_GETSTATERESPONSE']._serialized_start=905
+  _globals['_GETSTATERESPONSE']._serialized_end=952
+  _globals['_GETMANIFESTREQUEST']._serialized_start=954
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1006
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1008
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1047
+  _globals['_PEERSERVICE']._serialized_start=1325
+  _globals['_PEERSERVICE']._serialized_end=1740
 # @@protoc_insertion_point(module_scope)

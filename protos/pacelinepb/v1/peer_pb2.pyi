@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pacelinepb.v1 import session_pb2 as _session_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -310,3 +311,175 @@ class Drained(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drained: _TypeAlias = Drained  # noqa: Y015
+
+@_typing.final
+class DescribeStateRequest(_message.Message):
+    """Asks for the description of a state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TO_MEMBER_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    to_member: _builtins.str
+    """Whom the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
+    @_builtins.property
+    def tag(self) -> _session_pb2.Tag:
+        """The state; a callee that does not hold it MUST refuse (FAILED_PRECONDITION)."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        to_member: _builtins.str = ...,
+        tag: _session_pb2.Tag | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tag", b"tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "tag", b"tag", "to_member", b"to_member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeStateRequest: _TypeAlias = DescribeStateRequest  # noqa: Y015
+
+@_typing.final
+class DescribeStateResponse(_message.Message):
+    """A piece of the description: they are concatenated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    json: _builtins.bytes
+    """JSON: the values that are no arrays, and name, dtype and shape of each array."""
+    hashes: _builtins.bytes
+    """Hashes of the chunks, 16 bytes each (BLAKE2b). Chunk c of the arrays' bytes, one after the other in the order of the
+    description, begins at c times the size of a chunk.
+    """
+    def __init__(
+        self,
+        *,
+        json: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeStateResponse: _TypeAlias = DescribeStateResponse  # noqa: Y015
+
+@_typing.final
+class GetStateRequest(_message.Message):
+    """Asks for chunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TO_MEMBER_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    to_member: _builtins.str
+    """Whom the caller means to reach."""
+    @_builtins.property
+    def tag(self) -> _session_pb2.Tag:
+        """The state."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the chunks, ascending."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        to_member: _builtins.str = ...,
+        tag: _session_pb2.Tag | None = ...,
+        chunks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tag", b"tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "job", b"job", "tag", b"tag", "to_member", b"to_member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
+
+@_typing.final
+class GetStateResponse(_message.Message):
+    """One chunk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.int
+    """Its number."""
+    data: _builtins.bytes
+    """Its bytes."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class GetManifestRequest(_message.Message):
+    """Asks for the manifest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TO_MEMBER_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    to_member: _builtins.str
+    """Whom the caller means to reach."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        to_member: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "to_member", b"to_member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetManifestRequest: _TypeAlias = GetManifestRequest  # noqa: Y015
+
+@_typing.final
+class GetManifestResponse(_message.Message):
+    """The manifest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    manifest: _builtins.bytes
+    """Canonical JSON."""
+    def __init__(
+        self,
+        *,
+        manifest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetManifestResponse: _TypeAlias = GetManifestResponse  # noqa: Y015

@@ -45,6 +45,21 @@ class PeerServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_peer__pb2.FramesRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.FramesResponse.FromString,
                 _registered_method=True)
+        self.DescribeState = channel.unary_stream(
+                '/pacelinepb.v1.PeerService/DescribeState',
+                request_serializer=pacelinepb_dot_v1_dot_peer__pb2.DescribeStateRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.DescribeStateResponse.FromString,
+                _registered_method=True)
+        self.GetState = channel.unary_stream(
+                '/pacelinepb.v1.PeerService/GetState',
+                request_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateResponse.FromString,
+                _registered_method=True)
+        self.GetManifest = channel.unary_unary(
+                '/pacelinepb.v1.PeerService/GetManifest',
+                request_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServiceServicer(object):
@@ -67,6 +82,27 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeState(self, request, context):
+        """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetState(self, request, context):
+        """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetManifest(self, request, context):
+        """What the callee's state must consist of, and the settings of its run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +115,21 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.Frames,
                     request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.FramesRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_peer__pb2.FramesResponse.SerializeToString,
+            ),
+            'DescribeState': grpc.unary_stream_rpc_method_handler(
+                    servicer.DescribeState,
+                    request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.DescribeStateRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_peer__pb2.DescribeStateResponse.SerializeToString,
+            ),
+            'GetState': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetState,
+                    request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateResponse.SerializeToString,
+            ),
+            'GetManifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetManifest,
+                    request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +187,87 @@ class PeerService(object):
             '/pacelinepb.v1.PeerService/Frames',
             pacelinepb_dot_v1_dot_peer__pb2.FramesRequest.SerializeToString,
             pacelinepb_dot_v1_dot_peer__pb2.FramesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pacelinepb.v1.PeerService/DescribeState',
+            pacelinepb_dot_v1_dot_peer__pb2.DescribeStateRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_peer__pb2.DescribeStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pacelinepb.v1.PeerService/GetState',
+            pacelinepb_dot_v1_dot_peer__pb2.GetStateRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_peer__pb2.GetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pacelinepb.v1.PeerService/GetManifest',
+            pacelinepb_dot_v1_dot_peer__pb2.GetManifestRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_peer__pb2.GetManifestResponse.FromString,
             options,
             channel_credentials,
             insecure,

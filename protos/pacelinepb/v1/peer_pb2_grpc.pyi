@@ -41,6 +41,12 @@ class PeerServiceStub:
     """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
     The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
     """
+    DescribeState: _grpc.UnaryStreamMultiCallable[_peer_pb2.DescribeStateRequest, _peer_pb2.DescribeStateResponse]
+    """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
+    GetState: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetStateRequest, _peer_pb2.GetStateResponse]
+    """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change."""
+    GetManifest: _grpc.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]
+    """What the callee's state must consist of, and the settings of its run."""
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -55,6 +61,12 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
     The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
     """
+    DescribeState: _aio.UnaryStreamMultiCallable[_peer_pb2.DescribeStateRequest, _peer_pb2.DescribeStateResponse]  # type: ignore[assignment]
+    """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
+    GetState: _aio.UnaryStreamMultiCallable[_peer_pb2.GetStateRequest, _peer_pb2.GetStateResponse]  # type: ignore[assignment]
+    """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change."""
+    GetManifest: _aio.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]  # type: ignore[assignment]
+    """What the callee's state must consist of, and the settings of its run."""
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The front door of every worker, and the link that goes wherever gRPC goes."""
@@ -78,5 +90,29 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
         The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
         """
+
+    @_abc_1.abstractmethod
+    def DescribeState(
+        self,
+        request: _peer_pb2.DescribeStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.DescribeStateResponse], _abc.AsyncIterator[_peer_pb2.DescribeStateResponse]]:
+        """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
+
+    @_abc_1.abstractmethod
+    def GetState(
+        self,
+        request: _peer_pb2.GetStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetStateResponse], _abc.AsyncIterator[_peer_pb2.GetStateResponse]]:
+        """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change."""
+
+    @_abc_1.abstractmethod
+    def GetManifest(
+        self,
+        request: _peer_pb2.GetManifestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.GetManifestResponse, _abc.Awaitable[_peer_pb2.GetManifestResponse]]:
+        """What the callee's state must consist of, and the settings of its run."""
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

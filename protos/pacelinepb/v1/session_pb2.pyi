@@ -87,6 +87,34 @@ class JobSettings(_message.Message):
 Global___JobSettings: _TypeAlias = JobSettings  # noqa: Y015
 
 @_typing.final
+class Tag(_message.Message):
+    """Which state of a line: the generation in which its last step was taken, and that step. Tags are in the order of the
+    training that they name; equal tags are equal bits. (0, 0) is the state before the first step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation of the last step."""
+    step: _builtins.int
+    """Its number, counted from 1 over the whole line."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tag: _TypeAlias = Tag  # noqa: Y015
+
+@_typing.final
 class Member(_message.Message):
     """One member of a view."""
 
@@ -135,6 +163,7 @@ class Register(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FLOOR_FIELD_NUMBER: _builtins.int
+    FORMER_MEMBER_ID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, 1 to 128 bytes."""
     protocol_version: _builtins.int
@@ -145,6 +174,8 @@ class Register(_message.Message):
     """Explicit rank. Set for all members of a job or for none; two claims to one rank are refused."""
     generation_floor: _builtins.int
     """The highest generation that the worker has seen evidence of (a checkpoint); the job's numbers go on above it."""
+    former_member_id: _builtins.str
+    """Id of the member that this process was before its session ended, empty for none. Its seat is known to be free then."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The worker's process."""
@@ -163,10 +194,11 @@ class Register(_message.Message):
         settings: Global___JobSettings | None = ...,
         rank: _builtins.int | None = ...,
         generation_floor: _builtins.int = ...,
+        former_member_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "process", b"process", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "generation_floor", b"generation_floor", "job", b"job", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "generation_floor", b"generation_floor", "job", b"job", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -221,13 +253,21 @@ class Heartbeat(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     INSIDE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEP_SINCE_FIELD_NUMBER: _builtins.int
     operation: _builtins.int
     """Number of the last collective that the member entered, 0 for none."""
     inside: _builtins.bool
     """True while the member waits inside that collective."""
+    step: _builtins.int
+    """The last step whose word has completed in this generation: every member of it was there then. 0 for none."""
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Time since it entered it, or since it left the last one if it is in none."""
+
+    @_builtins.property
+    def step_since(self) -> _duration_pb2.Duration:
+        """Time since that word completed."""
 
     def __init__(
         self,
@@ -235,10 +275,12 @@ class Heartbeat(_message.Message):
         operation: _builtins.int = ...,
         since: _duration_pb2.Duration | None = ...,
         inside: _builtins.bool = ...,
+        step: _builtins.int = ...,
+        step_since: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "step_since", b"step_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inside", b"inside", "operation", b"operation", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inside", b"inside", "operation", b"operation", "since", b"since", "step", b"step", "step_since", b"step_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +367,82 @@ class Report(_message.Message):
 Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
+class Meet(_message.Message):
+    """The member has stopped training in its generation and waits for the next one; or, in none, it is ready to be taken
+    into one. Sent again after a reconnect, and whenever what it says has changed; the last one counts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    HOLDS_BASE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation that it has stopped in, 0 for a candidate."""
+    holds_base: _builtins.bool
+    """True if it got its generation's base, so that what it holds is the line's. Only such members lead."""
+    fingerprint: _builtins.bytes
+    """SHA-256 of the state at tag (0, 0), which members build for themselves; empty at every other tag."""
+    manifest: _builtins.bytes
+    """SHA-256 of what the state consists of and of the settings of the run. All members of a line have the same."""
+    leaving: _builtins.bool
+    """True if it wants to go: the next view forms without it."""
+    closed: _builtins.bool
+    """True if no newcomer may come in now: the members are between two steps."""
+    @_builtins.property
+    def tag(self) -> Global___Tag:
+        """The state that it holds; unset for none that counts (it has not got its base yet, or an update was interrupted)."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        tag: Global___Tag | None = ...,
+        holds_base: _builtins.bool = ...,
+        fingerprint: _builtins.bytes = ...,
+        manifest: _builtins.bytes = ...,
+        leaving: _builtins.bool = ...,
+        closed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tag", b"tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "fingerprint", b"fingerprint", "generation", b"generation", "holds_base", b"holds_base", "leaving", b"leaving", "manifest", b"manifest", "tag", b"tag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Meet: _TypeAlias = Meet  # noqa: Y015
+
+@_typing.final
+class Finish(_message.Message):
+    """The line is done: the closing word after its last step has completed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation in which it did."""
+    step: _builtins.int
+    """The last step."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finish: _TypeAlias = Finish  # noqa: Y015
+
+@_typing.final
 class Leave(_message.Message):
     """The member goes for good. The coordinator answers `left` and ends the stream."""
 
@@ -358,6 +476,8 @@ class SessionRequest(_message.Message):
     ENTER_BARRIER_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    MEET_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """First message of a new member."""
@@ -382,6 +502,14 @@ class SessionRequest(_message.Message):
     def leave(self) -> Global___Leave:
         """Last message."""
 
+    @_builtins.property
+    def meet(self) -> Global___Meet:
+        """Between two generations."""
+
+    @_builtins.property
+    def finish(self) -> Global___Finish:
+        """The end of the line."""
+
     def __init__(
         self,
         *,
@@ -391,12 +519,14 @@ class SessionRequest(_message.Message):
         enter_barrier: Global___EnterBarrier | None = ...,
         report: Global___Report | None = ...,
         leave: Global___Leave | None = ...,
+        meet: Global___Meet | None = ...,
+        finish: Global___Finish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enter_barrier", b"enter_barrier", "event", b"event", "heartbeat", b"heartbeat", "leave", b"leave", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enter_barrier", b"enter_barrier", "event", b"event", "finish", b"finish", "heartbeat", b"heartbeat", "leave", b"leave", "meet", b"meet", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enter_barrier", b"enter_barrier", "event", b"event", "heartbeat", b"heartbeat", "leave", b"leave", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enter_barrier", b"enter_barrier", "event", b"event", "finish", b"finish", "heartbeat", b"heartbeat", "leave", b"leave", "meet", b"meet", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["register", "resume", "heartbeat", "enter_barrier", "report", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["register", "resume", "heartbeat", "enter_barrier", "report", "leave", "meet", "finish"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -467,6 +597,8 @@ class ViewFormed(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     MEMBERS_SHA256_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    NEWCOMERS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Its generation; above every earlier one of the job."""
     world_size: _builtins.int
@@ -477,6 +609,14 @@ class ViewFormed(_message.Message):
     """SHA-256 of the concatenated pages of the member list. The receiver MUST check it before use."""
     pages: _builtins.int
     """Number of pages to fetch with GetView."""
+    @_builtins.property
+    def base(self) -> Global___Tag:
+        """The state that the generation starts from; unset where its members have yet to compare what they hold."""
+
+    @_builtins.property
+    def newcomers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks that do not hold the base, ascending: they take it from the others before they contribute."""
+
     def __init__(
         self,
         *,
@@ -485,14 +625,188 @@ class ViewFormed(_message.Message):
         rank: _builtins.int = ...,
         members_sha256: _builtins.bytes = ...,
         pages: _builtins.int = ...,
+        base: Global___Tag | None = ...,
+        newcomers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "members_sha256", b"members_sha256", "pages", b"pages", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "generation", b"generation", "members_sha256", b"members_sha256", "newcomers", b"newcomers", "pages", b"pages", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ViewFormed: _TypeAlias = ViewFormed  # noqa: Y015
+
+@_typing.final
+class Running(_message.Message):
+    """The job's line is running without the receiver, which is a candidate: it prepares its state and then says `meet`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The line's latest generation."""
+    world_size: _builtins.int
+    """Number of its members."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Running: _TypeAlias = Running  # noqa: Y015
+
+@_typing.final
+class Summons(_message.Message):
+    """The receiver's next step word MUST ask for a meeting: candidates are ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation that it is about."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Summons: _TypeAlias = Summons  # noqa: Y015
+
+@_typing.final
+class CatchUp(_message.Message):
+    """The receiver lags behind in a meeting: it takes the base, then says `meet` again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    DONORS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation that the meeting is after."""
+    @_builtins.property
+    def base(self) -> Global___Tag:
+        """What to take."""
+
+    @_builtins.property
+    def donors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
+        """Who holds it."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        base: Global___Tag | None = ...,
+        donors: _abc.Iterable[Global___Member] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "donors", b"donors", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CatchUp: _TypeAlias = CatchUp  # noqa: Y015
+
+@_typing.final
+class Misfit(_message.Message):
+    """The receiver's manifest is not the line's: it compares the two, and leaves with the difference."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def donor(self) -> Global___Member:
+        """A member whose manifest is."""
+
+    def __init__(
+        self,
+        *,
+        donor: Global___Member | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["donor", b"donor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donor", b"donor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Misfit: _TypeAlias = Misfit  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    """The receiver MUST leave at its next step boundary."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Who asked, for people."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class Dismissed(_message.Message):
+    """The receiver, which wanted to leave, may go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.bool
+    """True if nobody goes on: what the receiver holds is the line's state, and to be kept."""
+    def __init__(
+        self,
+        *,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Dismissed: _TypeAlias = Dismissed  # noqa: Y015
+
+@_typing.final
+class Finished(_message.Message):
+    """The line is done. Answer to `finish`, and to whoever comes later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Its last step."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
@@ -622,6 +936,13 @@ class SessionResponse(_message.Message):
     BARRIER_PASSED_FIELD_NUMBER: _builtins.int
     BARRIER_FAILED_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    SUMMONS_FIELD_NUMBER: _builtins.int
+    CATCH_UP_FIELD_NUMBER: _builtins.int
+    MISFIT_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    DISMISSED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The session is live."""
@@ -650,6 +971,34 @@ class SessionResponse(_message.Message):
     def left(self) -> Global___Left:
         """Answer to `leave`."""
 
+    @_builtins.property
+    def running(self) -> Global___Running:
+        """The line runs without the receiver."""
+
+    @_builtins.property
+    def summons(self) -> Global___Summons:
+        """Candidates are ready."""
+
+    @_builtins.property
+    def catch_up(self) -> Global___CatchUp:
+        """The receiver lags."""
+
+    @_builtins.property
+    def misfit(self) -> Global___Misfit:
+        """The receiver has another model."""
+
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """The receiver is to leave."""
+
+    @_builtins.property
+    def dismissed(self) -> Global___Dismissed:
+        """The receiver may go."""
+
+    @_builtins.property
+    def finished(self) -> Global___Finished:
+        """Nothing is left to do."""
+
     def __init__(
         self,
         *,
@@ -660,12 +1009,19 @@ class SessionResponse(_message.Message):
         barrier_passed: Global___BarrierPassed | None = ...,
         barrier_failed: Global___BarrierFailed | None = ...,
         left: Global___Left | None = ...,
+        running: Global___Running | None = ...,
+        summons: Global___Summons | None = ...,
+        catch_up: Global___CatchUp | None = ...,
+        misfit: Global___Misfit | None = ...,
+        drain: Global___Drain | None = ...,
+        dismissed: Global___Dismissed | None = ...,
+        finished: Global___Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "event", b"event", "left", b"left", "registered", b"registered", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "event", b"event", "left", b"left", "registered", b"registered", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -1,4 +1,4 @@
-"""AdminService: what an operator sees. Reads the state, changes nothing."""
+"""AdminService: what an operator sees, and the two things that an operator may ask for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from paceline_server import wire
 from paceline_server._grpc import aio
-from paceline_server.dispatcher import Dispatcher
+from paceline_server.dispatcher import Dispatcher, Job
 from paceline_server.errors import NotFound
+from paceline_server.events import DrainAsked, RestartAsked
 from paceline_server.membership import Membership
 from paceline_server.model import Session, Standing
 from pacelinepb.v1 import admin_pb2 as pb
@@ -28,6 +29,7 @@ class AdminHandlers(AdminServiceServicer):
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._jobs = dispatcher.jobs
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
@@ -36,13 +38,11 @@ class AdminHandlers(AdminServiceServicer):
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
         """One job with its members."""
-        job = self._jobs.get(request.job)
-        if job is None:
-            raise NotFound(f"there is no job {request.job!r}")
+        job = self._job(request.job)
         now = asyncio.get_running_loop().time()
         state = job.membership.state
         concerned = state.concerned()
-        in_view = sorted((s for s in concerned if s.standing is Standing.IN_VIEW), key=lambda s: s.rank or 0)
+        in_view = sorted((s for s in concerned if s.rank is not None), key=lambda s: s.rank or 0)
         waiting = [s for s in concerned if s.standing is Standing.WAITING]
         return pb.GetJobResponse(
             summary=_summary(job.membership),
@@ -51,10 +51,45 @@ class AdminHandlers(AdminServiceServicer):
             verdict=wire.write_verdict(state.verdict) if state.verdict is not None else None,
         )
 
+    async def DrainMembers(self, request: pb.DrainMembersRequest, context: _Context) -> pb.DrainMembersResponse:
+        """Has members leave."""
+        job = self._job(request.job)
+        sessions = job.membership.state.concerned()
+        chosen = sessions
+        if request.members:
+            by_name = {str(s.rank): s for s in sessions if s.standing is Standing.IN_VIEW}
+            by_name |= {s.member_id: s for s in sessions}
+            unknown = [name for name in request.members if name not in by_name]
+            if unknown:
+                raise NotFound(f"job {request.job!r} has no member {', '.join(unknown)}")
+            chosen = [by_name[name] for name in request.members]
+        ids = tuple(session.member_id for session in chosen)
+        self._dispatcher.apply(job, DrainAsked(ids, "an operator asked for it (paceline drain)"))
+        return pb.DrainMembersResponse(member_ids=ids)
+
+    async def RestartJob(self, request: pb.RestartJobRequest, context: _Context) -> pb.RestartJobResponse:
+        """Ends a job's line by the operator's word."""
+        job = self._job(request.job)
+        state = job.membership.state
+        there = state.present() if state.view is not None else []
+        silent = [rank for rank, ending in state.endings.items() if not ending.sure]
+        seats = state.view.seats if state.view is not None else ()
+        members = [seats[rank].label for rank in sorted({*silent, *(s.rank for s in there if s.rank is not None)})]
+        self._dispatcher.apply(job, RestartAsked())
+        return pb.RestartJobResponse(members=members)
+
+    def _job(self, name: str) -> Job:
+        job = self._jobs.get(name)
+        if job is None:
+            raise NotFound(f"there is no job {name!r}")
+        return job
+
 
 def _summary(membership: Membership) -> pb.JobSummary:
     state = membership.state
-    if state.live is not None:
+    if state.finished is not None:
+        phase = pb.JOB_PHASE_FINISHED
+    elif state.live is not None:
         phase = pb.JOB_PHASE_RUNNING
     elif state.view is not None:
         phase = pb.JOB_PHASE_VOID
@@ -79,8 +114,22 @@ def _member(now: float, session: Session) -> pb.MemberStatus:
     )
     return pb.MemberStatus(
         member=member,
-        in_view=session.standing is Standing.IN_VIEW,
+        in_view=session.rank is not None,
+        standing=_standing(session),
         attached=session.stream is not None,
         silent=wire.to_duration(now - session.heard),
         progress=wire.write_progress(now, session.progress),
     )
+
+
+def _standing(session: Session) -> str:
+    """In a word or two, for people."""
+    if session.stream is None:
+        return "silent"
+    if session.standing is Standing.DISMISSED or (session.met is not None and session.met.leaving):
+        return "leaving"
+    if session.standing is Standing.WAITING:
+        return "waiting" if session.met is None else "ready to join"
+    if session.met is not None:
+        return "met" if session.met.tag is None else f"met at step {session.met.tag.step}"
+    return "training" if session.standing is Standing.IN_VIEW else "parked"

@@ -9,7 +9,7 @@ from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest
-from paceline_server.events import BarrierEntered, Heard, LeftJob, Reported
+from paceline_server.events import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -87,6 +87,11 @@ class SessionHandlers:
             case "report":
                 report = wire.read_report(message.report, self._settings)
                 self._dispatcher.apply_of(stream, Reported(stream.member_id, message.report.generation, report))
+            case "meet":
+                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_met(message.meet)))
+            case "finish":
+                finish = message.finish
+                self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, finish.step))
             case "leave":
                 cause = wire.cut(message.leave.cause, self._settings.max_text_bytes)
                 self._dispatcher.apply_of(stream, LeftJob(stream.member_id, cause))

@@ -15,6 +15,7 @@ from paceline_server.model import Ending, Verdict, View
 __all__ = [
     "Change",
     "EndingStored",
+    "FinishedStored",
     "KeyDeleted",
     "KeySet",
     "StateUnusable",
@@ -65,6 +66,14 @@ class EndingStored:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedStored:
+    """The job's line is done after this step; None: it is not."""
+
+    job: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class KeySet:
     """A key of the job's store has a value."""
 
@@ -81,7 +90,7 @@ class KeyDeleted:
     key: str
 
 
-Change = ViewFormed | ViewForgotten | VerdictStored | EndingStored | KeySet | KeyDeleted
+Change = ViewFormed | ViewForgotten | VerdictStored | EndingStored | FinishedStored | KeySet | KeyDeleted
 
 
 @dataclass(slots=True)
@@ -95,6 +104,7 @@ class StoredJob:
     """The latest view, unless it was forgotten."""
     verdict: Verdict | None = None
     endings: dict[int, Ending] = field(default_factory=dict)
+    finished: int | None = None
     keys: dict[str, bytes] = field(default_factory=dict)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from paceline_server.storage.base import (
     Change,
     EndingStored,
+    FinishedStored,
     KeyDeleted,
     KeySet,
     StoredJob,
@@ -57,6 +58,8 @@ class MemoryStorage:
             case EndingStored(_, generation, rank, ending):
                 if generation == job.generation and job.view is not None:
                     job.endings[rank] = ending
+            case FinishedStored(_, step):
+                job.finished = step
             case KeySet(_, key, value):
                 job.keys[key] = value
             case KeyDeleted(_, key):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 
-from paceline_server.model import Ending, JobSettings, Process, Seat, Verdict, View
+from paceline_server.model import Ending, JobSettings, Process, Seat, Tag, Verdict, View
 from paceline_server.storage.base import (
     Change,
     EndingStored,
+    FinishedStored,
     KeyDeleted,
     KeySet,
     StoredJob,
@@ -20,7 +21,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
 
 _APPLICATION_ID = 0x50414345  # "PACE": `file` and we can tell our file from another program's database
-_VERSION = 1
+_VERSION = 2
 
 _TABLES = """
 CREATE TABLE job (
@@ -34,7 +35,12 @@ CREATE TABLE job (
     reason INTEGER,                       -- the verdict's ErrorReason, NULL while the view is live
     culprits TEXT,                        -- ranks, ascending, joined by commas
     operation INTEGER,
-    text TEXT
+    text TEXT,
+    base_generation INTEGER,              -- the tag that the view starts from, NULL where it has none
+    base_step INTEGER,
+    newcomers TEXT NOT NULL,              -- ranks without the base, ascending, joined by commas
+    manifest BLOB NOT NULL,
+    finished INTEGER                      -- the last step of a line that is done
 ) STRICT;
 CREATE TABLE seat (
     job TEXT NOT NULL,
@@ -49,6 +55,7 @@ CREATE TABLE seat (
     arrival INTEGER NOT NULL,
     ended TEXT,                           -- how the member went, NULL while it is there
     orderly INTEGER,
+    sure INTEGER,                         -- 0: it was only silent
     PRIMARY KEY (job, rank)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE key (
@@ -103,15 +110,20 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
         culprits,
         operation,
         text,
+        base_generation,
+        base_step,
+        newcomers,
+        manifest,
+        finished,
     ) in connection.execute("SELECT * FROM job ORDER BY name"):
-        job = jobs[name] = StoredJob(name, generation)
+        job = jobs[name] = StoredJob(name, generation, finished=finished)
         if has_view:
             settings = JobSettings(least, most, timeout)
             seats = _load_seats(connection, job)
-            job.view = View(generation, settings, bool(explicit), seats)
+            base = None if base_generation is None else Tag(base_generation, base_step)
+            job.view = View(generation, settings, bool(explicit), seats, base, _split(newcomers), manifest)
         if has_view and reason is not None:
-            ranks = tuple(int(rank) for rank in culprits.split(",") if rank)
-            job.verdict = Verdict(generation, ErrorReason.ValueType(reason), ranks, operation, text)
+            job.verdict = Verdict(generation, ErrorReason.ValueType(reason), _split(culprits), operation, text)
     for name, key, value in connection.execute("SELECT job, key, value FROM key"):
         jobs.setdefault(name, StoredJob(name)).keys[key] = value
     return list(jobs.values())
@@ -119,15 +131,19 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
 
 def _load_seats(connection: sqlite3.Connection, job: StoredJob) -> tuple[Seat, ...]:
     seats = []
-    for rank, member_id, token, host, pid, boot_id, ticks, address, arrival, ended, orderly in connection.execute(
-        "SELECT rank, member_id, token_sha256, host, pid, boot_id, start_ticks, address, arrival, ended, orderly "
+    for rank, member_id, token, host, pid, boot_id, ticks, address, arrival, ended, orderly, sure in connection.execute(
+        "SELECT rank, member_id, token_sha256, host, pid, boot_id, start_ticks, address, arrival, ended, orderly, sure "
         "FROM seat WHERE job = ? ORDER BY rank",
         (job.name,),
     ):
         seats.append(Seat(rank, member_id, token, Process(host, pid, boot_id, ticks), address, arrival))
         if ended is not None:
-            job.endings[rank] = Ending(ended, bool(orderly))
+            job.endings[rank] = Ending(ended, bool(orderly), bool(sure))
     return tuple(seats)
+
+
+def _split(ranks: str) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in ranks.split(",") if rank)
 
 
 def apply(connection: sqlite3.Connection, change: Change) -> None:
@@ -157,10 +173,12 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
             )
         case EndingStored(job, generation, rank, ending):
             connection.execute(
-                "UPDATE seat SET ended = ?, orderly = ? WHERE job = ? AND rank = ? "
+                "UPDATE seat SET ended = ?, orderly = ?, sure = ? WHERE job = ? AND rank = ? "
                 "AND EXISTS (SELECT 1 FROM job WHERE name = ? AND generation = ?)",
-                (ending.how, ending.orderly, job, rank, job, generation),
+                (ending.how, ending.orderly, ending.sure, job, rank, job, generation),
             )
+        case FinishedStored(job, step):
+            connection.execute("UPDATE job SET finished = ? WHERE name = ?", (step, job))
         case KeySet(job, key, value):
             connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
         case KeyDeleted(job, key):
@@ -168,14 +186,15 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
 
 
 def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
-    settings = view.settings
+    settings, base = view.settings, view.base or (None, None)
+    row = (job, view.generation, settings.min_workers, settings.max_workers, settings.failure_timeout, view.explicit)
     connection.execute(
-        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL)",
-        (job, view.generation, settings.min_workers, settings.max_workers, settings.failure_timeout, view.explicit),
+        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL)",
+        (*row, *base, ",".join(map(str, view.newcomers)), view.manifest),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(
-        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)",
+        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
         [
             (
                 job,

@@ -112,7 +112,7 @@ def test_progress_since_whenever_can_be_told(seconds: int, told: float) -> None:
 
 
 def test_versions_are_named() -> None:
-    with pytest.raises(VersionMismatch, match="version 9 of the protocol, the coordinator version 1"):
+    with pytest.raises(VersionMismatch, match="version 9 of the protocol, the coordinator version 2"):
         wire.check_version(9)
 
 

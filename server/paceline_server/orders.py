@@ -1,0 +1,98 @@
+"""What members are told about a meeting, each thing once. Pure; part of a job's membership.
+
+An order is given again when its receiver has said something new (`Met`), or has come back on a new stream: what it was
+told may have been lost with the old one.
+"""
+
+from __future__ import annotations
+
+from paceline_server.events import Effect, PushCatchUp, PushMisfit, PushRunning, PushSummons
+from paceline_server.meeting import Meeting
+from paceline_server.model import JobState, Seat, Session, View
+from paceline_server.policy import Decision
+
+__all__ = ["Orders"]
+
+
+class Orders:
+    """Remembers what was ordered.
+
+    Args:
+        state: the job; `told_to_meet` of its sessions is read and written here.
+    """
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._summoned = ""  # who was asked to raise the flag in this generation
+
+    def forget(self, session: Session) -> None:
+        """What this member was told is to be told again."""
+        session.told_to_meet = None
+        if session.member_id == self._summoned:
+            self._summoned = ""
+
+    def clear(self) -> None:
+        """A new view has formed."""
+        self._summoned = ""
+        for session in self._state.sessions.values():
+            session.told_to_meet = None
+
+    def give(self, decision: Decision) -> list[Effect]:
+        """What to tell whom, now that the policy has decided."""
+        view = self._state.view
+        if view is None or self._state.finished is not None:
+            return []
+        effects: list[Effect] = []
+        if self._state.is_elastic:
+            effects += self._tell_candidates(view)
+        if decision.summon:
+            effects += self._summon(view)
+        if decision.meeting is not None:
+            effects += self._tell_laggards(view, decision.meeting)
+        return effects
+
+    def _tell_candidates(self, view: View) -> list[Effect]:
+        effects: list[Effect] = []
+        for session in self._state.candidates():
+            if session.met is None and session.told_to_meet != view.generation:
+                session.told_to_meet = view.generation
+                effects.append(PushRunning(session.member_id, view.generation, len(view.seats)))
+            elif session.met is not None and view.base is not None and session.met.manifest != view.manifest:
+                effects += self._misfit(session, self._state.present())
+        return effects
+
+    def _summon(self, view: View) -> list[Effect]:
+        asked = self._state.sessions.get(self._summoned)
+        if asked is not None and asked.stream is not None:
+            return []
+        attached = next((session for session in self._state.present() if session.stream is not None), None)
+        if attached is None:
+            return []
+        self._summoned = attached.member_id
+        return [PushSummons(attached.member_id, view.generation)]
+
+    def _tell_laggards(self, view: View, meeting: Meeting) -> list[Effect]:
+        effects: list[Effect] = []
+        for session in meeting.misfits:
+            effects += self._misfit(session, list(meeting.donors))
+        assert meeting.base is not None or not meeting.laggards
+        donors = tuple(_seat(view, donor) for donor in meeting.donors)
+        for session in meeting.laggards:
+            order = (meeting.base, donors)
+            if session.told_to_meet != order and meeting.base is not None:
+                session.told_to_meet = order
+                effects.append(PushCatchUp(session.member_id, view.generation, meeting.base, donors))
+        return effects
+
+    def _misfit(self, session: Session, donors: list[Session]) -> list[Effect]:
+        view = self._state.view
+        donor = next((each for each in donors if each.stream is not None), None)
+        if donor is None or view is None or session.told_to_meet == donor.member_id:
+            return []
+        session.told_to_meet = donor.member_id
+        return [PushMisfit(session.member_id, _seat(view, donor))]
+
+
+def _seat(view: View, session: Session) -> Seat:
+    assert session.rank is not None
+    return view.seats[session.rank]

@@ -1,0 +1,67 @@
+"""What a worker is told, as messages: effects that do nothing but say something."""
+
+from __future__ import annotations
+
+from paceline_server import wire
+from paceline_server.events import (
+    FailBarrier,
+    PassBarrier,
+    PushCatchUp,
+    PushDismissed,
+    PushDrain,
+    PushFinished,
+    PushMisfit,
+    PushRunning,
+    PushSummons,
+    PushVerdict,
+    PushWaiting,
+)
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["Push", "to_message"]
+
+Push = (
+    FailBarrier
+    | PassBarrier
+    | PushCatchUp
+    | PushDismissed
+    | PushDrain
+    | PushFinished
+    | PushMisfit
+    | PushRunning
+    | PushSummons
+    | PushVerdict
+    | PushWaiting
+)
+"""Effects that are one message to one member."""
+
+
+def to_message(effect: Push) -> pb.SessionResponse:
+    """The message."""
+    match effect:
+        case PassBarrier(_, call):
+            return pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call))
+        case FailBarrier(_, call, reason, text, culprits):
+            failed = pb.BarrierFailed(call=call, reason=reason, text=text, culprits=culprits)
+            return pb.SessionResponse(barrier_failed=failed)
+        case PushWaiting(_, sentence):
+            return pb.SessionResponse(waiting=pb.Waiting(reason=sentence))
+        case PushVerdict(_, verdict):
+            return pb.SessionResponse(verdict=wire.write_verdict(verdict))
+        case PushRunning(_, generation, world_size):
+            return pb.SessionResponse(running=pb.Running(generation=generation, world_size=world_size))
+        case PushSummons(_, generation):
+            return pb.SessionResponse(summons=pb.Summons(generation=generation))
+        case PushCatchUp(_, generation, base, donors):
+            order = pb.CatchUp(
+                generation=generation, base=wire.write_tag(base), donors=[wire.write_member(seat) for seat in donors]
+            )
+            return pb.SessionResponse(catch_up=order)
+        case PushMisfit(_, donor):
+            return pb.SessionResponse(misfit=pb.Misfit(donor=wire.write_member(donor)))
+        case PushDrain(_, why):
+            return pb.SessionResponse(drain=pb.Drain(reason=why))
+        case PushDismissed(_, last):
+            return pb.SessionResponse(dismissed=pb.Dismissed(last=last))
+        case PushFinished(_, step):
+            return pb.SessionResponse(finished=pb.Finished(step=step))
