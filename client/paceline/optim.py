@@ -111,6 +111,27 @@ class Optimizer(abc.ABC):
                 else:
                     state[name] = type(state[name])(value)  # a number may come back from a file as an array
 
+    def live_arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of the state themselves, "path/name": they change in `step`, and nowhere else."""
+        return {
+            f"{path}/{name}": value
+            for path, state in self._state.items()
+            for name, value in state.items()
+            if isinstance(value, np.ndarray)
+        }
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """A copy of what the state has beside arrays, by path."""
+        return {
+            path: {name: value for name, value in state.items() if not isinstance(value, np.ndarray)}
+            for path, state in self._state.items()
+        }
+
+    def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over what `numbers` gave."""
+        for path, values in numbers.items():
+            self._state[path].update(values)
+
     def _check_own(self) -> None:
         """An optimizer of what FSDP trains through pieces would see no gradient, and silently train nothing."""
         for path, parameter in self._parameters.items():

@@ -19,7 +19,7 @@ import numpy as np
 from paceline.errors import LimitExceeded, UnsupportedOp
 from paceline.links.frame import MAX_SIGNATURE_BYTES
 
-__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "Signature", "dtype_name"]
+__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "Signature", "dtype_name", "dtype_named"]
 
 MAX_DIMENSIONS = 32
 """Most dimensions of an array that travels; 32 shapes of 20 digits fit a signature."""
@@ -98,6 +98,18 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     if _dtype(name) is None:
         raise UnsupportedOp(f"arrays of dtype {dtype} cannot travel; these can: {', '.join(_NAMES)}, bfloat16")
     return name
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype that travels under a name.
+
+    Raises:
+        ValueError: none does.
+    """
+    dtype = _dtype(name)
+    if dtype is None:
+        raise ValueError(f"no dtype travels under the name {name!r:.40}")
+    return dtype
 
 
 @lru_cache(maxsize=1024)

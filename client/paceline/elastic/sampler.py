@@ -2,10 +2,14 @@
 
 n samples, global batch B, W ranks. Batch t of an epoch is perm(seed, epoch)[tB : min((t + 1) B, n)], b samples; rank r
 takes [r b // W, (r + 1) b // W) of it. Nobody holds a lease on samples, so nothing has to be given back when a member
-goes: the step runs again with other shares (I6).
+goes: the step runs again with other shares (I6). The sampler's position is part of the training state, and moves when a
+step is applied.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +26,85 @@ class ElasticSampler:
         n: number of samples.
         global_batch: B, samples in a step over all ranks. It does not depend on the world, so neither does training.
         seed: of the shuffling, not negative; alike on every rank.
+        per_rank_batch: in place of `global_batch`: samples of each rank, so that B grows with the world. Then, and only
+            then, the learning rate has to follow: `lr_scale` is W.
 
     Attributes:
-        steps_per_epoch: batches in an epoch; the last one is smaller where B does not divide n.
+        epoch: where the sampler is: epochs that are through,
+        offset: and samples of the next one that are. Both are part of the training state.
 
     Raises:
-        ValueError: n or B is below 1, or the seed is negative.
+        ValueError: n or B is below 1, the seed is negative, or not exactly one kind of batch was given.
     """
 
-    def __init__(self, n: int, global_batch: int, seed: int = 0) -> None:
-        if n < 1 or global_batch < 1 or seed < 0:
-            raise ValueError(f"want n >= 1, global_batch >= 1 and seed >= 0, not {n}, {global_batch} and {seed}")
+    def __init__(
+        self, n: int, global_batch: int | None = None, seed: int = 0, *, per_rank_batch: int | None = None
+    ) -> None:
+        if (global_batch is None) == (per_rank_batch is None):
+            raise ValueError("want either global_batch or per_rank_batch")
+        size = global_batch if per_rank_batch is None else per_rank_batch
+        assert size is not None
+        if n < 1 or size < 1 or seed < 0:
+            raise ValueError(f"want n >= 1, a batch >= 1 and seed >= 0, not {n}, {size} and {seed}")
         self.n = n
-        self.global_batch = global_batch
         self.seed = seed
-        self.steps_per_epoch = -(-n // global_batch)
+        self.epoch = self.offset = 0
+        self._size = size
+        self._per_rank = per_rank_batch is not None
         self._epoch = -1
         self._order: NDArray[np.intp] = np.empty(0, np.intp)
         """perm(seed, _epoch): kept, not state."""
+
+    @property
+    def global_batch(self) -> int:
+        """B.
+
+        Raises:
+            ValueError: it depends on the world, for the sampler was made with `per_rank_batch`.
+        """
+        if self._per_rank:
+            raise ValueError("with per_rank_batch the global batch is that times the world")
+        return self._size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch; the last one is smaller where B does not divide n."""
+        return -(-self.n // self.global_batch)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What must be alike on every rank."""
+        batch = "per_rank_batch" if self._per_rank else "global_batch"
+        return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed}
+
+    def lr_scale(self, world: int) -> float:
+        """What to multiply the learning rate by: W with `per_rank_batch`, else 1, for B is the same in any world."""
+        return float(world) if self._per_rank else 1.0
+
+    def current(self, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
+        """One rank's part of the batch that the sampler is at; as `share`."""
+        return _share(self._current(world), rank, world)
+
+    def advance(self, world: int) -> None:
+        """The batch that the sampler is at was used, in a world of that size."""
+        self.offset += len(self._current(world))
+        if self.offset >= self.n:
+            self.epoch, self.offset = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the sampler is."""
+        return {"epoch": self.epoch, "offset": self.offset}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes there.
+
+        Raises:
+            ValueError: there is no such place.
+        """
+        epoch, offset = int(saved["epoch"]), int(saved["offset"])
+        if epoch < 0 or not 0 <= offset < self.n:
+            raise ValueError(f"no place in {self.n} samples: epoch {epoch}, offset {offset}")
+        self.epoch, self.offset = epoch, offset
 
     def batch(self, step: int) -> NDArray[np.intp]:
         """Indices of the global batch of a step, shape [b]; steps are counted from 0 across epochs.
@@ -65,15 +130,11 @@ class ElasticSampler:
             InvalidRank: the rank is not in [0, world).
             ValueError: the step is negative.
         """
-        if world < 1:
-            raise InvalidWorldSize(f"a world has at least one rank, not {world}")
-        if not 0 <= rank < world:
-            raise InvalidRank(f"rank {rank} is not in a world of {world}", ranks=(rank,))
-        batch = self.batch(step)
-        mine = batch[rank * len(batch) // world : (rank + 1) * len(batch) // world]
-        if not len(mine):
-            return batch[:1], 0.0
-        return mine, len(mine) / len(batch)
+        return _share(self.batch(step), rank, world)
+
+    def _current(self, world: int) -> NDArray[np.intp]:
+        size = self._size * world if self._per_rank else self._size
+        return self._permutation(self.epoch)[self.offset : self.offset + size]
 
     def _permutation(self, epoch: int) -> NDArray[np.intp]:
         if epoch != self._epoch:
@@ -83,3 +144,14 @@ class ElasticSampler:
             self._order = np.argsort(bits, kind="stable")
             self._epoch = epoch
         return self._order
+
+
+def _share(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:
+    if world < 1:
+        raise InvalidWorldSize(f"a world has at least one rank, not {world}")
+    if not 0 <= rank < world:
+        raise InvalidRank(f"rank {rank} is not in a world of {world}", ranks=(rank,))
+    mine = batch[rank * len(batch) // world : (rank + 1) * len(batch) // world]
+    if not len(mine):
+        return batch[:1].copy(), 0.0
+    return mine.copy(), len(mine) / len(batch)

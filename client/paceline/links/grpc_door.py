@@ -10,12 +10,9 @@ import asyncio
 import secrets
 import socket
 import time
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from paceline._grpc import EOF, aio, grpc
 from paceline.errors import LinkUnavailable
@@ -23,7 +20,9 @@ from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameError, FrameKind, decode
 from paceline.links.grpc_link import Inbox
-from pacelinepb import ERROR_DOMAIN, PROTOCOL_VERSION
+from paceline.links.grpc_refusal import refuse
+from paceline.links.grpc_state import StateWindow
+from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
@@ -74,10 +73,14 @@ class Door:
 
     Args:
         job: the job whose members may knock.
+
+    Attributes:
+        window: where state is handed out.
     """
 
     def __init__(self, job: str) -> None:
         self._job = job
+        self.window = StateWindow(job)
         self._server: aio.Server | None = None
         self._starting: asyncio.Future[None] | None = None
         self._inside: Household | None = None
@@ -109,6 +112,7 @@ class Door:
             "Frames": grpc.stream_stream_rpc_method_handler(
                 self._frames, response_serializer=peer_pb2.FramesResponse.SerializeToString
             ),
+            **self.window.handlers(),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -140,34 +144,34 @@ class Door:
     async def _hello(self, request: peer_pb2.HelloRequest, context: Any) -> peer_pb2.HelloResponse:
         if request.protocol_version != PROTOCOL_VERSION:
             text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
-            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
         if request.job != self._job:
             text = f"this is a member of job {self._job!r}, not of {request.job!r}"
-            await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         inside = await self._inside_by(request.generation)
         if inside is None:
             text = "this worker is leaving" if self._closing.is_set() else "this worker has not heard of that view yet"
-            await _refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
         if request.to_member != inside.member_id:
             text = f"this is member {inside.member_id}, not {request.to_member}"
-            await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if request.generation != inside.generation:
             text = f"generation {request.generation} is over; this worker is in {inside.generation}"
             reason = ErrorReason.ERROR_REASON_STALE_GENERATION
-            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
         peer = inside.peer_by_id(request.from_member)
         if peer is None:
             text = f"member {request.from_member} is not in generation {inside.generation}"
-            await _refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if peer_pb2.LINK_KIND_GRPC not in request.offered or int(request.purpose) not in Purpose.__members__.values():
             text = "no kind of link that both sides have"
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         inbox = None
         if len(request.group.encode()) <= MAX_GROUP_NAME:
             inbox = inside.inbox(peer.rank, Purpose(request.purpose), request.group)
         if inbox is None:
             text = "too many groups, or a name of one that is too long"
-            await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
         return peer_pb2.HelloResponse(chosen=peer_pb2.LINK_KIND_GRPC, ticket=self._issue(inside, peer, inbox))
 
     async def _inside_by(self, generation: int) -> Household | None:
@@ -204,7 +208,7 @@ class Door:
         inside, peer, inbox, expires = self._tickets.pop(ticket, (None, None, None, 0.0))
         if inside is None or peer is None or inbox is None or expires < time.monotonic() or self._closing.is_set():
             text = "frames need a fresh ticket from Hello"
-            await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
@@ -217,12 +221,12 @@ class Door:
                     text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
                     _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
-                    await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+                    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
                 if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
                     text = f"a frame of kind {frame.kind.name} came after the last"
                     _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_BAD_REQUEST
-                    await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
+                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
                 frames += 1
                 if frame.kind in (FrameKind.CLOSE, FrameKind.LEAVE):
                     whole = True
@@ -248,7 +252,7 @@ class Door:
         except FrameError as error:
             _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
             text = f"no frame: {error}"
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         finally:
             self._streams.discard(task)
 
@@ -285,14 +289,3 @@ def _check_free(host: str, port: int, where: str) -> None:
 
 def _accuse(fault: Fault, peer: Peer, text: str) -> None:
     fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
-
-
-async def _refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueType, text: str) -> NoReturn:
-    info = error_details_pb2.ErrorInfo(
-        domain=ERROR_DOMAIN, reason=ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
-    )
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
-    await context.abort_with_status(rpc_status.to_status(status))
-    raise AssertionError("abort_with_status always raises")

@@ -80,6 +80,7 @@ class GrpcMesh(Mesh):
         self._leavers: set[int] = set()  # touched on the loop only
         self._closed = False  # no new links
         self._ended = False  # no links at all
+        self._retired = False  # the next generation has come: how links of this one end says nothing
         fault.on_suspicion(self._pass_on)
         if self.size > 1:  # the ring's next member: its link is up before the first collective, and watched from now on
             self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
@@ -166,7 +167,7 @@ class GrpcMesh(Mesh):
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         """A link to or from that rank ended. Out of order, that is evidence of its death; in order, it has left."""
-        if self._closed or self.fault.failed:
+        if self._closed or self._retired or self.fault.failed:
             return
         if error.orderly:
             with self._lock:
@@ -234,6 +235,10 @@ class GrpcMesh(Mesh):
             links = list(self._dialled)
         for link in links:
             link.outbox.put_last(data)
+
+    def retire(self) -> None:
+        """The next generation has come: members drop these links when they please."""
+        self._retired = True
 
     async def end(self) -> None:
         """Drops every link at once, as it is. On the loop; idempotent."""

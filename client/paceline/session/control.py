@@ -50,6 +50,15 @@ class Listener(Protocol):
     def on_reconnected(self) -> None:
         """A broken stream was taken up again: what was in flight must be sent again."""
 
+    def on_disconnected(self) -> None:
+        """The stream broke."""
+
+    def on_new_session(self) -> None:
+        """The old session had ended; this is a new member now, in no view."""
+
+    def on_line(self, message: pb.SessionResponse) -> None:
+        """Something about the line: running, summons, catch_up, misfit, drain, dismissed or finished."""
+
 
 class ControlStream:
     """One session with the coordinator.
@@ -74,6 +83,8 @@ class ControlStream:
         self.channel = aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self.registered: pb.Registered | None = None
         self.generation = 0
+        self.rejoins = False
+        """True if this process comes back as a new member when its session has ended."""
         self._register = register
         self._config = config
         self._listener = listener
@@ -166,13 +177,21 @@ class ControlStream:
             error = await self._serve(call)
             if self._left.is_set():
                 return
+            self._listener.on_disconnected()
+            former = self.registered.member_id if self.registered is not None else ""
+            first = self._resume_request()
             if error is not None and not is_transient(error):
-                self._end(error_from_status(error, f"the coordinator at {self.target}"))
-                return
-            resumed = await self._resume()
+                typed = error_from_status(error, f"the coordinator at {self.target}")
+                if not self._may_rejoin(typed):
+                    self._end(typed)
+                    return
+                first = self._register_again()
+            resumed = await self._reconnect(first)
             if resumed is None:
                 return
             call = resumed
+            if self.registered is not None and self.registered.member_id != former:
+                self._listener.on_new_session()
             self._listener.on_reconnected()
 
     async def _serve(self, call: _Call) -> aio.AioRpcError | None:
@@ -231,11 +250,12 @@ class ControlStream:
             self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
         elif kind == "left":
             self._left.set()
+        else:
+            self._listener.on_line(message)
 
-    async def _resume(self) -> _Call | None:
-        """Takes the session up again; None when that is over."""
+    def _resume_request(self) -> pb.SessionRequest:
         assert self.registered is not None
-        request = pb.SessionRequest(
+        return pb.SessionRequest(
             resume=pb.Resume(
                 job=self._register.job,
                 member_id=self.registered.member_id,
@@ -244,6 +264,23 @@ class ControlStream:
                 protocol_version=PROTOCOL_VERSION,
             )
         )
+
+    def _may_rejoin(self, error: errors.PacelineError) -> bool:
+        """True if a session that ended like this is followed by another: candidates are not stored, and to a
+        coordinator that was started again this one is new; and a member of a line brings back what it holds.
+        """
+        return isinstance(error, errors.SessionClosed) and (self.generation == 0 or self.rejoins) and not self._leaving
+
+    def _register_again(self) -> pb.SessionRequest:
+        request = pb.SessionRequest(register=self._register)
+        assert self.registered is not None
+        request.register.former_member_id = self.registered.member_id
+        request.register.generation_floor = max(request.register.generation_floor, self.generation)
+        self.generation = 0
+        return request
+
+    async def _reconnect(self, request: pb.SessionRequest) -> _Call | None:
+        """Takes the session up again, or a new one; None when that is over."""
         _log.warning("lost the stream to the coordinator at %s; reconnecting", self.target)
         start = time.monotonic()
         deadline = start + self._config.rejoin_timeout
@@ -253,9 +290,8 @@ class ControlStream:
                 call = await self._connect(request, min(deadline, time.monotonic() + 5.0))
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
-                if isinstance(typed, errors.SessionClosed) and self.generation == 0 and request.HasField("resume"):
-                    # Candidates are not stored: to a coordinator that was started again this one is new.
-                    request = pb.SessionRequest(register=self._register)
+                if self._may_rejoin(typed) and request.HasField("resume"):
+                    request = self._register_again()
                 elif not is_transient(error):
                     self._end(typed)
                     return None
@@ -295,6 +331,13 @@ def _backoff(attempt: int) -> float:
     return random.uniform(0.5, 1.0) * min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(attempt, 10))
 
 
-def heartbeat(operation: int, since: float, inside: bool) -> pb.Heartbeat:
-    """A heartbeat from a group's progress (`since` is a `time.monotonic()` value)."""
-    return pb.Heartbeat(operation=operation, since=duration(max(0.0, time.monotonic() - since)), inside=inside)
+def heartbeat(operation: int, since: float, inside: bool, step: int, step_at: float) -> pb.Heartbeat:
+    """A heartbeat from a group's progress and the last step's word (times are `time.monotonic()` values)."""
+    now = time.monotonic()
+    return pb.Heartbeat(
+        operation=operation,
+        since=duration(max(0.0, now - since)),
+        inside=inside,
+        step=step,
+        step_since=duration(max(0.0, now - step_at)),
+    )

@@ -7,31 +7,36 @@ his own thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline import errors
 from paceline._fork import protect
 from paceline._loop import LoopThread
 from paceline._wait import wait_in_slices
+from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
 from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion, Verdict, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_mesh import GrpcMesh
+from paceline.links.grpc_state import StateSource
+from paceline.links.nowhere import NoMesh
 from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoint, resolve
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.identity import process_identity
 from paceline.session.launcher import tell_launcher
+from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Lost, Mail, MayGo, Misfits, ViewCame, Waits
 from paceline.session.store import CoordinatorStore
-from paceline.session.view import fetch_peers
+from paceline.session.view import fetch_peers, read_peer
 from paceline.session.wire import duration
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
@@ -41,6 +46,8 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["MemberConnection", "Membership"]
 
 _log = logging.getLogger("paceline.session")
+
+T = TypeVar("T")
 
 _PATIENT = 1.0
 """Seconds to wait for a view before somebody is told: most form sooner."""
@@ -71,7 +78,7 @@ class MemberConnection:
     """
 
     group: Group
-    mesh: GrpcMesh
+    mesh: GrpcMesh | NoMesh
     store: CoordinatorStore
 
     def __init__(
@@ -94,6 +101,13 @@ class MemberConnection:
         self._reported: pb.SessionRequest | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
+        self.mail = Mail()
+        self._meet: pb.SessionRequest | None = None  # what was said last about a meeting, until a view has formed
+        self._finish: pb.SessionRequest | None = None
+        self._early: Verdict | None = None  # on a view that is being adopted
+        self._coming: GrpcMesh | None = None  # links of a view that the group has yet to move to
+        self._caller = store_pb2.Caller(job=wanted.job)
+        self._step, self._step_at = 0, 0.0
 
     def open(self, timeout: float) -> None:
         """Connects, registers, and waits for the first view.
@@ -140,7 +154,7 @@ class MemberConnection:
         """
         try:
             if self._ready.is_set():
-                if cause:
+                if cause and self.mesh.peers:
                     me = self.mesh.peers[self.mesh.rank]
                     text = f"{me} raised {cause}"
                     operation = self.group.progress().operation
@@ -154,9 +168,63 @@ class MemberConnection:
             self._barriers.fail(errors.SessionClosed("the session has ended"))
             self._thread.start(self._leave(cause)).result()
 
+    # The line, for the training thread.
+
+    def start_line(self, source: StateSource) -> None:
+        """From now on this member gives its state to others, and comes back as a new one if its session ends."""
+        assert self._control is not None
+        self._control.rejoins = True
+        self._door.window.source = source
+
+    def meet(self, meet: pb.Meet) -> None:
+        """Says that this member has stopped; again after a reconnect, until a view has formed."""
+        request = pb.SessionRequest(meet=meet)
+
+        def send() -> None:
+            self._meet = request
+            self._send(request)
+
+        self._thread.loop.call_soon_threadsafe(send)
+
+    def finish(self, generation: int, step: int) -> None:
+        """Says that the line is done; again after a reconnect."""
+        request = pb.SessionRequest(finish=pb.Finish(generation=generation, step=step))
+
+        def send() -> None:
+            self._finish = request
+            self._send(request)
+
+        self._thread.loop.call_soon_threadsafe(send)
+
+    def word_completed(self, step: int) -> None:
+        """The word of this step has completed: every member was there. For heartbeats."""
+        self._step_at = time.monotonic()
+        self._step = step
+
+    def move(self, mesh: GrpcMesh) -> None:
+        """The group goes on in the next generation."""
+        old, self.mesh = self.mesh, mesh
+        if self._coming is mesh:
+            self._coming = None
+        self._reported = None
+        self._step = 0
+        self.group.move(mesh)
+        self._thread.loop.call_soon_threadsafe(self._end_mesh, old)
+
+    def _end_mesh(self, mesh: GrpcMesh | NoMesh) -> None:
+        task = asyncio.ensure_future(mesh.end())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the loop and waits for it."""
+        return self._thread.run(work)
+
     def _describe(self) -> dict[str, Any]:
         """Whose flight record it is."""
         mesh = self.mesh
+        if not mesh.peers:
+            return {"job": self.job, "rank": mesh.rank, "size": 0, "generation": 0, "host": "", "member_id": ""}
         me = mesh.peers[mesh.rank]
         facts = {"job": self.job, "rank": mesh.rank, "size": mesh.size, "generation": mesh.generation}
         return {**facts, "host": me.host, "member_id": me.member_id}
@@ -191,14 +259,23 @@ class MemberConnection:
         )
         self._control = ControlStream(str(self._coordinator), register, self._config, self, self._progress)
         await self._control.open(timeout)
+        self._know_member()
+
+    def _know_member(self) -> None:
+        assert self._control is not None
+        registered = self._control.registered
+        assert registered is not None
+        self._door.window.member_id = registered.member_id
+        self._caller.member_id, self._caller.session_token = registered.member_id, registered.session_token
 
     async def _leave(self, cause: str) -> None:
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._ready.is_set():
-            await self.mesh.end()
+        for mesh in (self._coming, self.mesh if self._ready.is_set() else None):
+            if mesh is not None:
+                await mesh.end()
         if self._control is not None:
             await self._control.leave(cause, CLOSE_TIMEOUT)
         await self._door.close()
@@ -208,6 +285,7 @@ class MemberConnection:
         """See `Listener`."""
         if reason == self._reason:
             return
+        self.mail.put(Waits(reason))
         _log.info("job %r: %s", self.job, reason)
         self._reason = reason
         if time.monotonic() - self._opened > _PATIENT:
@@ -215,15 +293,24 @@ class MemberConnection:
 
     def on_view(self, view: pb.ViewFormed) -> None:
         """See `Listener`."""
-        if not self._joined.done():
-            self._tasks.add(asyncio.create_task(self._adopt(view)))
+        self._meet = self._early = None
+        if self._ready.is_set():
+            self.mesh.retire()
+        task = asyncio.create_task(self._adopt(view))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def on_verdict(self, verdict: pb.Verdict) -> None:
         """See `Listener`."""
-        if self._ready.is_set() and verdict.generation == self.mesh.generation:
-            self.mesh.fault.settle(read_verdict(verdict))
-        elif not self._joined.done():
-            self._fail_join(read_verdict(verdict).to_error())
+        word = read_verdict(verdict)
+        if self._coming is not None and word.generation == self._coming.generation:
+            self._coming.fault.settle(word)
+        elif self._ready.is_set() and word.generation == self.mesh.generation:
+            self.mesh.fault.settle(word)
+        else:
+            self._early = word
+            if not self._joined.done():
+                self._fail_join(word.to_error())
 
     def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """See `Listener`."""
@@ -232,6 +319,7 @@ class MemberConnection:
     def on_ended(self, error: errors.PacelineError) -> None:
         """See `Listener`: the coordinator has ended the session, or it cannot be reached any more."""
         self._barriers.fail(error)
+        self.mail.put(Lost(error))
         if not self._joined.done():
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
@@ -246,47 +334,110 @@ class MemberConnection:
 
     def on_reconnected(self) -> None:
         """See `Listener`: what may have been lost with the old stream goes out again."""
+        self.mail.connected = True
+        for said in (self._meet, self._finish):
+            if said is not None:
+                self._send(said)
         for entry in self._barriers.in_flight():
             self._send(pb.SessionRequest(enter_barrier=entry))
         if self._ready.is_set() and self.mesh.fault.verdict is None and self._reported is not None:
             self._send(self._reported)
 
+    def on_disconnected(self) -> None:
+        """See `Listener`."""
+        self.mail.connected, self.mail.summoned = False, 0
+
+    def on_new_session(self) -> None:
+        """See `Listener`: nobody accepts what this member sends in its old generation."""
+        self._know_member()
+        self._meet = None
+        if self._ready.is_set():
+            text = "the session has ended: this member was taken for lost while it could not be reached"
+            stale = ErrorReason.ERROR_REASON_STALE_GENERATION
+            self.mesh.fault.settle(Verdict(self.mesh.generation, stale, (), 0, text))
+            self.mail.put(CaughtOut())
+
+    def on_line(self, message: pb.SessionResponse) -> None:
+        """See `Listener`."""
+        match message.WhichOneof("event"):
+            case "running":
+                text = (
+                    f"this worker is in no view yet: job {self.job!r} is running with {message.running.world_size} "
+                    "members, and it enters at its first step of session.steps()"
+                )
+                self._stand_by(text)
+            case "summons":
+                self.mail.summoned = message.summons.generation
+            case "catch_up":
+                order = message.catch_up
+                base = Tag(order.base.generation, order.base.step)
+                self.mail.put(CatchUpAsked(order.generation, base, [read_peer(donor) for donor in order.donors]))
+            case "misfit":
+                self.mail.put(Misfits(read_peer(message.misfit.donor)))
+            case "drain":
+                self.mail.draining = message.drain.reason or "somebody asked for it"
+            case "dismissed":
+                self.mail.put(MayGo(message.dismissed.last))
+            case "finished":
+                self._finish = None
+                self.mail.put(JobDone(message.finished.step))
+                self._stand_by(f"job {self.job!r} is done: its last step was {message.finished.step}")
+
+    def _stand_by(self, reason: str) -> None:
+        """`join` returns without a view: the job goes on, or is done, without this worker."""
+        if not self._joined.done():
+            self._enter(NoMesh(reason))
+
     async def _adopt(self, view: pb.ViewFormed) -> None:
+        """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""
         assert self._control is not None
-        assert self._control.registered is not None
+        mesh: GrpcMesh | None = None
         try:
             peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
             await self._protect([parse_endpoint(peer.address) for peer in peers])
         except Exception as error:  # noqa: BLE001  whoever waits in join shall hear of it, whatever it is
+            _log.info("the members of generation %d cannot be had: %s", view.generation, error)
             self._fail_join(error)
+        else:
+            if self._closed or (self._joined.done() and not self._ready.is_set()):  # join has been given up
+                return
+            fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
+            fault.on_suspicion(functools.partial(self._report, view.generation))
+            if self._early is not None and self._early.generation == view.generation:
+                fault.settle(self._early)
+            mesh = GrpcMesh(
+                self.job, view.generation, view.rank, peers, fault, self._thread, self._config.failure_timeout
+            )
+            self._door.enter(mesh)
+            facts = {"job": self.job, "rank": view.rank, "world_size": view.world_size, "generation": view.generation}
+            tell_launcher("view", {**facts, "pid": os.getpid()})
+            _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, view.world_size, view.generation)
+        if not self._joined.done():
+            if mesh is not None:
+                self._enter(mesh)
             return
-        if self._closed or self._joined.done():  # join has been given up, or the generation is over already
-            return
-        fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
-        fault.on_suspicion(self._report)
-        self.mesh = GrpcMesh(
-            self.job, view.generation, view.rank, peers, fault, self._thread, self._config.failure_timeout
-        )
-        self.group = Group(self.mesh, self._config)
-        registered = self._control.registered
-        caller = store_pb2.Caller(job=self.job, member_id=registered.member_id, session_token=registered.session_token)
-        self.store = CoordinatorStore(self._thread, self._control.channel, caller, self._config.call_timeout)
+        self._coming = mesh
+        base = Tag(view.base.generation, view.base.step) if view.HasField("base") else None
+        self.mail.put(ViewCame(view.generation, view.rank, base, frozenset(view.newcomers), mesh))
+
+    def _enter(self, mesh: GrpcMesh | NoMesh) -> None:
+        """`join` is over: this is where the group begins."""
+        assert self._control is not None
+        self.mesh = mesh
+        self.group = Group(mesh, self._config)
+        self.store = CoordinatorStore(self._thread, self._control.channel, self._caller, self._config.call_timeout)
         self._ready.set()
-        self._door.enter(self.mesh)
-        facts = {"job": self.job, "rank": view.rank, "world_size": view.world_size, "generation": view.generation}
-        tell_launcher("view", {**facts, "pid": os.getpid()})
-        _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, view.world_size, view.generation)
         self._joined.set_result(None)
 
     def _fail_join(self, error: Exception) -> None:
         if not self._joined.done():
             self._joined.set_exception(error)
 
-    def _report(self, suspicion: Suspicion) -> None:
+    def _report(self, generation: int, suspicion: Suspicion) -> None:
         if suspicion.relayed:
             return
         report = pb.Report(
-            generation=self.mesh.generation,
+            generation=generation,
             operation=suspicion.operation,
             reason=suspicion.reason,
             accused=suspicion.accused,
@@ -302,7 +453,7 @@ class MemberConnection:
     def _progress(self) -> pb.Heartbeat:
         if not self._ready.is_set():
             return pb.Heartbeat()
-        return heartbeat(*self.group.progress())
+        return heartbeat(*self.group.progress(), self._step, self._step_at)
 
     async def _protect(self, peers: Sequence[Endpoint]) -> None:
         """Names the sockets that a forked child must let go of, by the IP addresses that the kernel knows them by."""

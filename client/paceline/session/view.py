@@ -13,7 +13,7 @@ from paceline.links.base import Peer
 from paceline.session.wire import error_from_status, is_transient
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["fetch_peers"]
+__all__ = ["fetch_peers", "read_peer"]
 
 
 async def fetch_peers(channel: aio.Channel, job: str, view: pb.ViewFormed, timeout: float) -> list[Peer]:
@@ -54,7 +54,9 @@ def _read(pages: list[bytes], view: pb.ViewFormed) -> list[Peer] | None:
         return None
     if len(members) != view.world_size or any(member.rank != rank for rank, member in enumerate(members)):
         return None
-    return [
-        Peer(member.rank, member.member_id, member.process.host, member.address, member.process.pid)
-        for member in members
-    ]
+    return [read_peer(member) for member in members]
+
+
+def read_peer(member: pb.Member) -> Peer:
+    """A member as it came over the wire."""
+    return Peer(member.rank, member.member_id, member.process.host, member.address, member.process.pid)

@@ -1,0 +1,229 @@
+"""What a member gives of its state to others, and how others take it: by chunks, checked by hashes that the tag binds.
+
+Whoever gives reads its live arrays while it trains: they cannot change, for a change needs the word of the step, and
+that needs whoever takes to enter the step. Should the two meet all the same (the taker was given up, and the step went
+on without it), the offer is withdrawn before anything changes, and a chunk that was read meanwhile is not sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoint.tag import Tag
+from paceline.checkpoint.tree import Skeleton, join, split
+from paceline.errors import PacelineError, SizeMismatch
+from paceline.signature import dtype_name, dtype_named
+
+__all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "Shelf"]
+
+CHUNK_BYTES = 1 << 20
+HASH_BYTES = 16
+
+
+class Content:
+    """A state as bytes: a skeleton, and arrays that lie one after the other.
+
+    Args:
+        skeleton: as `tree.split` makes it.
+        arrays: by name; referred to, not copied.
+    """
+
+    def __init__(self, skeleton: Skeleton, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.skeleton = skeleton
+        self.arrays = arrays
+        self._flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
+        self._starts = np.cumsum([0, *(flat.size for flat in self._flat)]).tolist()
+
+    @classmethod
+    def of(cls, tree: Any) -> Content:
+        """That of nested values."""
+        return cls(*split(tree))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all arrays."""
+        return int(self._starts[-1])
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks; the last one may be shorter."""
+        return -(-self.size // CHUNK_BYTES)
+
+    def read(self, chunk: int) -> bytes:
+        """A copy of a chunk."""
+        return b"".join(bytes(piece) for piece in self._pieces(chunk))
+
+    def write(self, chunk: int, data: bytes) -> None:
+        """Replaces a chunk.
+
+        Raises:
+            SizeMismatch: it has another length.
+        """
+        start = 0
+        for piece in self._pieces(chunk):
+            if start + piece.size > len(data):
+                raise SizeMismatch(f"chunk {chunk} of a state has {len(data)} bytes only")
+            piece[...] = np.frombuffer(data, np.uint8, piece.size, start)
+            start += piece.size
+        if start != len(data):
+            raise SizeMismatch(f"chunk {chunk} of a state has {len(data)} bytes, not {start}")
+
+    def hash(self, chunk: int) -> bytes:
+        """BLAKE2b of a chunk."""
+        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        for piece in self._pieces(chunk):
+            digest.update(piece.data)
+        return digest.digest()
+
+    def tree(self) -> Any:
+        """The nested values."""
+        return join(self.skeleton, self.arrays)
+
+    def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
+        low, high = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size)
+        first = int(np.searchsorted(self._starts, low, side="right")) - 1
+        for start, flat in zip(self._starts[first:], self._flat[first:], strict=False):
+            if start >= high:
+                return
+            yield flat[max(low - start, 0) : high - start]
+
+
+class Description:
+    """What a state consists of, without its bytes.
+
+    Attributes:
+        skeleton: as `tree.split` made it.
+        arrays: name, dtype and shape of each array, in order.
+        hashes: of the chunks.
+    """
+
+    def __init__(self, skeleton: Skeleton, arrays: Sequence[tuple[str, str, tuple[int, ...]]], hashes: bytes) -> None:
+        self.skeleton = skeleton
+        self.arrays = list(arrays)
+        self.hashes = hashes
+
+    @classmethod
+    def of(cls, content: Content) -> Description:
+        """The description of a content that is here."""
+        arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in content.arrays.items()]
+        return cls(content.skeleton, arrays, b"".join(map(content.hash, range(content.chunks))))
+
+    def to_json(self) -> bytes:
+        """Everything but the hashes."""
+        return json.dumps({"skeleton": self.skeleton, "arrays": self.arrays}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
+        """Reads what came from another member; never evaluates it (I9).
+
+        Args:
+            data: the JSON.
+            hashes: of the chunks.
+            most_bytes: no state is larger.
+
+        Raises:
+            ValueError: it is none, or describes more than `most_bytes`, or another number of chunks.
+        """
+        fields = json.loads(data)
+        arrays, size = [], 0
+        for name, dtype, shape in fields["arrays"]:
+            dims = tuple(shape)
+            if (
+                not isinstance(name, str)
+                or not all(type(n) is int and 0 <= n < 1 << 48 for n in dims)
+                or len(dims) > 64
+            ):
+                raise ValueError(f"no description of an array: {name!r:.80} {shape!r:.80}")
+            arrays.append((name, str(dtype), dims))
+            count = 1
+            for n in dims:
+                count *= n
+            size += count * dtype_named(dtype).itemsize
+        if size > most_bytes:
+            raise ValueError(f"the state has {size} bytes, which is not to be believed of this model")
+        if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
+            raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
+        return cls(fields["skeleton"], arrays, hashes)
+
+    def hash(self, chunk: int) -> bytes:
+        """The hash of a chunk."""
+        return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+
+    def allocate(self, own: Mapping[str, NDArray[Any]]) -> Content:
+        """Memory for the state: copies of this member's own arrays where they are alike, so that what is equal need not
+        travel."""
+        arrays = {}
+        for name, dtype, shape in self.arrays:
+            mine = own.get(name)
+            alike = mine is not None and mine.shape == shape and mine.dtype == dtype_named(dtype)
+            arrays[name] = mine.copy(order="C") if alike and mine is not None else np.zeros(shape, dtype_named(dtype))
+        return Content(self.skeleton, arrays)
+
+
+class Shelf:
+    """What this member offers now: one state at a time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tag: Tag | None = None
+        self._content: Content | None = None
+        self._description: Description | None = None
+        self.manifest = b""
+
+    def offer(self, tag: Tag, content: Content) -> None:
+        """From now on others may take this."""
+        with self._lock:
+            self._tag, self._content, self._description = tag, content, None
+
+    def withdraw(self) -> None:
+        """Before anything of it changes. What is being read just now is not sent."""
+        with self._lock:
+            self._tag = self._content = self._description = None
+
+    def describe(self, tag: Tag) -> Description:
+        """What the state consists of; hashes are computed when first asked for.
+
+        Raises:
+            PacelineError: another state is offered, or none.
+        """
+        content = self._get(tag)
+        with self._lock:
+            known = self._description if self._content is content else None
+        if known is None:
+            known = Description.of(content)
+            self._check(content, tag)
+            with self._lock:
+                if self._content is content:
+                    self._description = known
+        return known
+
+    def read(self, tag: Tag, chunk: int) -> bytes:
+        """A chunk.
+
+        Raises:
+            PacelineError: another state is offered, or none, or there is no such chunk.
+        """
+        content = self._get(tag)
+        if not 0 <= chunk < content.chunks:
+            raise PacelineError(f"the state has {content.chunks} chunks; there is no chunk {chunk}")
+        data = content.read(chunk)
+        self._check(content, tag)
+        return data
+
+    def _get(self, tag: Tag) -> Content:
+        with self._lock:
+            if self._content is None or self._tag != tag:
+                raise PacelineError(f"this member does not hold the state {tag} now")
+            return self._content
+
+    def _check(self, content: Content, tag: Tag) -> None:
+        with self._lock:
+            if self._content is not content:
+                raise PacelineError(f"the state {tag} is no more")

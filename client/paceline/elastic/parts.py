@@ -1,0 +1,271 @@
+"""The objects that a training state consists of, each behind one interface: what may be read where it lies, and when.
+
+Two kinds of state in each object. *Large* state (parameters, moments) changes only behind the gate, which is
+`optimizer.step`: a step that is undone has not touched it, so it needs no copy, and whoever takes it reads it where it
+lies. *Small* state (buffers, learning rates, whatever has no known gate) may change any time: it is copied when a step
+begins, and put back when the step is undone.
+
+Arrays of other frameworks are read and written through NumPy views of their memory; nothing here imports a framework.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.optim import Optimizer
+
+__all__ = ["Part", "part_of"]
+
+Tree = Any
+"""Nested dicts, lists and tuples of arrays and plain values."""
+
+
+class Part(abc.ABC):
+    """One object of a training state.
+
+    Attributes:
+        kind: what it is, in a word; the same on every member.
+    """
+
+    kind: str
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Large state: the live arrays by path, in the same order on every member."""
+        return {}
+
+    @abc.abstractmethod
+    def rest(self) -> Tree:
+        """A copy of all that is not in `arrays`."""
+
+    @abc.abstractmethod
+    def load_rest(self, rest: Tree) -> None:
+        """Takes over what another member's `rest` gave; arrays are written by the caller, in place.
+
+        Raises:
+            SizeMismatch: it does not fit.
+        """
+
+    def small(self) -> Tree:
+        """A copy of what may change outside the gate."""
+        return self.rest()
+
+    def put_back(self, small: Tree) -> None:
+        """Undoes all changes since `small` was taken."""
+        self.load_rest(small)
+
+    def clear_gradients(self) -> None:
+        """A step was undone: its gradients count for nothing."""
+        return
+
+    def gated(self) -> Any:
+        """The object whose `step` changes large state; None if there is none."""
+        return None
+
+
+class _Model(Part):
+    """A module, wrapped or not, of this or another framework."""
+
+    kind = "model"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        found: dict[str, NDArray[Any]] = {}
+        seen: set[int] = set()
+        for path, parameter in self._model.named_parameters():
+            if id(parameter) not in seen:  # one that is tied has several paths
+                seen.add(id(parameter))
+                found[path] = _view(parameter)
+        return found
+
+    def _buffers(self) -> dict[str, NDArray[Any]]:
+        named = getattr(self._model, "named_buffers", None)
+        return {} if named is None else {path: _view(buffer) for path, buffer in named()}
+
+    def rest(self) -> Tree:
+        return {path: buffer.copy() for path, buffer in self._buffers().items()}
+
+    def load_rest(self, rest: Tree) -> None:
+        write(self._buffers(), rest)
+
+    def clear_gradients(self) -> None:
+        for _, parameter in self._model.named_parameters():
+            parameter.grad = None
+
+
+class _Optimizer(Part):
+    """One of `paceline.optim`."""
+
+    kind = "optimizer"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return self._optimizer.live_arrays()
+
+    def rest(self) -> Tree:
+        return {"settings": self.small(), "numbers": self._optimizer.numbers()}
+
+    def load_rest(self, rest: Tree) -> None:
+        self.put_back(rest["settings"])
+        self._optimizer.load_numbers(rest["numbers"])
+
+    def small(self) -> Tree:
+        return dict(self._optimizer.settings)
+
+    def put_back(self, small: Tree) -> None:
+        self._optimizer.settings.update(small)
+
+    def clear_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
+    def gated(self) -> Any:
+        return self._optimizer
+
+
+class _Values(Part):
+    """A dict of arrays and plain values, changed as the user likes."""
+
+    kind = "values"
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def rest(self) -> Tree:
+        return copy.deepcopy(self._values)
+
+    def load_rest(self, rest: Tree) -> None:
+        for key in list(self._values.keys() - rest.keys()):
+            del self._values[key]
+        for key, value in rest.items():
+            here = self._values.get(key)
+            if isinstance(here, np.ndarray) and isinstance(value, np.ndarray) and here.shape == value.shape:
+                here[...] = value  # whoever holds the array sees it
+            else:
+                self._values[key] = copy.deepcopy(value)
+
+
+class _Opaque(Part):
+    """Anything else with `state_dict` and `load_state_dict`: copied whole at every step unless it has a gate."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+        self.kind = type(thing).__name__
+        self._gate = callable(getattr(thing, "step", None)) and callable(getattr(thing, "zero_grad", None))
+
+    def rest(self) -> Tree:
+        foreign: list[str] = []
+        tree = _to_arrays(self._thing.state_dict(), foreign)
+        return {"state": tree, "framework": foreign[0] if foreign else ""}
+
+    def load_rest(self, rest: Tree) -> None:
+        tree = copy.deepcopy(rest["state"])
+        if rest["framework"]:
+            tree = _from_arrays(tree, _maker(rest["framework"]))
+        self._thing.load_state_dict(tree)
+
+    def small(self) -> Tree:
+        return None if self._gate else self.rest()
+
+    def put_back(self, small: Tree) -> None:
+        if not self._gate:
+            self.load_rest(small)
+
+    def clear_gradients(self) -> None:
+        if self._gate:
+            self._thing.zero_grad()
+
+    def gated(self) -> Any:
+        return self._thing if self._gate else None
+
+
+def part_of(name: str, thing: Any) -> Part:
+    """The part that an object is.
+
+    Raises:
+        UnsupportedOp: it is nothing that could be given to another member; the text names it.
+    """
+    if isinstance(thing, Optimizer):
+        return _Optimizer(thing)
+    if callable(getattr(thing, "named_parameters", None)):
+        return _Model(thing)
+    if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        return _Opaque(thing)
+    if type(thing) is dict:
+        return _Values(thing)
+    raise UnsupportedOp(
+        f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and what has "
+        "state_dict() and load_state_dict()"
+    )
+
+
+def write(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> None:
+    """Copies arrays into those of the same path, in place.
+
+    Raises:
+        SizeMismatch: paths or shapes differ; nothing was changed.
+    """
+    odd = sorted(here.keys() ^ there.keys())
+    odd += [path for path in here.keys() & there.keys() if here[path].shape != np.shape(there[path])]
+    if odd:
+        raise SizeMismatch(f"the state does not fit: {', '.join(odd[:8])}")
+    for path, array in here.items():
+        np.copyto(array, there[path])
+
+
+def _view(value: Any) -> NDArray[Any]:
+    """The memory of an array of any framework."""
+    data = getattr(value, "data", value)
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(data, np.ndarray):  # paceline.Parameter
+        return data
+    detach = getattr(value, "detach", None)
+    array = (detach() if detach is not None else value).numpy()
+    if not isinstance(array, np.ndarray):
+        raise UnsupportedOp(f"the memory of a {type(value).__name__} cannot be read as an array")
+    return array
+
+
+def _is_foreign(value: Any) -> bool:
+    return not isinstance(value, np.ndarray) and callable(getattr(value, "detach", None)) and hasattr(value, "numpy")
+
+
+def _to_arrays(tree: Tree, foreign: list[str]) -> Tree:
+    """A copy with NumPy arrays in place of a framework's; notes the framework's name."""
+    if _is_foreign(tree):
+        foreign.append(type(tree).__module__.partition(".")[0])
+        return _view(tree).copy()
+    if isinstance(tree, Mapping):
+        return {key: _to_arrays(value, foreign) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_to_arrays(value, foreign) for value in tree)
+    return copy.deepcopy(tree)
+
+
+def _from_arrays(tree: Tree, make: Callable[[NDArray[Any]], Any]) -> Tree:
+    if isinstance(tree, np.ndarray):
+        return make(tree)
+    if isinstance(tree, dict):
+        return {key: _from_arrays(value, make) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_from_arrays(value, make) for value in tree)
+    return tree
+
+
+def _maker(framework: str) -> Callable[[NDArray[Any]], Any]:
+    """What makes a framework's arrays of NumPy's, if the framework is loaded here."""
+    make = getattr(sys.modules.get(framework), "from_numpy", None)
+    if make is None:
+        raise UnsupportedOp(f"the state holds arrays of {framework!r}, which this process has not imported")
+    return make  # type: ignore[no-any-return]

@@ -1,0 +1,124 @@
+"""The front door's other window: where a member's state is described and handed out, chunk by chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, Protocol
+
+from paceline._grpc import grpc
+from paceline.checkpoint.tag import Tag
+from paceline.errors import PacelineError
+from paceline.links.grpc_refusal import refuse
+from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["StateDescription", "StateSource", "StateWindow"]
+
+_PIECE_BYTES = 1 << 20
+"""Of a description, in one message."""
+
+MAX_CHUNKS = 1 << 20
+"""Chunks that one call may ask for."""
+
+
+class StateDescription(Protocol):
+    """What a state consists of."""
+
+    hashes: bytes
+
+    def to_json(self) -> bytes:
+        """Everything but the hashes."""
+
+
+class StateSource(Protocol):
+    """Whoever holds the state; called from any thread."""
+
+    manifest: bytes
+    """Empty while there is none."""
+
+    def describe(self, tag: Tag) -> StateDescription:
+        """May take time. Raises PacelineError if that state is not held."""
+
+    def read(self, tag: Tag, chunk: int) -> bytes:
+        """A chunk. Raises PacelineError if that state is not held any more."""
+
+
+class StateWindow:
+    """Handlers of DescribeState, GetState and GetManifest.
+
+    Args:
+        job: the job whose members may ask.
+
+    Attributes:
+        member_id: who this is, "" until it is registered.
+        source: what is given, None for nothing yet.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self.member_id = ""
+        self.source: StateSource | None = None
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """By the names of the methods."""
+        return {
+            "DescribeState": grpc.unary_stream_rpc_method_handler(
+                self._describe,
+                request_deserializer=peer_pb2.DescribeStateRequest.FromString,
+                response_serializer=peer_pb2.DescribeStateResponse.SerializeToString,
+            ),
+            "GetState": grpc.unary_stream_rpc_method_handler(
+                self._get,
+                request_deserializer=peer_pb2.GetStateRequest.FromString,
+                response_serializer=peer_pb2.GetStateResponse.SerializeToString,
+            ),
+            "GetManifest": grpc.unary_unary_rpc_method_handler(
+                self._manifest,
+                request_deserializer=peer_pb2.GetManifestRequest.FromString,
+                response_serializer=peer_pb2.GetManifestResponse.SerializeToString,
+            ),
+        }
+
+    async def _describe(
+        self, request: peer_pb2.DescribeStateRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.DescribeStateResponse]:
+        source = await self._check(request.job, request.to_member, context)
+        try:
+            known = await asyncio.to_thread(source.describe, Tag(request.tag.generation, request.tag.step))
+        except PacelineError as error:
+            await _gone(context, error)
+        words, hashes = known.to_json(), known.hashes
+        for start in range(0, max(len(words), len(hashes), 1), _PIECE_BYTES):
+            stop = start + _PIECE_BYTES
+            yield peer_pb2.DescribeStateResponse(json=words[start:stop], hashes=hashes[start:stop])
+
+    async def _get(self, request: peer_pb2.GetStateRequest, context: Any) -> AsyncIterator[peer_pb2.GetStateResponse]:
+        source = await self._check(request.job, request.to_member, context)
+        if len(request.chunks) > MAX_CHUNKS:
+            text = f"more than {MAX_CHUNKS} chunks in one call"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        tag = Tag(request.tag.generation, request.tag.step)
+        for chunk in request.chunks:
+            try:
+                data = source.read(tag, chunk)
+            except PacelineError as error:
+                await _gone(context, error)
+            yield peer_pb2.GetStateResponse(chunk=chunk, data=data)
+
+    async def _manifest(self, request: peer_pb2.GetManifestRequest, context: Any) -> peer_pb2.GetManifestResponse:
+        source = await self._check(request.job, request.to_member, context)
+        return peer_pb2.GetManifestResponse(manifest=source.manifest)
+
+    async def _check(self, job: str, to_member: str, context: Any) -> StateSource:
+        if job != self._job or to_member != self.member_id or not to_member:
+            text = f"this is member {self.member_id} of job {self._job!r}, not {to_member} of {job!r}"
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        if self.source is None:
+            await _gone(context, PacelineError("this member has no state yet"))
+        return self.source
+
+
+async def _gone(context: Any, error: PacelineError) -> NoReturn:
+    reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, str(error))

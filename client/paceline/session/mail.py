@@ -1,0 +1,116 @@
+"""What the coordinator says about the line, kept for the training thread until it asks.
+
+The loop thread puts things in; nothing here decides. Requests to stop (`summoned`, `draining`) are plain values that the
+training thread looks at when it begins a step.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.checkpoint.tag import Tag
+from paceline.errors import PacelineError
+from paceline.links.base import Mesh, Peer
+
+__all__ = ["CaughtOut", "CatchUpAsked", "JobDone", "Letter", "Lost", "Mail", "MayGo", "Misfits", "ViewCame", "Waits"]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCame:
+    """A view has formed with this member.
+
+    Attributes:
+        generation: its number.
+        rank: this member's.
+        base: the state it starts from, None if its members have yet to compare.
+        newcomers: ranks that do not hold it.
+        mesh: the links to its members; None if the member list could not be had any more.
+    """
+
+    generation: int
+    rank: int
+    base: Tag | None
+    newcomers: frozenset[int]
+    mesh: Mesh | None
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpAsked:
+    """This member lags: it is to take that state from those who hold it."""
+
+    generation: int
+    base: Tag
+    donors: Sequence[Peer]
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """What this member trains is not what the line trains; that one's manifest is the line's."""
+
+    donor: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class MayGo:
+    """This member wanted to leave, and may. `last`: nobody goes on."""
+
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The line's last step was this one."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtOut:
+    """The session had ended behind this member's back; it has got a new one, as a newcomer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What is being waited for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The session is over and will not come back."""
+
+    error: PacelineError
+
+
+Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | JobDone | CaughtOut | Waits | Lost
+
+
+class Mail:
+    """The letters of one session.
+
+    Attributes:
+        summoned: generation in which this member is to ask for a meeting, 0 for none.
+        draining: why this member is to leave, empty if it is not.
+        connected: False while the coordinator is away.
+    """
+
+    def __init__(self) -> None:
+        self.summoned = 0
+        self.draining = ""
+        self.connected = True
+        self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+
+    def put(self, letter: Letter) -> None:
+        """Adds a letter; from any thread."""
+        self._letters.put(letter)
+
+    def get(self, timeout: float) -> Letter | None:
+        """The next letter; None if none came in so many seconds."""
+        try:
+            return self._letters.get(timeout=timeout)
+        except queue.Empty:
+            return None
