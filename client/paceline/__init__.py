@@ -19,6 +19,7 @@ from paceline.errors import (
     CollectiveMismatch,
     ConcurrentUse,
     CoordinatorUnreachable,
+    Dismissed,
     DivergenceError,
     ForkedSession,
     InvalidRank,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from paceline import checkpoint, nn, optim, testing
     from paceline.config import Config
     from paceline.elastic.sampler import ElasticSampler
+    from paceline.elastic.state import TrainState
+    from paceline.elastic.step import Step
     from paceline.group import Group
     from paceline.parallel.ddp import DDP
     from paceline.parallel.fsdp import FSDP
@@ -73,6 +76,8 @@ __all__ = [
     "Module",
     "Parameter",
     "ElasticSampler",
+    "TrainState",
+    "Step",
     "checkpoint",
     "nn",
     "optim",
@@ -83,6 +88,7 @@ __all__ = [
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
+    "Dismissed",
     "DivergenceError",
     "ForkedSession",
     "InvalidRank",
@@ -119,6 +125,8 @@ _HOME = {
     "Module": "paceline.parallel.module",
     "Parameter": "paceline.parallel.parameter",
     "ElasticSampler": "paceline.elastic.sampler",
+    "TrainState": "paceline.elastic.state",
+    "Step": "paceline.elastic.step",
 }
 _SUBMODULES = ("checkpoint", "nn", "optim", "testing")
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from paceline._wait import wait_in_slices
+from paceline._wait import SLICE, wait_in_slices
 from paceline.errors import ConcurrentUse, SessionClosed
 
 __all__ = ["Lane", "Progress", "Work"]
@@ -176,6 +176,13 @@ class Lane:
                 self._abort(self._issued, error)
             raise
 
+    def flush(self) -> None:
+        """Waits until nothing is under way or in line. What is aborted ends too, with its error at whoever waits."""
+        me = threading.current_thread()
+        with self._lock:
+            while self._working(me):
+                self._changed.wait(SLICE)
+
     def hand_over(self) -> None:
         """The next thread that issues an operation owns the lane."""
         with self._lock:
@@ -253,5 +260,4 @@ class Lane:
         self.progress = Progress(self.progress.operation, monotonic(), False)
         with self._lock:
             self._busy = None
-            if self._queue or self._closed:
-                self._changed.notify_all()
+            self._changed.notify_all()

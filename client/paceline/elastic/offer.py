@@ -158,7 +158,8 @@ class Description:
 
     def allocate(self, own: Mapping[str, NDArray[Any]]) -> Content:
         """Memory for the state: copies of this member's own arrays where they are alike, so that what is equal need not
-        travel."""
+        travel.
+        """
         arrays = {}
         for name, dtype, shape in self.arrays:
             mine = own.get(name)

@@ -16,7 +16,7 @@ from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.engine import Call
 from paceline.collectives.tasks.task import Chooser, Task, barrier_task
 from paceline.config import Config, checked_timeout
-from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, UnsupportedOp
+from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 from paceline.group.binding import Binding
 from paceline.links.base import Mesh, Peer
 from paceline.recorder import FlightRecorder
@@ -27,6 +27,19 @@ __all__ = ["GroupCore", "labelled"]
 T = TypeVar("T")
 
 _LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
+
+
+class LineMarks:
+    """What the owner of a group has said of its members' training; shared by all its parts.
+
+    Attributes:
+        barred: why no collective may be called now, empty if it may.
+        vouched: the last generation of which it is known that all members hold the same state.
+    """
+
+    def __init__(self) -> None:
+        self.barred = ""
+        self.vouched = 0
 
 
 class GroupCore:
@@ -48,6 +61,7 @@ class GroupCore:
         self._lock = threading.Lock()
         self.recorder = recorder if recorder is not None else FlightRecorder()
         self.on_abort: Callable[[BaseException], None] | None = None
+        self._line = LineMarks()
         self._bound = Binding(mesh, name, label, self.recorder)
 
     @property
@@ -84,6 +98,19 @@ class GroupCore:
     def bytes_sent(self) -> int:
         """Bytes that this member has sent to the others in this generation, in all groups."""
         return self._bound.mesh.bytes_sent
+
+    @property
+    def vouched(self) -> bool:
+        """True if all members are known to hold the same state (`session.steps` has seen to it)."""
+        return self._line.vouched == self.generation
+
+    def vouch(self) -> None:
+        """All members of this generation hold the same state: for whoever owns the group."""
+        self._line.vouched = self.generation
+
+    def bar(self, reason: str) -> None:
+        """Refuses every collective, on parts too, until called with an empty reason: for whoever owns the group."""
+        self._line.barred = reason
 
     def global_rank(self, rank: int) -> int:
         """The rank in the view of the member with this rank in the group.
@@ -128,6 +155,8 @@ class GroupCore:
         if bound.stale:
             text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
             raise StaleGeneration(text, generation=bound.mesh.generation)
+        if self._line.barred:
+            raise StepOrderError(self._line.barred)
         try:
             bound.mesh.fault.check()
         except PacelineError as error:

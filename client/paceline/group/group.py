@@ -169,6 +169,12 @@ class Group(Reducing, Spreading, Gathering, Objects, Messages):
             with self.parent._lock:
                 self.parent._parts.discard(self)
 
+    def flush(self) -> None:
+        """Waits until no collective is under way or in line, on parts neither."""
+        for part in list(self._parts):
+            part.flush()
+        self._bound.lane.flush()
+
     def move(self, mesh: Mesh) -> None:
         """Goes on in the next generation: for whoever owns the group, at a moment when no collective is under way.
 
@@ -212,6 +218,7 @@ class Group(Reducing, Spreading, Gathering, Objects, Messages):
         part.parent = self
         part._name = name
         part.on_abort = self.on_abort
+        part._line = self._line
         with self._lock:
             self._parts.add(part)
         return part

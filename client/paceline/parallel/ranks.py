@@ -28,6 +28,14 @@ class Ranks(Protocol):
     def size(self) -> int:
         """W, the number of members."""
 
+    @property
+    def generation(self) -> int:
+        """The generation whose members these are."""
+
+    @property
+    def vouched(self) -> bool:
+        """True if all members are known to hold the same state."""
+
     def all_reduce(self, x: Any, *, op: Any = "sum", out: Any = None, async_op: Any = False) -> Any:
         """The same bits on every rank, in `out` where given; a `PendingWork` if asynchronous."""
 

@@ -64,6 +64,8 @@ class Wrapper(abc.ABC):
         self._reducer: GradientReducer | None = None
         self._round = Accumulation({})
         self._syncing = True
+        self._generation = 0
+        """The one in which `_reducer` was made."""
         self._rows: int | None = None
         """B of the last forward pass, where its input had a first axis."""
 
@@ -220,12 +222,16 @@ class Wrapper(abc.ABC):
         self._rows = shape[0] if shape else None
 
     def _prepare(self, *, may_change: bool) -> GradientReducer:
-        if self._reducer is not None and self._reducer.fits():
+        moved = self._reducer is not None and self._generation != self.group.generation
+        if self._reducer is not None and not moved and self._reducer.fits():
             return self._reducer
+        if moved:  # whoever has come in uses it for the first time: all begin anew, and agree that they do
+            self._round.reset()
         if self._round.micro_batches:
             raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
-        first_use = self._reducer is None
+        first_use = self._reducer is None or moved
         self._reducer = self._agree(may_change=may_change)
+        self._generation = self.group.generation
         self._round = Accumulation(self._reducer.parameters, self._reducer.sources)
         if not first_use:
             self._round.mark()  # gradients that are there now are the last step's

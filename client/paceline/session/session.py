@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import atexit
 import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +22,11 @@ from paceline.links.local import local_meshes
 from paceline.session.store import MemoryStore, Store
 
 if TYPE_CHECKING:
+    from paceline.elastic.line import Line
+    from paceline.elastic.port import Port
+    from paceline.elastic.retry import Attempt
+    from paceline.elastic.state import TrainState
+    from paceline.elastic.step import Step
     from paceline.session.member import MemberConnection
 
 __all__ = ["CoordinatedSession", "Session", "SoloSession"]
@@ -43,6 +49,9 @@ class Session(abc.ABC):
     job: str
     group: Group
     store: Store
+    _line: Line | None = None
+    _on_commit: list[Callable[[int], None]]
+    _on_view: list[Callable[[], None]]
 
     @property
     def rank(self) -> int:
@@ -63,6 +72,99 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def members(self) -> Sequence[Peer]:
         """The members of the current view in rank order."""
+
+    def steps(
+        self,
+        state: TrainState,
+        *,
+        total: int,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        seed: int = 0,
+    ) -> Iterator[Step]:
+        """The steps of the job, each until it counts: workers may die, freeze, join and leave meanwhile.
+
+            for step in session.steps(state, total=1000):
+                with step:
+                    dy = loss_gradient(ddp(x[step.indices]), t[step.indices])
+                    optimizer.zero_grad()
+                    ddp.backward(dy, step.weight)
+                    optimizer.step()
+                if step.applied:
+                    log(...)
+
+        A failure of the group inside the block undoes the step, on every member, and the same number comes again under
+        the next generation. All state that the block changes must be in `state`; what it prints or writes to files
+        happens once for each attempt (`on_commit` hears of committed steps once). Collectives belong before
+        `optimizer.step()`, or between steps into `retry()`.
+
+        Whoever comes later is given the state of those who train, and begins with their next step. SIGTERM, and
+        `paceline drain`, have a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0.
+        So it ends that of a worker that comes when all is done.
+
+        Args:
+            state: all that training changes.
+            total: number of the last step.
+            checkpoint_dir: where checkpoints are kept, and looked for at the start; alike on all workers.
+            checkpoint_every: steps between two; with a directory alone, the last state is kept.
+            seed: of `step.rng`.
+
+        Raises:
+            Dismissed: this worker has nothing more to do.
+            StepVoid: a step failed five times in a row; the text has the causes.
+            StepOrderError: a collective came behind `optimizer.step()`, or that outside of a step.
+            SettingsMismatch, SizeMismatch: this worker trains something else than the others; the text says what.
+            DivergenceError: members hold different bits.
+            OrphanedError: the coordinator did not come back.
+            UnsupportedOp: the state cannot be given to another member.
+        """
+        from paceline.elastic.steps import line_of, run_steps
+
+        check_process()
+        if self._line is not None and not self._line.done:
+            raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
+        self._line = line_of(
+            self._port(),
+            state,
+            total,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            seed=seed,
+        )
+        self._line.on_commit = self._on_commit
+        self._line.on_view = self._on_view
+        return run_steps(self._line, state, total)
+
+    def retry(self) -> Iterator[Attempt]:
+        """Attempts at a block between two steps that changes no state: an evaluation. All members call it alike.
+
+            for attempt in session.retry():
+                with attempt:
+                    score = group.all_reduce(evaluate(...), op="mean")
+
+        A failure of the group ends the attempt, and the next one runs under the next generation.
+
+        Raises:
+            PacelineError: a failure that `steps` cannot recover from, for it has not begun or has ended.
+        """
+        from paceline.elastic.retry import attempts
+
+        return attempts(self._line, self.group)
+
+    def on_commit(self, hear: Callable[[int], None]) -> None:
+        """Has a function called with the number of each committed step, once and in order, on the training thread.
+
+        A step is committed when every member has applied it, which the next step finds out.
+        """
+        self._on_commit.append(hear)
+
+    def on_view(self, hear: Callable[[], None]) -> None:
+        """Has a function called when a new view begins, on the training thread; `rank` and `size` are the new ones."""
+        self._on_view.append(hear)
+
+    @abc.abstractmethod
+    def _port(self) -> Port:
+        """What steps need of this session."""
 
     @abc.abstractmethod
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
@@ -104,6 +206,13 @@ class SoloSession(Session):
         self.store = MemoryStore(config.call_timeout)
         self._members = tuple(mesh.peers)
         self._left = False
+        self._config = config
+        self._on_commit, self._on_view = [], []
+
+    def _port(self) -> Port:
+        from paceline.elastic.port import SoloPort
+
+        return SoloPort(self.job, self.group, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -133,7 +242,13 @@ class CoordinatedSession(Session):
         self.store = connection.store
         self._leave_lock = threading.Lock()
         self._left = False
+        self._on_commit, self._on_view = [], []
         atexit.register(self._leave_at_exit)
+
+    def _port(self) -> Port:
+        from paceline.elastic.port import CoordinatedPort
+
+        return CoordinatedPort(self._connection, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:

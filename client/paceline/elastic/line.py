@@ -1,0 +1,339 @@
+"""The shell around a member's place in its line: waits for the coordinator, takes and gives state, begins steps.
+
+Everything here runs on the training thread, between the user's steps. What may happen next is `place`'s to say; what
+the coordinator says comes as letters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from paceline._wait import SLICE
+from paceline.checkpoint.tag import Tag
+from paceline.elastic.compare import difference
+from paceline.elastic.offer import Content
+from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
+from paceline.elastic.port import Port
+from paceline.elastic.saver import Saver
+from paceline.elastic.state import TrainState
+from paceline.elastic.step import Step, not_entered
+from paceline.elastic.word import Flag, partial_digest, word
+from paceline.errors import Dismissed, OrphanedError, PacelineError, StepOrderError, StepVoid
+from paceline.links.base import Peer
+from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Letter, Lost, MayGo, Misfits, ViewCame, Waits
+
+__all__ = ["Line", "MAX_ATTEMPTS"]
+
+_log = logging.getLogger("paceline.elastic")
+
+MAX_ATTEMPTS = 5
+"""A step that fails so often in a row will fail again."""
+
+_PATIENT_S = 1.0
+"""Seconds of waiting before somebody is told what for."""
+
+
+class Line:
+    """One member's way through the steps of a job.
+
+    Args:
+        port: the session.
+        state: what is trained.
+        total: number of the last step.
+        seed: of `Step.rng`.
+        manifest: what all members must have alike, as canonical JSON.
+        saver: keeps checkpoints.
+
+    Attributes:
+        done: True once the last step is committed.
+    """
+
+    def __init__(self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver) -> None:
+        self.done = False
+        self.on_commit: list[Callable[[int], None]] = []
+        self.on_view: list[Callable[[], None]] = []
+        self._port = port
+        self._state = state
+        self._total = total
+        self._seed = seed
+        self._manifest = manifest
+        self._saver = saver
+        self._place = Place(saver.tag)
+        self._step: Step | None = None
+        self._committed = saver.tag.step
+        self._causes: list[str] = []
+        self._donors: Sequence[Peer] = ()
+        self._said_at = time.monotonic()
+        self._waits_for = ""
+        self._planned = False
+        self._away_since: float | None = None
+
+    # What the loop over the steps does --------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Takes its place: compares what it holds with the others."""
+        self._port.shelf.manifest = self._manifest
+        self._port.open()
+        mesh = self._port.group.mesh
+        if mesh.peers:
+            self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
+        else:
+            self._say(self._place.meet())
+
+    def wait_until_ready(self) -> None:
+        """Waits until a step may begin, or all is done.
+
+        Raises:
+            Dismissed: this member wanted to leave, or came when everything was done.
+            OrphanedError: the coordinator did not come back.
+            PacelineError: this member cannot be in the line; the text says why.
+        """
+        while not self.done:
+            ready = self._place.phase is Phase.READY
+            letter = self._port.mail.get(0.0 if ready else SLICE)  # a view may have come while the generation went on
+            if letter is not None:
+                self._read(letter)
+            elif ready:
+                return
+            else:
+                self._look_around()
+
+    def begin(self) -> Step | None:
+        """The next step, entered with its word; None if the generation has failed before it began."""
+        if self._port.mail.draining and not self._place.leaving:
+            _log.info("leaving after this step: %s", self._port.mail.draining)
+        number, group = self._state.step + 1, self._port.group
+        digest = partial_digest(self._state.large(), number)
+        self._place.begin()
+        try:
+            work = group.all_reduce(word(self._flags(), digest), op="bor", label=f"step-{number}", async_op=True)
+        except PacelineError as error:
+            self._failed(error)
+            return None
+        self._saver.begin(self._place.held, self._state, group)
+        self._step = Step(number, len(self._causes) + 1, group, self._state, self, work, digest, self._seed)
+        return self._step
+
+    def end(self, step: Step) -> None:
+        """After the block of a step: on to the next one, or to a meeting.
+
+        Raises:
+            StepVoid: the step has failed too often.
+            StepOrderError: the block was not entered.
+        """
+        self._step = None
+        if not step.entered:
+            self._place.spoiled()
+            raise not_entered(step)
+        if not step.applied:
+            self._failed(step.cause)
+            return
+        self._causes.clear()
+        self._place.applied(step.number)
+        if step.flags & (Flag.JOIN | Flag.LEAVE):
+            self._planned = True
+            self._place.leaving = bool(self._port.mail.draining)
+            self._say(self._place.meet())
+
+    def close(self) -> None:
+        """After the last step: the closing word, which commits it, and the end of the job."""
+        group = self._port.group
+        try:
+            group.all_reduce(word(Flag(0), 0), op="bor", label="closing")
+        except PacelineError as error:
+            self._failed(error)
+            return
+        self.word_completed(self._state.step + 1)
+        self._saver.keep(self._place.held, self._state, group)
+        self._port.finish(self._total)
+        self._await_finish()
+        self.done = True
+
+    def drain(self, reason: str) -> None:
+        """This member is to leave after the step that it is in."""
+        self._port.mail.draining = reason
+
+    def leave(self) -> None:
+        """The loop is over, for whatever reason."""
+        self._port.shelf.withdraw()
+        self._saver.wait()
+
+    def retry(self) -> None:
+        """A block between two steps was cut short by a failure: on to the next generation, without newcomers."""
+        self._place.closed = True
+        try:
+            self._say(self._place.meet())
+            self.wait_until_ready()
+        finally:
+            self._place.closed = False
+
+    # What a step asks -------------------------------------------------------------------------------------------------
+
+    def word_completed(self, step: int) -> None:
+        """Every member has entered `step`, so all have applied the one before: it is committed."""
+        self._port.word_completed(step)
+        while self._committed < step - 1:
+            self._committed += 1
+            self._saver.commit(self._committed)
+            for hear in self.on_commit:
+                hear(self._committed)
+
+    def about_to_change(self) -> None:
+        """Nobody may take the state any more."""
+        self._port.shelf.withdraw()
+
+    # The gate of the training state.
+
+    def open(self) -> None:
+        """See `state.Gate`."""
+        if self._step is None or not self._step.entered:
+            raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
+        self._step.open_gate()
+
+    def spoil(self) -> None:
+        """See `state.Gate`."""
+        if self._step is not None:
+            self._step.spoiled = True
+        self._place.spoiled()
+
+    # Letters ----------------------------------------------------------------------------------------------------------
+
+    def _read(self, letter: Letter) -> None:
+        match letter:
+            case ViewCame():
+                self._enter_view(letter)
+            case CatchUpAsked(generation, base, donors):
+                self._donors = donors
+                self._do(self._place.catch_up(generation, base))
+            case Misfits(donor):
+                raise difference(self._manifest, self._port.manifest_of(donor), donor)
+            case MayGo(last):
+                if last:
+                    self._saver.keep(self._place.held, self._state, self._port.group)
+                raise Dismissed(self._port.mail.draining or "this worker was drained")
+            case JobDone(step):
+                self._job_done(step)
+            case CaughtOut():
+                if self._place.held is None:
+                    raise OrphanedError("the state of the line is lost, and this worker's own was not whole")
+                _log.warning("this worker was taken for lost; it comes back with the state %s", self._place.held)
+                self._say(self._place.cast_out())
+            case Waits(reason):
+                self._waits_for = reason
+            case Lost(error):
+                raise error
+
+    def _enter_view(self, view: ViewCame) -> None:
+        if view.generation <= self._place.generation:
+            return
+        order = self._place.formed(ViewNews(view.generation, view.rank, view.base, view.newcomers))
+        if view.mesh is None:
+            self._say(self._place.meet())
+            return
+        self._port.move(view.mesh)
+        self._donors = [peer for peer in view.mesh.peers if peer.rank not in view.newcomers]
+        self._planned = False
+        self._waits_for = ""
+        self._do(order)
+        if view.base is not None:
+            self._port.group.vouch()
+            if view.rank in view.newcomers:
+                self._committed = view.base.step
+            _log.info(
+                "generation %d goes on from step %d with %d members",
+                view.generation,
+                view.base.step,
+                len(view.mesh.peers),
+            )
+            for hear in self.on_view:
+                hear()
+
+    def _do(self, order: Meet | Take | None) -> None:
+        """Carries out what the place orders, and what follows from it."""
+        while order is not None:
+            if isinstance(order, Meet):
+                self._say(order)
+                return
+            own = Content.of(self._state.content())
+            try:
+                content = self._port.take(order.base, self._donors, own)
+            except PacelineError as error:
+                _log.info("the state %s could not be taken: %s", order.base, error)
+                order = self._place.meet()
+                continue
+            self._state.load_state_dict(content.tree())
+            order = self._place.took()
+
+    def _say(self, meet: Meet) -> None:
+        """Tells the coordinator, and offers what is held to others: it does not change while this member waits."""
+        fingerprint = b""
+        if meet.tag is not None:
+            if meet.tag == Tag(0, 0):  # members have built this for themselves: the tag does not tell them apart
+                fingerprint = self._state.fingerprint()
+            self._port.shelf.offer(meet.tag, Content.of(self._state.content()))
+        self._said_at = time.monotonic()
+        self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
+
+    def _job_done(self, step: int) -> None:
+        if self._state.step < step or self._place.held is None:
+            raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
+        self.done = True
+
+    # Waiting ----------------------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """What only time brings, while this member waits."""
+        if self._place.phase is not Phase.MEETING:
+            return
+        now, mail = time.monotonic(), self._port.mail
+        if mail.draining and not self._place.leaving:
+            self._place.leaving = True
+            self._say(self._place.meet())
+        if now - self._said_at > _PATIENT_S and self._waits_for:
+            _log.info("%s", self._waits_for)
+            self._waits_for = ""
+        if mail.connected:
+            self._away_since = None
+            return
+        self._away_since = self._away_since or now
+        alive = not self._port.group.mesh.fault.failed and self._place.holds_base
+        if self._planned and alive and now - self._away_since > self._port.config.failure_timeout:
+            _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
+            self._planned, self._place.leaving = False, False
+            self._place.go_on()
+
+    def _flags(self) -> Flag:
+        mail, flags = self._port.mail, Flag(0)
+        if not mail.connected:
+            return flags
+        if mail.summoned == self._place.generation:
+            flags |= Flag.JOIN
+        if mail.draining:
+            flags |= Flag.LEAVE
+        return flags
+
+    def _await_finish(self) -> None:
+        """The coordinator shall know that the job is done, so that late comers are told; but it may be away."""
+        deadline = time.monotonic() + self._port.config.failure_timeout
+        while (left := deadline - time.monotonic()) > 0:
+            letter = self._port.mail.get(min(left, SLICE))
+            if isinstance(letter, JobDone):
+                return
+            if isinstance(letter, Lost):
+                break
+        _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
+
+    def _failed(self, cause: BaseException | None) -> None:
+        """An attempt has failed: it counts for nothing, and its generation is over (I1)."""
+        with contextlib.suppress(PacelineError):
+            self._port.group.flush()
+        self._causes.append(f"{type(cause).__name__}: {cause}")
+        number = self._state.step + 1
+        _log.info("step %d is undone: %s", number, cause)
+        if len(self._causes) >= MAX_ATTEMPTS:
+            raise StepVoid(f"step {number} failed {len(self._causes)} times in a row: " + "; ".join(self._causes))
+        self._say(self._place.meet())

@@ -1,0 +1,171 @@
+"""What the steps need of a session: the coordinator's letters, its ear, and the way to other members' state."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from paceline.checkpoint.tag import Tag
+from paceline.config import Config
+from paceline.elastic.offer import Content, Shelf
+from paceline.elastic.place import Meet
+from paceline.elastic.take import get_manifest, take_state
+from paceline.group import Group
+from paceline.links.base import Mesh, Peer
+from paceline.links.grpc_mesh import GrpcMesh
+from paceline.links.local import LocalMesh, next_meshes
+from paceline.session.mail import JobDone, Mail, MayGo, ViewCame
+from paceline.session.member import MemberConnection
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["CoordinatedPort", "Port", "SoloPort"]
+
+
+class Port(abc.ABC):
+    """One session, as the steps see it.
+
+    Attributes:
+        job: name of the job.
+        group: the session's group.
+        mail: what the coordinator says.
+        shelf: what others may take.
+        config: timeouts.
+    """
+
+    job: str
+    group: Group
+    mail: Mail
+    shelf: Shelf
+    config: Config
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Training begins."""
+
+    @abc.abstractmethod
+    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+        """Says that this member has stopped."""
+
+    @abc.abstractmethod
+    def finish(self, step: int) -> None:
+        """Says that the line is done; the answer is a letter."""
+
+    @abc.abstractmethod
+    def move(self, mesh: Mesh) -> None:
+        """The group goes on in the next generation."""
+
+    @abc.abstractmethod
+    def word_completed(self, step: int) -> None:
+        """For heartbeats."""
+
+    @abc.abstractmethod
+    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
+        """A state that others hold.
+
+        Raises:
+            LinkUnavailable: nobody gave it.
+        """
+
+    @abc.abstractmethod
+    def manifest_of(self, donor: Peer) -> bytes:
+        """Another member's manifest.
+
+        Raises:
+            PacelineError: it did not give it.
+        """
+
+
+class CoordinatedPort(Port):
+    """A session with a coordinator."""
+
+    def __init__(self, connection: MemberConnection, config: Config) -> None:
+        self.job = connection.job
+        self.group = connection.group
+        self.mail = connection.mail
+        self.shelf = Shelf()
+        self.config = config
+        self._connection = connection
+
+    def open(self) -> None:
+        """See `Port.open`."""
+        self._connection.start_line(self.shelf)
+
+    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+        """See `Port.meet`."""
+        said = pb.Meet(
+            generation=meet.generation,
+            holds_base=meet.holds_base,
+            fingerprint=fingerprint,
+            manifest=manifest,
+            leaving=meet.leaving,
+            closed=meet.closed,
+        )
+        if meet.tag is not None:
+            said.tag.generation, said.tag.step = meet.tag
+            said.tag.SetInParent()
+        self._connection.meet(said)
+
+    def finish(self, step: int) -> None:
+        """See `Port.finish`."""
+        self._connection.finish(self.group.generation, step)
+
+    def move(self, mesh: Mesh) -> None:
+        """See `Port.move`."""
+        assert isinstance(mesh, GrpcMesh)
+        self._connection.move(mesh)
+
+    def word_completed(self, step: int) -> None:
+        """See `Port.word_completed`."""
+        self._connection.word_completed(step)
+
+    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
+        """See `Port.take`."""
+        return self._connection.run(take_state(self.job, tag, donors, own, self.config.failure_timeout))
+
+    def manifest_of(self, donor: Peer) -> bytes:
+        """See `Port.manifest_of`."""
+        return self._connection.run(get_manifest(self.job, donor, self.config.failure_timeout))
+
+
+class SoloPort(Port):
+    """A world of one without a coordinator: what it says is what happens."""
+
+    def __init__(self, job: str, group: Group, config: Config) -> None:
+        self.job = job
+        self.group = group
+        self.mail = Mail()
+        self.shelf = Shelf()
+        self.config = config
+
+    def open(self) -> None:
+        """See `Port.open`."""
+
+    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+        """See `Port.meet`."""
+        if meet.leaving:
+            self.mail.put(MayGo(last=True))
+            return
+        mesh = self.group.mesh
+        assert isinstance(mesh, LocalMesh)
+        (following,) = next_meshes([mesh])
+        following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
+        self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following))
+
+    def finish(self, step: int) -> None:
+        """See `Port.finish`."""
+        self.mail.put(JobDone(step))
+
+    def move(self, mesh: Mesh) -> None:
+        """See `Port.move`."""
+        self.group.move(mesh)
+
+    def word_completed(self, step: int) -> None:
+        """See `Port.word_completed`."""
+
+    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
+        """See `Port.take`: there is nobody."""
+        raise AssertionError("a world of one takes nothing")
+
+    def manifest_of(self, donor: Peer) -> bytes:
+        """See `Port.manifest_of`: there is nobody."""
+        raise AssertionError("a world of one compares nothing")

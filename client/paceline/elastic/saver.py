@@ -1,0 +1,118 @@
+"""Checkpoints of a line, written beside training: copied when a step begins, written once it is committed.
+
+Each host's lowest rank writes, so a directory that hosts share gets the same tag from each, and one that is local to a
+host has it too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+from paceline import checkpoint
+from paceline.checkpoint.tag import Tag
+from paceline.elastic.state import TrainState
+from paceline.group import Group
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger("paceline.elastic")
+
+
+class Saver:
+    """The checkpoints of one member.
+
+    Args:
+        directory: where they are kept; None for none.
+        every: steps between two; None for none but at the end, and when all leave.
+
+    Attributes:
+        tag: of the state that was loaded, Tag(0, 0) for none.
+
+    Raises:
+        ValueError: `every` is below 1, or came without a directory.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, every: int | None) -> None:
+        if every is not None and (every < 1 or directory is None):
+            raise ValueError(f"checkpoint_every is a number of steps from 1, with checkpoint_dir, not {every!r}")
+        self.tag = Tag(0, 0)
+        self._directory = directory
+        self._every = every
+        self._pending: tuple[Tag, Any] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._last = Tag(0, 0)
+
+    def load(self, state: TrainState) -> None:
+        """Takes up the greatest tag that is whole, if there is one.
+
+        Raises:
+            CheckpointDamaged: there are some, and all are damaged.
+            SizeMismatch: it is of another model.
+        """
+        if self._directory is None:
+            return
+        found = checkpoint.load(self._directory)
+        if found is None:
+            return
+        state.load_state_dict(found.state)
+        self.tag = self._last = found.tag
+        _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)
+
+    def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """A step begins: what is held is copied if it is due."""
+        if self._every is None or held is None or held.step % self._every or held <= self._last:
+            return
+        if _is_lowest(group):
+            self._pending = held, state.state_dict()
+        self._last = held
+
+    def commit(self, step: int) -> None:
+        """A step is committed: what was copied of it may be written."""
+        if self._pending is None or self._pending[0].step > step:
+            return
+        pending, self._pending = self._pending, None
+        if self._thread is not None and self._thread.is_alive():
+            _log.warning("no checkpoint of step %d: the one before is still being written", pending[0].step)
+            return
+        self._check()
+        self._thread = threading.Thread(target=self._write, args=pending, name="paceline-checkpoint")
+        self._thread.start()
+
+    def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """Writes what is held now: nothing comes after it."""
+        if self._directory is None or held is None or not _is_lowest(group):
+            return
+        self.wait()
+        self._write(held, state.state_dict())
+        self._check()
+
+    def wait(self) -> None:
+        """Waits until what was begun is written.
+
+        Raises:
+            OSError: it could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._check()
+
+    def _write(self, tag: Tag, saved: Any) -> None:
+        assert self._directory is not None
+        try:
+            checkpoint.save(self._directory, saved, tag)
+        except Exception as error:  # noqa: BLE001  raised on the training thread, at the next one
+            self._error = error
+
+    def _check(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _is_lowest(group: Group) -> bool:
+    me = group.members[group.rank]
+    return min(member.rank for member in group.members if member.host == me.host) == me.rank

@@ -1,0 +1,94 @@
+"""`session.steps`: the loop over the steps of a job, whoever comes and goes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from paceline.elastic.line import Line
+from paceline.elastic.port import Port
+from paceline.elastic.saver import Saver
+from paceline.elastic.state import TrainState
+from paceline.elastic.step import Step
+
+__all__ = ["line_of", "run_steps"]
+
+
+def line_of(
+    port: Port,
+    state: TrainState,
+    total: int,
+    *,
+    checkpoint_dir: str | os.PathLike[str] | None,
+    checkpoint_every: int | None,
+    seed: int,
+) -> Line:
+    """Makes a member's line; communicates nothing.
+
+    Raises:
+        ValueError: an argument is out of range.
+        UnsupportedOp: the state cannot be given to another member.
+        CheckpointDamaged, SizeMismatch: of the checkpoints that are there.
+    """
+    if total < 1 or seed < 0:
+        raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
+    state.check_round_trip()
+    saver = Saver(checkpoint_dir, checkpoint_every)
+    saver.load(state)
+    manifest = state.manifest(total=total, seed=seed, **{"the script": _script()})
+    return Line(port, state, total, seed, manifest, saver)
+
+
+def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
+    """Yields the steps, each until it is applied; see `Session.steps`."""
+    state.guard(line)
+    try:
+        with _draining_on_sigterm(line):
+            line.enter()
+            while True:
+                line.wait_until_ready()
+                if line.done:
+                    return
+                if state.step >= total:
+                    line.close()
+                elif (step := line.begin()) is not None:
+                    yield step
+                    line.end(step)
+    finally:
+        state.unguard()
+        line.leave()
+
+
+def _script() -> str:
+    """Digest of the script that runs: two versions of it do not train one model."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if path is None or not Path(path).is_file():
+        return "not a file"
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+@contextmanager
+def _draining_on_sigterm(line: Line) -> Iterator[None]:
+    """SIGTERM is a notice: this worker leaves after the step. A second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def drain(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        line.drain("SIGTERM")
+
+    signal.signal(signal.SIGTERM, drain)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
