@@ -1,0 +1,273 @@
+"""A coordinator and trainers as real processes, and what must be true of what they told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import paceline
+from paceline.cli.launcher.reports import ExitReports
+from pacelinepb.v1.session_pb2 import ProcessIdentity
+from support.elastic.faults import Fault
+from support.elastic.problem import BATCH, SAMPLES, one_process
+
+__all__ = ["Cluster", "Trainer", "cluster"]
+
+_TRAINER = Path(__file__).with_name("trainer.py")
+
+
+class Trainer:
+    """One worker process and what it has told so far."""
+
+    def __init__(self, plan: dict[str, Any], environment: dict[str, str], changed: threading.Condition) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(_TRAINER), json.dumps(plan)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **environment},
+        )
+        self.pid = self.process.pid
+        self.events: list[dict[str, Any]] = []
+        self.stderr = ""
+        self._changed = changed
+        self._threads = [threading.Thread(target=self._read, daemon=True), threading.Thread(target=self._complain)]
+        for thread in self._threads:
+            thread.start()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Kills it if it still runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        for thread in self._threads:
+            thread.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.events.append(json.loads(line))
+                self._changed.notify_all()
+        self.process.wait()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _complain(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr += line
+
+
+class Cluster:
+    """Processes of one job.
+
+    Args:
+        folder: for the state file and whatever the test keeps.
+        least, most: bounds of the world.
+        total: the last step.
+        failure_timeout: seconds.
+        witness: whether exits are told to the coordinator, as a launcher would.
+        plan: more for every trainer (see trainer.py).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        least: int = 1,
+        most: int = 8,
+        total: int = 8,
+        failure_timeout: float = 3.0,
+        witness: bool = True,
+        **plan: Any,
+    ) -> None:
+        self.folder = folder
+        self.total = total
+        self.trainers: list[Trainer] = []
+        self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.environment = {
+            "PACELINE_COORDINATOR": self.address,
+            "PACELINE_JOB": "job",
+            "PACELINE_MIN_WORKERS": str(least),
+            "PACELINE_MAX_WORKERS": str(most),
+            "PACELINE_FAILURE_TIMEOUT": str(failure_timeout),
+            "PACELINE_FLIGHT_DIR": "off",
+        }
+        self._changed = threading.Condition()
+        self._witness = witness
+        self._reports = ExitReports(self.address, "job")
+        self._watchers: list[threading.Thread] = []
+        self.coordinator: subprocess.Popen[str] | None = None
+        self.start_coordinator()
+
+    # What a test does -------------------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> None:
+        """Starts the coordinator on its state file, and waits until it listens. Its log is in the folder."""
+        with (self.folder / "coordinator.log").open("a") as log:
+            self.coordinator = subprocess.Popen(
+                [sys.executable, "-m", "paceline_server", "--listen", self.address, "--state",
+                 str(self.folder / "state.db")],
+                stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        assert self.coordinator.stdout is not None
+        with self.coordinator.stdout as said:
+            assert "listening" in said.readline(), (self.folder / "coordinator.log").read_text()
+
+    def kill_coordinator(self) -> None:
+        """SIGKILL."""
+        assert self.coordinator is not None
+        self.coordinator.kill()
+        self.coordinator.wait()
+
+    def start(self, count: int, faults: Sequence[Fault] = (), **plan: Any) -> list[Trainer]:
+        """Starts trainers that all have the same faults before them."""
+        whole = {**self._plan, **plan, "faults": [fault.plan() for fault in faults]}
+        started = [Trainer(whole, self.environment, self._changed) for _ in range(count)]
+        self.trainers += started
+        if self._witness:
+            for trainer in started:
+                watcher = threading.Thread(target=self._watch, args=(trainer,), daemon=True)
+                watcher.start()
+                self._watchers.append(watcher)
+        return started
+
+    def wait_until(self, happened: Callable[[], bool], what: str, timeout: float = 45.0) -> None:
+        """Waits for something that the trainers' events show."""
+        with self._changed:
+            assert self._changed.wait_for(happened, timeout), f"not within {timeout} s: {what}\n{self}"
+
+    def wait_for_step(self, step: int, trainers: Sequence[Trainer] | None = None) -> None:
+        """Waits until one of them has applied a step."""
+        among = self.trainers if trainers is None else trainers
+        self.wait_until(lambda: any(e["step"] >= step for t in among for e in t.of("applied")), f"step {step} applied")
+
+    def wait(self, timeout: float = 45.0) -> dict[int, int]:
+        """Waits for all to end; exit codes by pid."""
+        deadline = time.monotonic() + timeout
+        codes = {}
+        for trainer in self.trainers:
+            try:
+                codes[trainer.pid] = trainer.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{trainer.pid} is still there after {timeout} s\n{self}") from None
+        for trainer in self.trainers:
+            for thread in trainer._threads:
+                thread.join(10)
+        return codes
+
+    # What must be true ------------------------------------------------------------------------------------------------
+
+    @property
+    def finishers(self) -> list[Trainer]:
+        """Who came to the end."""
+        return [trainer for trainer in self.trainers if trainer.of("done")]
+
+    def line(self) -> dict[int, int]:
+        """The generation of each step of the line: the last one in which anybody applied it."""
+        found: dict[int, int] = {}
+        for trainer in self.trainers:
+            for event in trainer.of("applied"):
+                found[event["step"]] = max(found.get(event["step"], 0), event["generation"])
+        return found
+
+    def check(self, *, count: int | None = None, seed: int = 5, batch: int = BATCH) -> None:
+        """I5 and I6, and the values of an undisturbed run: call it when all have ended."""
+        ends = [trainer.of("done")[0] for trainer in self.finishers]
+        assert ends, f"nobody came to the end\n{self}"
+        if count is not None:
+            assert len(ends) == count, f"{len(ends)} came to the end, not {count}\n{self}"
+        assert len({end["digest"] for end in ends}) == 1, f"weights differ\n{self}"
+        assert all(end["step"] == self.total for end in ends), str(self)
+        np.testing.assert_allclose(ends[0]["weights"], one_process(self.total, seed, batch), rtol=1e-9, atol=1e-12)
+        line = self.line()
+        assert sorted(line) == list(range(1, self.total + 1)), f"steps of the line: {line}\n{self}"
+        sampler = paceline.ElasticSampler(SAMPLES, global_batch=batch)
+        for step, generation in line.items():
+            rows = [
+                e["indices"] for t in self.trainers for e in t.of("attempt")
+                if (e["step"], e["generation"]) == (step, generation)
+            ]  # fmt: skip
+            used = sorted(index for row in rows for index in row)
+            assert used == sorted(sampler.batch(step - 1).tolist()), f"samples of step {step} in {generation}\n{self}"
+
+    def redone(self) -> dict[int, int]:
+        """By generation, how many attempts of it were undone at the member that lost most."""
+        lost: dict[int, int] = {}
+        for trainer in self.trainers:
+            for generation in {e["generation"] for e in trainer.of("undone")}:
+                count = len([e for e in trainer.of("undone") if e["generation"] == generation])
+                lost[generation] = max(lost.get(generation, 0), count)
+        return lost
+
+    def close(self) -> None:
+        """Ends everything."""
+        for trainer in self.trainers:
+            trainer.close()
+        if self.coordinator is not None:
+            self.coordinator.kill()
+            self.coordinator.wait()
+        for watcher in self._watchers:
+            watcher.join(10)
+        self._reports.__exit__(None, None, None)
+
+    def _watch(self, trainer: Trainer) -> None:
+        ticks = _start_ticks(trainer.pid)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        identity = ProcessIdentity(host=socket.gethostname(), pid=trainer.pid, boot_id=boot, start_ticks=ticks)
+        self._reports.report(identity, trainer.process.wait())
+
+    def __str__(self) -> str:
+        lines = []
+        for trainer in self.trainers:
+            lines.append(f"--- pid {trainer.pid}, exit {trainer.process.poll()}")
+            for event in trainer.events:
+                facts = {k: v for k, v in event.items() if k not in ("at", "event", "weights", "indices")}
+                lines.append(f"  {event['at']:.3f} {event['event']} {facts}")
+            lines.append(trainer.stderr[-3000:])
+        lines += ["--- coordinator", (self.folder / "coordinator.log").read_text()[-4000:]]
+        return "\n".join(lines)
+
+
+def _start_ticks(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+@contextmanager
+def cluster(folder: Path, **settings: Any) -> Iterator[Cluster]:
+    """A cluster for the block."""
+    made = Cluster(folder, **settings)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,172 @@
+"""Faults in words: kill(rank=1, at="mid_all_reduce", step=3). Declared by the test, inflicted by the worker on itself.
+
+Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
+before_gate, behind_gate, between_steps, giving and taking state, meeting, closing. A fault is inflicted once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Fault", "abort", "freeze", "hold_gil", "inflict", "kill"]
+
+
+@dataclass
+class Fault:
+    """One fault.
+
+    Attributes:
+        what: "kill", "freeze", "hold_gil" or "raise".
+        at: the phase.
+        rank: whom it hits, by its rank in the step; any rank if None (phases without a step: whoever has the plan).
+        step: in which step, at its first attempt; any if None.
+        seconds: of a freeze or a hold.
+    """
+
+    what: str
+    at: str
+    rank: int | None = None
+    step: int | None = None
+    seconds: float = 0.0
+    done: bool = False
+    emit: Callable[..., None] = field(default=print, repr=False)
+
+    def plan(self) -> dict[str, Any]:
+        """As JSON."""
+        return {name: value for name, value in asdict(self).items() if name not in ("done", "emit")}
+
+    def in_step(self, step: Any, phase: str) -> None:
+        """Inflicted if this is the place."""
+        if phase == self.at and self._fits(step):
+            self.strike()
+
+    def _fits(self, step: Any) -> bool:
+        if self.done or (self.step is not None and (step.number, step.attempt) != (self.step, 1)):
+            return False
+        return self.rank is None or step.rank == self.rank
+
+    def strike(self) -> None:
+        """Does it."""
+        if self.done:
+            return
+        self.done = True
+        self.emit("fault", what=self.what, phase=self.at)
+        match self.what:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze":
+                # A helper outside of this process thaws it: a stopped process cannot.
+                if os.fork() == 0:
+                    time.sleep(self.seconds)
+                    os.kill(os.getppid(), signal.SIGCONT)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hold_gil":
+                _hold_gil(self.seconds)
+            case "raise":
+                raise ValueError(f"the user's code failed at {self.at}")
+            case other:
+                raise AssertionError(f"no such fault: {other}")
+
+
+def kill(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+    """SIGKILL."""
+    return Fault("kill", at, rank, step)
+
+
+def freeze(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
+    """SIGSTOP, and SIGCONT so many seconds later."""
+    return Fault("freeze", at, rank, step, seconds)
+
+
+def hold_gil(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
+    """One C call that keeps the interpreter lock."""
+    return Fault("hold_gil", at, rank, step, seconds)
+
+
+def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+    """The user's own code raises."""
+    return Fault("raise", at, rank, step)
+
+
+def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
+    """Puts the faults that happen inside the library where they happen."""
+    from paceline.collectives.exchange import Exchange
+    from paceline.elastic.line import Line
+    from paceline.elastic.offer import Content, Shelf
+    from paceline.elastic.port import CoordinatedPort
+    from paceline.session.member import MemberConnection
+
+    current: list[Any] = [None]
+    received = [0]
+    for fault in faults:
+        fault.emit = emit
+
+    def strike(phase: str, step: Any = None) -> None:
+        for fault in faults:
+            if fault.at == phase and (step is None or fault._fits(step)):
+                fault.strike()
+
+    _after(Line, "begin", lambda line, step: current.__setitem__(0, step))
+    begin, recv = Exchange.begin, Exchange.recv
+
+    def beginning(exchange: Any, operation: int, signature: bytes) -> Any:
+        current_call[0] = signature.decode()
+        received[0] = 0
+        return begin(exchange, operation, signature)
+
+    current_call = [""]
+
+    def receiving(exchange: Any, peer: int, deadline: float) -> Any:
+        if current[0] is not None and "all_reduce" in current_call[0]:
+            if "label=step" in current_call[0]:
+                strike("in_word", current[0])
+            elif current_call[0].count("float64"):
+                received[0] += 1
+                if received[0] == 1:
+                    strike("mid_all_reduce", current[0])
+                if received[0] == 2:
+                    strike("late_all_reduce", current[0])
+        return recv(exchange, peer, deadline)
+
+    Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
+    _before(Shelf, "read", lambda *_: strike("giving"))
+    _before(Content, "write", lambda *_: strike("taking"))
+    _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
+    _before(Line, "close", lambda *_: strike("closing"))
+    _before(MemberConnection, "start_line", lambda *_: strike("joining"))
+
+
+def _before(owner: Any, name: str, do: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        do(*args)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _after(owner: Any, name: str, do: Callable[[Any, Any], Any]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        do(self, result)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _hold_gil(seconds: float) -> None:
+    """Sleeps in C without letting other threads run, as a careless extension would."""
+    import ctypes
+
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    assert threading.current_thread() is threading.main_thread()

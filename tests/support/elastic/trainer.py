@@ -1,0 +1,129 @@
+"""A worker for tests of elastic training, run as a script: trains a small model and tells of it, one JSON line at a time.
+
+    python trainer.py '{"total": 8, ...}'
+
+Lines: joined, view, attempt (what this rank is about to use: generation, step, indices), applied, undone, committed,
+fault (just before one is inflicted), done (digest of the weights), dismissed, error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
+
+import paceline
+from support.elastic.faults import Fault, inflict
+from support.elastic.problem import BATCH, SAMPLES, build, data
+
+_lock = threading.Lock()
+
+
+def emit(event: str, **facts: Any) -> None:
+    """One line; whole even if the process is killed right after."""
+    with _lock:
+        os.write(1, (json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n").encode())
+
+
+def main() -> None:
+    """Joins and trains."""
+    plan = json.loads(sys.argv[1])
+    if plan.get("log"):
+        import logging
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s")
+    faults = [Fault(**fault) for fault in plan["faults"]]
+    inflict(faults, emit)
+    x, t = data()
+    with paceline.join(timeout=plan["join_timeout"]) as session:
+        emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
+        model = build(seed=plan.get("model_seed", os.getpid()))
+        wrapped = wrap(plan["wrapper"], model, session)
+        trained = wrapped if plan["wrapper"] == "fsdp" else model
+        optimizer = paceline.optim.Adam(trained, lr=0.01)
+        sampler = paceline.ElasticSampler(
+            SAMPLES, global_batch=plan.get("batch", BATCH), seed=plan.get("sampler_seed", 0)
+        )
+        state = paceline.TrainState(model=trained, optimizer=optimizer, sampler=sampler, notes={"seen": np.zeros(1)})
+        session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
+        session.on_commit(lambda number: emit("committed", step=number))
+        try:
+            for step in session.steps(
+                state,
+                total=plan["total"],
+                checkpoint_dir=plan.get("checkpoint_dir"),
+                checkpoint_every=plan.get("checkpoint_every"),
+            ):
+                with step:
+                    used = step.indices.tolist() if step.weight else []
+                    emit("attempt", generation=step.generation, step=step.number, rank=step.rank, indices=used)
+                    for fault in faults:
+                        fault.in_step(step, "forward")
+                    if plan.get("pace"):
+                        time.sleep(plan["pace"])  # the computation of a real model
+                    y = wrapped(x[step.indices])
+                    _, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
+                    optimizer.zero_grad()
+                    wrapped.backward(dy, step.weight)
+                    for fault in faults:
+                        fault.in_step(step, "before_gate")
+                    optimizer.step()
+                    for fault in faults:
+                        fault.in_step(step, "behind_gate")
+                if step.applied:
+                    state_notes = state.step
+                    emit("applied", generation=step.generation, step=step.number, noted=state_notes)
+                else:
+                    emit("undone", generation=step.generation, step=step.number, cause=str(step.cause))
+                for fault in faults:
+                    fault.in_step(step, "between_steps")
+                if plan.get("stop_at") == step.number and step.applied:
+                    break
+                if plan.get("evaluate"):
+                    for attempt in session.retry():
+                        with attempt:
+                            total = session.group.all_reduce(np.ones(1))
+                    assert total[0] == session.size
+        except paceline.Dismissed as end:
+            emit("dismissed", reason=end.reason, step=state.step, digest=digest(state))
+            raise
+        emit("done", step=state.step, generation=session.generation, digest=digest(state), weights=weights(state))
+
+
+def wrap(kind: str, model: Any, session: Any) -> Any:
+    """The model as the plan has it."""
+    if kind == "fsdp":
+        return paceline.FSDP(model, session.group, strategy=paceline.ShardingStrategy.NO_SHARD)
+    return paceline.DDP(model, session.group)
+
+
+def digest(state: Any) -> str:
+    """Of all large state."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in state.large())).hexdigest()
+
+
+def weights(state: Any) -> list[float]:
+    """All large state as numbers."""
+    return [float(value) for array in state.large() for value in array.reshape(-1)]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main()
+    except paceline.PacelineError as error:
+        emit("error", type=type(error).__name__, text=str(error), ranks=list(error.ranks))
+        raise SystemExit(3) from error
+    except ValueError as error:
+        emit("error", type="ValueError", text=str(error), ranks=[])
+        raise SystemExit(4) from error
