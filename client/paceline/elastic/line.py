@@ -129,12 +129,10 @@ class Line:
         if not step.entered:
             self._place.spoiled()
             raise not_entered(step)
+        over = step.generation != self._place.generation  # a block between the steps was cut short since, and run again
         if not step.applied:
-            self._failed(step.cause)
-            return
-        self._causes.clear()
-        self._place.applied(step.number)
-        if step.flags & (Flag.JOIN | Flag.LEAVE):
+            self._failed(step.cause, meet=not over)
+        elif step.flags & (Flag.JOIN | Flag.LEAVE) and not over:
             self._planned = True
             self._place.leaving = bool(self._port.mail.draining)
             self._say(self._place.meet())
@@ -185,6 +183,11 @@ class Line:
     def about_to_change(self) -> None:
         """Nobody may take the state any more."""
         self._port.shelf.withdraw()
+
+    def applied(self, step: int) -> None:
+        """The step counts here."""
+        self._causes.clear()
+        self._place.applied(step)
 
     # The gate of the training state.
 
@@ -327,7 +330,7 @@ class Line:
                 break
         _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
 
-    def _failed(self, cause: BaseException | None) -> None:
+    def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
         """An attempt has failed: it counts for nothing, and its generation is over (I1)."""
         with contextlib.suppress(PacelineError):
             self._port.group.flush()
@@ -336,4 +339,5 @@ class Line:
         _log.info("step %d is undone: %s", number, cause)
         if len(self._causes) >= MAX_ATTEMPTS:
             raise StepVoid(f"step {number} failed {len(self._causes)} times in a row: " + "; ".join(self._causes))
-        self._say(self._place.meet())
+        if meet:
+            self._say(self._place.meet())

@@ -36,6 +36,9 @@ class Steward(Protocol):
     def about_to_change(self) -> None:
         """The state changes now: nobody may read it any more."""
 
+    def applied(self, step: int) -> None:
+        """This step has changed the state."""
+
 
 class Step:
     """One attempt at a step; a context manager around the code that computes it.
@@ -149,6 +152,7 @@ class Step:
         if self._open and not self.spoiled:
             self.applied = True
             self._state.advance(self.world)
+            self._steward.applied(self.number)
         else:
             self.cause = self._why(error) if failed else error
             if not self.spoiled:

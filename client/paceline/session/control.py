@@ -266,8 +266,10 @@ class ControlStream:
         )
 
     def _may_rejoin(self, error: errors.PacelineError) -> bool:
-        """True if a session that ended like this is followed by another: candidates are not stored, and to a
-        coordinator that was started again this one is new; and a member of a line brings back what it holds.
+        """True if a session that ended like this is followed by another.
+
+        Candidates are not stored: to a coordinator that was started again they are new. A member of a line brings back
+        what it holds.
         """
         return isinstance(error, errors.SessionClosed) and (self.generation == 0 or self.rejoins) and not self._leaving
 
@@ -277,6 +279,8 @@ class ControlStream:
         request.register.former_member_id = self.registered.member_id
         request.register.generation_floor = max(request.register.generation_floor, self.generation)
         self.generation = 0
+        while not self._outgoing.empty():  # what the old member had to say is of no use to the new one
+            self._outgoing.get_nowait()
         return request
 
     async def _reconnect(self, request: pb.SessionRequest) -> _Call | None:

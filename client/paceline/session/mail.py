@@ -1,7 +1,7 @@
 """What the coordinator says about the line, kept for the training thread until it asks.
 
-The loop thread puts things in; nothing here decides. Requests to stop (`summoned`, `draining`) are plain values that the
-training thread looks at when it begins a step.
+The loop thread puts things in; nothing here decides. Requests to stop (`summoned`, `draining`) are plain values that
+the training thread looks at when it begins a step.
 """
 
 from __future__ import annotations

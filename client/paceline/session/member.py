@@ -181,8 +181,10 @@ class MemberConnection:
         request = pb.SessionRequest(meet=meet)
 
         def send() -> None:
-            self._meet = request
-            self._send(request)
+            assert self._control is not None
+            if meet.generation in (0, self._control.generation):  # else the session is a new one: so it is told anew
+                self._meet = request
+                self._send(request)
 
         self._thread.loop.call_soon_threadsafe(send)
 
@@ -434,7 +436,8 @@ class MemberConnection:
             self._joined.set_exception(error)
 
     def _report(self, generation: int, suspicion: Suspicion) -> None:
-        if suspicion.relayed:
+        assert self._control is not None
+        if suspicion.relayed or generation != self._control.generation:
             return
         report = pb.Report(
             generation=generation,

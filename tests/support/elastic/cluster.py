@@ -15,13 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 
 import paceline
 from paceline.cli.launcher.reports import ExitReports
+from pacelinepb.v1.admin_pb2 import RestartJobRequest
+from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
+from support.netns import Host
 
 __all__ = ["Cluster", "Trainer", "cluster"]
 
@@ -31,9 +35,14 @@ _TRAINER = Path(__file__).with_name("trainer.py")
 class Trainer:
     """One worker process and what it has told so far."""
 
-    def __init__(self, plan: dict[str, Any], environment: dict[str, str], changed: threading.Condition) -> None:
+    def __init__(
+        self, plan: dict[str, Any], environment: dict[str, str], changed: threading.Condition, host: Host | None = None
+    ) -> None:
+        command = [sys.executable, str(_TRAINER), json.dumps(plan)]
+        self.host = host
         self.process = subprocess.Popen(
-            [sys.executable, str(_TRAINER), json.dumps(plan)],
+            command if host is None else host.command(command),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,9 +72,17 @@ class Trainer:
         self.process.wait()
         for thread in self._threads:
             thread.join()
-        for pipe in (self.process.stdout, self.process.stderr):
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
-            pipe.close()
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def go(self) -> None:
+        """Lets it join."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -92,6 +109,7 @@ class Cluster:
         total: the last step.
         failure_timeout: seconds.
         witness: whether exits are told to the coordinator, as a launcher would.
+        host: where the coordinator runs; None for this one. From here a host cannot be reached: `witness` is to be off.
         plan: more for every trainer (see trainer.py).
     """
 
@@ -104,6 +122,7 @@ class Cluster:
         total: int = 8,
         failure_timeout: float = 3.0,
         witness: bool = True,
+        host: Host | None = None,
         **plan: Any,
     ) -> None:
         self.folder = folder
@@ -112,7 +131,8 @@ class Cluster:
         self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+            self.address = f"{'127.0.0.1' if host is None else host.address}:{probe.getsockname()[1]}"
+        self._host = host
         self.environment = {
             "PACELINE_COORDINATOR": self.address,
             "PACELINE_JOB": "job",
@@ -132,12 +152,15 @@ class Cluster:
 
     def start_coordinator(self) -> None:
         """Starts the coordinator on its state file, and waits until it listens. Its log is in the folder."""
+        state = str(self.folder / "state.db")
+        command = [sys.executable, "-m", "paceline_server", "--listen", self.address, "--state", state]
         with (self.folder / "coordinator.log").open("a") as log:
             self.coordinator = subprocess.Popen(
-                [sys.executable, "-m", "paceline_server", "--listen", self.address, "--state",
-                 str(self.folder / "state.db")],
-                stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
+                command if self._host is None else self._host.command(command),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         assert self.coordinator.stdout is not None
         with self.coordinator.stdout as said:
             assert "listening" in said.readline(), (self.folder / "coordinator.log").read_text()
@@ -148,16 +171,26 @@ class Cluster:
         self.coordinator.kill()
         self.coordinator.wait()
 
-    def start(self, count: int, faults: Sequence[Fault] = (), **plan: Any) -> list[Trainer]:
-        """Starts trainers that all have the same faults before them."""
+    def restart_job(self) -> None:
+        """What `paceline restart` asks for."""
+        with grpc.insecure_channel(self.address) as channel:
+            AdminServiceStub(channel).RestartJob(RestartJobRequest(job="job"), timeout=10)
+
+    def start(
+        self, count: int, faults: Sequence[Fault] = (), *, host: Host | None = None, **plan: Any
+    ) -> list[Trainer]:
+        """Starts trainers that all have the same faults before them, on a host of the test's network or on this one."""
         whole = {**self._plan, **plan, "faults": [fault.plan() for fault in faults]}
-        started = [Trainer(whole, self.environment, self._changed) for _ in range(count)]
+        started = [Trainer(whole, self.environment, self._changed, host) for _ in range(count)]
         self.trainers += started
         if self._witness:
             for trainer in started:
                 watcher = threading.Thread(target=self._watch, args=(trainer,), daemon=True)
                 watcher.start()
                 self._watchers.append(watcher)
+        self.wait_until(lambda: all(trainer.events for trainer in started), "all are ready")
+        for trainer in started:
+            trainer.go()
         return started
 
     def wait_until(self, happened: Callable[[], bool], what: str, timeout: float = 45.0) -> None:
@@ -208,15 +241,19 @@ class Cluster:
         assert len({end["digest"] for end in ends}) == 1, f"weights differ\n{self}"
         assert all(end["step"] == self.total for end in ends), str(self)
         np.testing.assert_allclose(ends[0]["weights"], one_process(self.total, seed, batch), rtol=1e-9, atol=1e-12)
+        self.check_samples(self.total, batch)
+
+    def check_samples(self, last: int, batch: int = BATCH) -> None:
+        """I6: the line has all steps up to that one, and each step used each sample of its batch once."""
         line = self.line()
-        assert sorted(line) == list(range(1, self.total + 1)), f"steps of the line: {line}\n{self}"
+        assert sorted(line) == list(range(1, last + 1)), f"steps of the line: {line}\n{self}"
+        attempts: dict[tuple[int, int], list[int]] = {}
+        for trainer in self.trainers:
+            for event in trainer.of("attempt"):
+                attempts.setdefault((event["step"], event["generation"]), []).extend(event["indices"])
         sampler = paceline.ElasticSampler(SAMPLES, global_batch=batch)
         for step, generation in line.items():
-            rows = [
-                e["indices"] for t in self.trainers for e in t.of("attempt")
-                if (e["step"], e["generation"]) == (step, generation)
-            ]  # fmt: skip
-            used = sorted(index for row in rows for index in row)
+            used = sorted(attempts.get((step, generation), []))
             assert used == sorted(sampler.batch(step - 1).tolist()), f"samples of step {step} in {generation}\n{self}"
 
     def redone(self) -> dict[int, int]:

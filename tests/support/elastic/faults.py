@@ -110,7 +110,9 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
 
     def strike(phase: str, step: Any = None) -> None:
         for fault in faults:
-            if fault.at == phase and (step is None or fault._fits(step)):
+            place = step or current[0]
+            elsewhere = fault.rank is not None and place is not None and place.rank != fault.rank
+            if fault.at == phase and not elsewhere and (step is None or fault._fits(step)):
                 fault.strike()
 
     _after(Line, "begin", lambda line, step: current.__setitem__(0, step))

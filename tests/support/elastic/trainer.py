@@ -45,6 +45,8 @@ def main() -> None:
     faults = [Fault(**fault) for fault in plan["faults"]]
     inflict(faults, emit)
     x, t = data()
+    emit("ready")
+    sys.stdin.readline()  # all that are started together knock together
     with paceline.join(timeout=plan["join_timeout"]) as session:
         emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
         model = build(seed=plan.get("model_seed", os.getpid()))
@@ -95,7 +97,7 @@ def main() -> None:
                             total = session.group.all_reduce(np.ones(1))
                     assert total[0] == session.size
         except paceline.Dismissed as end:
-            emit("dismissed", reason=end.reason, step=state.step, digest=digest(state))
+            emit("dismissed", reason=end.reason, step=state.step, digest=digest(state), weights=weights(state))
             raise
         emit("done", step=state.step, generation=session.generation, digest=digest(state), weights=weights(state))
 
