@@ -1,0 +1,118 @@
+"""Workers come, are drained, break off, raise; the rest go on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.elastic.cluster import cluster
+from support.elastic.faults import abort
+
+
+def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=150, pace=0.04) as c:
+        c.start(1)
+        c.wait_for_step(3)
+        c.start(3)
+        c.wait_until(lambda: any(e["size"] == 4 for t in c.trainers for e in t.of("view")), "four")
+        for trainer in c.trainers[:2]:  # the first one too: rank 0 is nothing special
+            trainer.signal(signal.SIGTERM)
+        for trainer in c.trainers[:2]:
+            assert trainer.process.wait(30) == 0, str(c)
+            assert trainer.of("dismissed"), str(c)
+        c.start(2)
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=4)
+        assert not c.redone(), f"nobody failed, so nothing is redone\n{c}"
+
+
+@pytest.mark.slow
+def test_every_member_is_replaced(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=300, pace=0.03) as c:
+        first = c.start(3)
+        c.wait_for_step(3)
+        for old in first:
+            (new,) = c.start(1)
+            c.wait_until(lambda new=new: bool(new.of("applied")), "the new one trains")
+            old.signal(signal.SIGTERM)
+            assert old.process.wait(30) == 0, str(c)
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=3)
+        assert not c.redone(), str(c)
+
+
+def test_a_drain_of_all_keeps_the_state(tmp_path: Path) -> None:
+    where = str(tmp_path / "checkpoints")
+    with cluster(tmp_path, least=2, total=60, pace=0.04, checkpoint_dir=where) as c:
+        c.start(2)
+        c.wait_for_step(5)
+        for trainer in c.trainers:
+            trainer.signal(signal.SIGTERM)
+        for trainer in c.trainers:
+            assert trainer.process.wait(30) == 0, str(c)
+        last = max(t.of("dismissed")[0]["step"] for t in c.trainers)
+        c.start(2, model_seed=99)
+        c.wait()
+        assert min(e["step"] for t in c.trainers[2:] for e in t.of("applied")) == last + 1, str(c)
+        c.check(count=2)
+
+
+def test_an_exception_of_one_rank_is_raised_there_and_named_elsewhere(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=8) as c:
+        c.start(3, [abort(at="forward", rank=1, step=4)])
+        codes = c.wait()
+        assert sorted(codes.values()) == [0, 0, 4], str(c)
+        c.check(count=2)
+        causes = [event["cause"] for t in c.trainers for event in t.of("undone")]
+        assert any("rank 1" in cause and "ValueError" in cause for cause in causes), str(c)
+
+
+def test_one_rank_breaks_off(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=80, pace=0.03) as c:
+        c.start(2)
+        (other,) = c.start(1, stop_at=40)
+        assert set(c.wait().values()) == {0}, str(c)
+        ends = [trainer.of("done")[0]["step"] for trainer in c.trainers]
+        assert ends == [80, 80, 40], str(c)
+        assert other.of("applied")
+
+
+def test_a_job_that_is_done_is_done_for_whoever_comes_later(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=5) as c:
+        c.start(2)
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=2)
+        c.kill_coordinator()
+        c.start_coordinator()
+        (late,) = c.start(1)
+        assert late.process.wait(30) == 0, str(c)
+        assert "its last step was 5" in late.of("dismissed")[0]["reason"], str(c)
+        assert not late.of("attempt")
+
+
+def test_evaluation_between_steps_is_run_again(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=30, pace=0.02, evaluate=True) as c:
+        c.start(3)
+        c.wait_for_step(5)
+        c.trainers[1].signal(signal.SIGKILL)
+        c.start(1)
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
+        c.check(count=3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [({"batch": 7}, "sampler global_batch is 7 here but 11"), ({"total": 9}, "total is 9 here but 40")],
+)
+def test_whoever_trains_something_else_is_refused(plan: dict[str, int], words: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=40, pace=0.05) as c:
+        c.start(2)
+        c.wait_for_step(3)
+        (odd,) = c.start(1, **plan)
+        assert odd.process.wait(30) == 3, str(c)
+        assert words in odd.of("error")[0]["text"], str(c)
+        c.wait()
+        c.check(count=2)
+        assert not c.redone(), str(c)

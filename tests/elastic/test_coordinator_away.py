@@ -1,0 +1,66 @@
+"""The coordinator dies, comes back, or comes back without its memory: training goes on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from support.elastic.cluster import cluster
+
+
+def test_killed_and_back_on_its_state_file(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=60, pace=0.04) as c:
+        c.start(3)
+        c.wait_for_step(5)
+        c.kill_coordinator()
+        c.wait_for_step(20)  # the ring goes on without it
+        c.start_coordinator()
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=3)
+        assert not c.redone(), str(c)
+
+
+@pytest.mark.slow
+def test_away_for_long_and_a_member_dies_meanwhile(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=60, pace=0.04, failure_timeout=1.0) as c:
+        c.start(3)
+        c.wait_for_step(5)
+        c.kill_coordinator()
+        c.wait_for_step(10)
+        c.trainers[2].signal(signal.SIGKILL)
+        time.sleep(4)  # long after failure_timeout; the others park
+        c.start_coordinator()
+        assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
+        c.check(count=2)
+        assert sum(c.redone().values()) <= 1, str(c)
+
+
+@pytest.mark.slow
+def test_its_state_file_is_lost(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=3, total=80, pace=0.05) as c:
+        c.start(3)
+        c.wait_for_step(8)
+        c.kill_coordinator()
+        for file in tmp_path.glob("state.db*"):
+            file.unlink()
+        c.start_coordinator()
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=3)
+        line = c.line()
+        assert line[80] > line[8], "generations went on above those that members had seen"
+
+
+def test_a_newcomer_waits_for_it(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=100, pace=0.04) as c:
+        c.start(2)
+        c.wait_for_step(5)
+        c.kill_coordinator()
+        (late,) = c.start(1)
+        c.wait_for_step(20)
+        c.start_coordinator()
+        c.wait_until(lambda: bool(late.of("applied")), "the newcomer trains")
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=3)
