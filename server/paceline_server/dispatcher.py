@@ -11,9 +11,9 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from paceline_server import wire
+from paceline_server.abandonment import Abandonment
 from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
 from paceline_server.events import (
     Effect,
@@ -24,6 +24,7 @@ from paceline_server.events import (
     Heard,
     PushView,
     Registered,
+    RestartAsked,
     Resumed,
     StoreEnding,
     StoreFailed,
@@ -35,6 +36,7 @@ from paceline_server.events import (
     ViewStored,
     Welcome,
 )
+from paceline_server.job import Job
 from paceline_server.keyvalue import KeyValues
 from paceline_server.membership import Membership
 from paceline_server.model import JobState, Process, View
@@ -70,19 +72,6 @@ Observer = Callable[[str, str, float], None]
 """Called with (what, member id, time on the loop's clock): for measuring, and for tests that wait for an event."""
 
 
-@dataclass(slots=True)
-class Job:
-    """What the shell holds of a job."""
-
-    membership: Membership
-    store: Storeroom
-    reason: str = ""
-    """The policy's sentence as it was last logged."""
-    timer: asyncio.TimerHandle | None = None
-    pages: ViewPages | None = None
-    """The member list of the last view that was pushed or asked for."""
-
-
 class Dispatcher:
     """All jobs of a coordinator.
 
@@ -114,8 +103,7 @@ class Dispatcher:
         now = self._loop.time()
         self._wakefulness = Wakefulness(now, _PULSE)
         for stored in stored_jobs:
-            values = KeyValues(stored.name, self.settings, stored.keys)
-            job = Job(Membership(restore(now, stored), self.settings), Storeroom(values))
+            job = self._make_job(restore(now, stored), KeyValues(stored.name, self.settings, stored.keys))
             self.jobs[stored.name] = job
             self.apply(job, Ticked())
         self._pulse()
@@ -266,7 +254,17 @@ class Dispatcher:
         if job.reason != job.membership.decision.reason:
             job.reason = job.membership.decision.reason
             _log.info("job %s: %s", job.membership.state.name, job.reason)
-        self._arm(job)
+        due = job.abandonment.due_at(self._loop.time(), job.membership.state)
+        if due is not None and self._loop.time() >= due:
+            self._give_up(job)
+        else:
+            self._arm(job, float("inf") if due is None else due)
+
+    def _give_up(self, job: Job) -> None:
+        """Nobody of the last generation has been here for as long as the operator wants to wait."""
+        state = job.membership.state
+        _log.warning("job %s: %s", state.name, job.abandonment.done(state))
+        self.apply(job, RestartAsked())
 
     def _perform(self, job: Job, effect: Effect) -> None:
         name = job.membership.state.name
@@ -341,8 +339,11 @@ class Dispatcher:
     def _new_job(self, name: str) -> Job:
         if len(self.jobs) >= self.settings.max_jobs:
             raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, as many as it takes")
-        values = KeyValues(name, self.settings, {})
-        return Job(Membership(JobState(name), self.settings), Storeroom(values))
+        return self._make_job(JobState(name), KeyValues(name, self.settings, {}))
+
+    def _make_job(self, state: JobState, values: KeyValues) -> Job:
+        abandonment = Abandonment(self.settings.restart_after)
+        return Job(Membership(state, self.settings), Storeroom(values), abandonment)
 
     def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
         """Binds a stream to its session before the effects of its first event are performed."""
@@ -357,10 +358,10 @@ class Dispatcher:
             self._observer("stream_began", stream.member_id, self._loop.time())
         self._act(job, effects)
 
-    def _arm(self, job: Job) -> None:
+    def _arm(self, job: Job, due: float) -> None:
         """Sets the job's timer to its next deadline, and lets go of a job of which nothing is left."""
         state = job.membership.state
-        deadline = job.membership.next_deadline()
+        deadline = min(due, job.membership.next_deadline())
         if not state.sessions and not state.generation and not len(job.store.values):
             if self.jobs.get(state.name) is job:
                 del self.jobs[state.name]
@@ -387,6 +388,7 @@ class Dispatcher:
             level = logging.WARNING if slept > _LONG_STALL else logging.DEBUG
             _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
             for job in list(self.jobs.values()):
+                job.abandonment.slept(slept)
                 self.apply(job, Ticked(slept))
 
 

@@ -25,6 +25,10 @@ class ServerSettings:
     state_path: Path | None = None
     """SQLite file for what must outlive the process; None keeps it in memory."""
 
+    restart_after: float | None = None
+    """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream
+    and candidates wait; None for never: then an operator has to say so (`paceline restart`)."""
+
     settle_time: float = 0.2
     """Seconds without an arrival after which a view forms with fewer than `max_workers`."""
 

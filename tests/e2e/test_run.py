@@ -137,7 +137,9 @@ def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
         assert [member["rank"] for member in detail["members"]] == [None]
         run.signal(signal.SIGINT)
         assert run.wait() == 130
-        assert run.stderr == "paceline: stopping 1 worker\n"
+        # On a slow machine the worker has waited for so long that it says what for.
+        said = [line for line in run.stderr.splitlines() if "waiting for 1 more worker" not in line]
+        assert said == ["paceline: stopping 1 worker"]
 
 
 def test_a_killed_launcher_takes_its_workers_with_it(loop: str) -> None:

@@ -1,20 +1,27 @@
-"""Questions to a coordinator from outside any job: what jobs there are and who is in them."""
+"""Calls to a coordinator from outside any job: what jobs there are, who is in them, and what an operator asks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
 from paceline.errors import CoordinatorUnreachable
 from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
-from pacelinepb.v1.admin_pb2 import GetJobRequest, GetJobResponse, JobSummary, ListJobsRequest
+from pacelinepb.v1.admin_pb2 import (
+    DrainMembersRequest,
+    GetJobRequest,
+    GetJobResponse,
+    JobSummary,
+    ListJobsRequest,
+    RestartJobRequest,
+)
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 
-__all__ = ["get_job", "list_jobs"]
+__all__ = ["drain", "get_job", "list_jobs", "restart"]
 
 T = TypeVar("T")
 
@@ -49,6 +56,47 @@ def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
 
     async def call(channel: aio.Channel, left: float) -> GetJobResponse:
         return await AdminServiceStub(channel).GetJob(GetJobRequest(job=job), timeout=left)
+
+    return loop_thread().run(_ask(coordinator, timeout, call))
+
+
+def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) -> list[str]:
+    """Has members leave at their next step boundary.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+        members: ranks in the current view, or member ids; empty for all.
+        timeout: seconds to try for.
+
+    Returns:
+        The ids of those who were told.
+
+    Raises:
+        PacelineError: there is no such job or member.
+        CoordinatorUnreachable: nobody, or no coordinator, answers.
+    """
+    request = DrainMembersRequest(job=job, members=members)
+
+    async def call(channel: aio.Channel, left: float) -> list[str]:
+        return list((await AdminServiceStub(channel).DrainMembers(request, timeout=left)).member_ids)
+
+    return loop_thread().run(_ask(coordinator, timeout, call))
+
+
+def restart(coordinator: str, job: str, timeout: float) -> list[str]:
+    """Swears that the members of a job's last generation are dead; arguments as for `list_jobs`.
+
+    Returns:
+        Who was taken for dead, for people.
+
+    Raises:
+        PacelineError: there is no such job.
+        CoordinatorUnreachable: nobody, or no coordinator, answers.
+    """
+
+    async def call(channel: aio.Channel, left: float) -> list[str]:
+        return list((await AdminServiceStub(channel).RestartJob(RestartJobRequest(job=job), timeout=left)).members)
 
     return loop_thread().run(_ask(coordinator, timeout, call))
 

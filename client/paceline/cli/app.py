@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to try for.")]
 Coordinator = Annotated[
     str, typer.Option(envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator.")
 ]
@@ -47,12 +48,20 @@ def coordinator(
         Path | None,
         typer.Option(metavar="FILE.db", help="Keep generations here, so that they grow across restarts."),
     ] = None,
+    restart_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Take the members of a generation for dead when none of them has been connected for so long and new "
+            "workers wait, as paceline restart does; default: never.",
+        ),
+    ] = None,
 ) -> None:
     """Run the coordinator in the foreground."""
     with one_line_errors():
         from paceline.cli.coordinator import run_coordinator
 
-        run_coordinator(listen, state)
+        run_coordinator(listen, state, restart_after)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -79,9 +88,15 @@ def run(
             "--max", envvar="PACELINE_MAX_WORKERS", help="Never have more than this; default: the larger of -n, --min."
         ),
     ] = None,
+    restarts: Annotated[
+        int, typer.Option(metavar="N", help="Start each worker that fails again, as a new one, so often at most.")
+    ] = 0,
     log_dir: Annotated[Path | None, typer.Option(help="Keep each worker's lines in a file here.")] = None,
 ) -> None:
-    """Start workers that run a script, and answer for how they end."""
+    """Start workers that run a script, and answer for how they end.
+
+    With --min below --max, or with --restarts, the others go on when a worker fails.
+    """
     with one_line_errors():
         from paceline.cli.run import run_workers
 
@@ -93,6 +108,7 @@ def run(
                 job=job,
                 minimum=minimum,
                 maximum=maximum,
+                restarts=restarts,
                 log_dir=log_dir,
             )
         )
@@ -114,14 +130,51 @@ def demo(
 def status(
     coordinator: Coordinator,
     job: Annotated[str | None, typer.Argument(help="Show this job's members; default: all jobs.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to try for.")] = 5.0,
+    named: Annotated[str | None, typer.Option("--job", help="The same.")] = None,
+    timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:
     """Show a coordinator's jobs and their members."""
     with one_line_errors():
         from paceline.cli.status import show_status
 
-        show_status(coordinator, job, timeout, as_json=json)
+        show_status(coordinator, named if job is None else job, timeout, as_json=json)
+
+
+@app.command()
+def drain(
+    coordinator: Coordinator,
+    members: Annotated[
+        list[str] | None, typer.Argument(metavar="MEMBER", help="Ranks in the current view, or member ids.")
+    ] = None,
+    everyone: Annotated[bool, typer.Option("--all", help="All members: the job stops, and can be taken up.")] = False,
+    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
+    timeout: Timeout = 5.0,
+    json: Json = False,
+) -> None:
+    """Have members leave their job at the end of their step; the others go on."""
+    with one_line_errors():
+        from paceline.cli.orders import drain_members
+
+        drain_members(coordinator, job, members or [], timeout, everyone=everyone, as_json=json)
+
+
+@app.command()
+def restart(
+    job: Annotated[str, typer.Argument(help="Name of the job.")],
+    coordinator: Coordinator,
+    force: Annotated[bool, typer.Option("--force", help="Even if members are connected and train.")] = False,
+    timeout: Timeout = 5.0,
+    json: Json = False,
+) -> None:
+    """Swear that all members of a job's last generation are dead, so that those who wait begin without them.
+
+    Nobody else can know it of a machine that is silent. If one of them is alive all the same, its work since is lost.
+    """
+    with one_line_errors():
+        from paceline.cli.orders import restart_job
+
+        restart_job(coordinator, job, timeout, force=force, as_json=json)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.cli.address import endpoint
-from paceline.cli.launcher import Launcher, Listener, WorkerSettings, worker_bounds
+from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.output import UsageError
@@ -28,12 +28,13 @@ def run_workers(
     job: str,
     minimum: int | None,
     maximum: int | None,
+    restarts: int,
     log_dir: Path | None,
 ) -> int:
     """Runs workers with their lines on the terminal.
 
     Returns:
-        The exit code.
+        The exit code, by the rule of `launcher.supervision.Supervision`.
 
     Raises:
         UsageError: the arguments cannot be.
@@ -44,6 +45,8 @@ def run_workers(
         low, high = worker_bounds(workers, minimum, maximum)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if restarts < 0:
+        raise UsageError(f"--restarts must be 0 or more, not {restarts}")
     if coordinator is None and low > workers:
         raise UsageError(
             f"--min {low} with -n {workers} waits for workers of other launchers: "
@@ -51,11 +54,28 @@ def run_workers(
         )
     logs = None if log_dir is None else LogFiles(log_dir)
     with _coordinator(coordinator) as address, contextlib.closing(Console(logs)) as console:
-        return launch(command, workers, WorkerSettings(address, job, low, high), console)
+        settings = WorkerSettings(address, job, low, high)
+        return launch(command, workers, settings, console, restarts=restarts, alone=coordinator is None)
 
 
-def launch(command: Sequence[str], workers: int, settings: WorkerSettings, listener: Listener) -> int:
+def launch(
+    command: Sequence[str],
+    workers: int,
+    settings: WorkerSettings,
+    listener: Listener,
+    *,
+    restarts: int = 0,
+    alone: bool = True,
+) -> int:
     """Runs workers and tells their coordinator how they end; returns the exit code.
+
+    Args:
+        command: SCRIPT ARGS... or -m MODULE ARGS...
+        workers: how many.
+        settings: what they are told of the job; it is elastic if it may have fewer workers than it may have at most.
+        listener: shows what happens.
+        restarts: how often each worker is started again at most; with any, the job is elastic too.
+        alone: no other launcher brings workers for this job.
 
     Raises:
         UsageError: a PACELINE_* variable does not hold what it should.
@@ -64,8 +84,15 @@ def launch(command: Sequence[str], workers: int, settings: WorkerSettings, liste
         grace = Config.from_environment().failure_timeout + _GRACE_S
     except ValueError as error:
         raise UsageError(str(error)) from None
+    terms = Terms(
+        workers=workers,
+        minimum=settings.min_workers,
+        elastic=settings.min_workers < settings.max_workers or restarts > 0,
+        alone=alone,
+        restarts=restarts,
+    )
     with ExitReports(settings.coordinator, settings.job) as reports:
-        return Launcher(command, workers, settings, listener, grace=grace, report_exit=reports.report).run()
+        return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report).run()
 
 
 @contextlib.contextmanager

@@ -10,12 +10,15 @@ from rich.text import Text
 
 from paceline.cli.address import endpoint
 from paceline.cli.admin import get_job, list_jobs
+from paceline.cli.members import in_order, seconds, stragglers
 from paceline.cli.output import print_json
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, JobSummary, MemberStatus
 
 __all__ = ["job_as_dict", "jobs_table", "member_as_dict", "members_table", "show_status"]
 
-_PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red"}
+_PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue"}
+
+_STANDING_STYLE = {"training": "green", "silent": "red", "leaving": "yellow", "parked": "yellow"}
 
 
 def show_status(coordinator: str, job: str | None, timeout: float, *, as_json: bool) -> None:
@@ -55,8 +58,13 @@ def job_as_dict(job: JobSummary) -> dict[str, Any]:
     }
 
 
-def member_as_dict(status: MemberStatus) -> dict[str, Any]:
-    """A member in the form that `--json` gives it; its rank is null while it waits for a view."""
+def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[str, Any]:
+    """A member in the form that `--json` gives it; its rank is null while it waits for a view.
+
+    Args:
+        status: what the coordinator says.
+        straggler: how it holds the others up, None if it does not.
+    """
     member = status.member
     return {
         "member_id": member.member_id,
@@ -67,15 +75,19 @@ def member_as_dict(status: MemberStatus) -> dict[str, Any]:
         "attached": status.attached,
         "silent_s": _silent(status),
         "operation": status.progress.operation,
+        "step": status.progress.step,
+        "standing": status.standing,
+        "straggler": straggler,
     }
 
 
 def _detail_as_dict(detail: GetJobResponse) -> dict[str, Any]:
+    behind = stragglers(detail)
     return {
         "job": job_as_dict(detail.summary),
         "min_workers": detail.settings.min_workers,
         "max_workers": detail.settings.max_workers,
-        "members": [member_as_dict(each) for each in detail.members],
+        "members": [member_as_dict(each, behind.get(each.member.member_id)) for each in in_order(detail.members)],
         "verdict": detail.verdict.text if detail.HasField("verdict") else None,
     }
 
@@ -85,7 +97,7 @@ def _phase(job: JobSummary) -> str:
 
 
 def _silent(status: MemberStatus) -> float:
-    return round(status.silent.ToNanoseconds() / 1e9, 3)
+    return round(seconds(status.silent), 3)
 
 
 def jobs_table(jobs: list[JobSummary]) -> Table:
@@ -100,17 +112,22 @@ def jobs_table(jobs: list[JobSummary]) -> Table:
 
 
 def members_table(detail: GetJobResponse) -> Table:
-    """A job's members, one a row."""
-    table = Table("rank", "host", "pid", "address", "heard from", "collective", "")
-    for status in detail.members:
+    """A job's members, one a row; those that are silent come first."""
+    behind = stragglers(detail)
+    table = Table("rank", "host", "pid", "address", "heard from", "standing", "step", "collective", "")
+    for status in in_order(detail.members):
         process = status.member.process
+        standing = Text(status.standing or "-", style=_STANDING_STYLE.get(status.standing, ""))
+        note = behind.get(status.member.member_id, "") if status.attached else "connection lost"
         table.add_row(
             str(status.member.rank) if status.in_view else "-",
             Text(process.host),
             str(process.pid),
             Text(status.member.address),
             f"{_silent(status):.1f} s ago",
+            standing,
+            str(status.progress.step) if status.progress.step else "-",
             str(status.progress.operation) if status.progress.operation else "-",
-            "" if status.attached else Text("connection lost", style="yellow"),
+            Text(note, style="yellow"),
         )
     return table

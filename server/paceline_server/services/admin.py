@@ -61,9 +61,12 @@ class AdminHandlers(AdminServiceServicer):
             by_name |= {s.member_id: s for s in sessions}
             unknown = [name for name in request.members if name not in by_name]
             if unknown:
-                raise NotFound(f"job {request.job!r} has no member {', '.join(unknown)}")
+                raise NotFound(
+                    f"job {request.job!r} has no member {', '.join(unknown)}; nobody was told anything: "
+                    f"paceline status {request.job} shows who is there"
+                )
             chosen = [by_name[name] for name in request.members]
-        ids = tuple(session.member_id for session in chosen)
+        ids = tuple(dict.fromkeys(session.member_id for session in chosen))  # a rank and an id may name the same one
         self._dispatcher.apply(job, DrainAsked(ids, "an operator asked for it (paceline drain)"))
         return pb.DrainMembersResponse(member_ids=ids)
 
@@ -81,7 +84,7 @@ class AdminHandlers(AdminServiceServicer):
     def _job(self, name: str) -> Job:
         job = self._jobs.get(name)
         if job is None:
-            raise NotFound(f"there is no job {name!r}")
+            raise NotFound(f"there is no job {name!r}; paceline status shows those that there are")
         return job
 
 
@@ -115,16 +118,16 @@ def _member(now: float, session: Session) -> pb.MemberStatus:
     return pb.MemberStatus(
         member=member,
         in_view=session.rank is not None,
-        standing=_standing(session),
+        standing=_standing(now, session),
         attached=session.stream is not None,
         silent=wire.to_duration(now - session.heard),
         progress=wire.write_progress(now, session.progress),
     )
 
 
-def _standing(session: Session) -> str:
+def _standing(now: float, session: Session) -> str:
     """In a word or two, for people."""
-    if session.stream is None:
+    if session.stream is None or now - session.heard > session.settings.failure_timeout:
         return "silent"
     if session.standing is Standing.DISMISSED or (session.met is not None and session.met.leaving):
         return "leaving"

@@ -17,7 +17,7 @@ def test_version() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("coordinator", "run", "demo", "status", "bench", "schedules"):
+    for command in ("coordinator", "run", "demo", "status", "drain", "restart", "bench", "schedules"):
         assert runner.invoke(app, [command, "--help"]).exit_code == 0
 
 
@@ -28,6 +28,10 @@ def test_every_command_has_help() -> None:
         (["run", "-n", "0", __file__], "-n must be 1 or more"),
         (["run", "-n", "2", "--min", "4", __file__], "give all of them one coordinator"),
         (["run", "-n", "2", "--coordinator", "host:port", __file__], "not an address of the form host:port"),
+        (["run", "-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more, not -1"),
+        (["coordinator", "--restart-after", "0"], "--restart-after must be above 0, not 0"),
+        (["drain", "--coordinator", "host:1"], "name the members that shall leave (ranks or member ids), or say --all"),
+        (["drain", "--coordinator", "host:1", "--all", "2"], "name members, or say --all, but not both"),
         (["coordinator", "--listen", "host:99999"], "not an address of the form host:port"),
         (["status", "--coordinator", "::1:70"], "write an IPv6 address in brackets"),
         (["bench", "all-reduce", "--links", "grpc,shm"], "there is no link 'shm'"),

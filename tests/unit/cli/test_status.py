@@ -1,4 +1,4 @@
-"""The JSON shapes of `paceline status`."""
+"""The JSON shapes and tables of `paceline status`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def member(in_view: bool) -> admin_pb2.MemberStatus:
         in_view=in_view,
         attached=True,
         silent=duration(0.25),
-        progress=session_pb2.Heartbeat(operation=7),
+        progress=session_pb2.Heartbeat(operation=7, step=3),
+        standing="training" if in_view else "ready to join",
     )
 
 
@@ -52,7 +53,14 @@ def test_a_member_has_a_rank_only_in_a_view(in_view: bool, rank: int | None) -> 
         "attached": True,
         "silent_s": 0.25,
         "operation": 7,
+        "step": 3,
+        "standing": "training" if in_view else "ready to join",
+        "straggler": None,
     }
+
+
+def test_a_job_that_is_done() -> None:
+    assert job_as_dict(admin_pb2.JobSummary(phase=admin_pb2.JOB_PHASE_FINISHED))["phase"] == "finished"
 
 
 def test_tables_hold_a_row_for_each() -> None:

@@ -4,6 +4,7 @@ What decides is pure; what acts is around it:
     lines.py        PURE: bytes from a pipe into whole lines
     environment.py  PURE: what a worker finds in its environment
     outcome.py      PURE: how a process ended, in words and as an exit code
+    restarts.py     PURE: who is started again, when, and who is given up
     supervision.py  PURE: when workers are to be stopped, and what the launcher's exit code is
     shim.py         runs first in the child: ties its life to the launcher's, then runs the script
     worker.py       one child process with its pipes
@@ -15,6 +16,7 @@ What decides is pure; what acts is around it:
 from paceline.cli.launcher.environment import WorkerSettings, worker_bounds
 from paceline.cli.launcher.launcher import Launcher, Listener
 from paceline.cli.launcher.outcome import Exit
+from paceline.cli.launcher.supervision import Terms
 from paceline.cli.launcher.worker import Worker
 
-__all__ = ["Exit", "Launcher", "Listener", "Worker", "WorkerSettings", "worker_bounds"]
+__all__ = ["Exit", "Launcher", "Listener", "Terms", "Worker", "WorkerSettings", "worker_bounds"]

@@ -39,7 +39,7 @@ def prefixed(label: str, line: bytes, colour: bool) -> str:
 
 
 class LogFiles:
-    """One file per worker with all its lines, as they were, and how it began and ended.
+    """One file per worker with all its lines, as they were; whoever is started in its place goes on with its file.
 
     Args:
         folder: is made if it is not there; files in it are appended to.
@@ -57,7 +57,6 @@ class LogFiles:
         """Appends a line."""
         if worker.index not in self._files:
             self._files[worker.index] = (self._folder / f"worker-{worker.index}.log").open("ab", buffering=0)
-            self.note(worker, f"pid {worker.pid}")
         self._files[worker.index].write(line + b"\n")
 
     def note(self, worker: Worker, text: str) -> None:
@@ -85,6 +84,7 @@ class Console:
         self._err = sys.stderr if err is None else err
         plain = bool(os.environ.get("NO_COLOR"))  # https://no-color.org
         self._colour = {stream: stream.isatty() and not plain for stream in (self._out, self._err)}
+        self._logged: dict[int, int] = {}  # whose lines each log file holds at its end, by process id
         self._waiting_for: object = None
         self._pending: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="paceline-console", daemon=True)
@@ -94,24 +94,25 @@ class Console:
         """Shows and keeps a worker's line."""
         target = self._out if stream == "stdout" else self._err
         self._pending.put((target, prefixed(worker.label, line, self._colour[target])))
-        if self._logs is not None:
-            self._logs.write(worker, line)
+        if (logs := self._log_of(worker)) is not None:
+            logs.write(worker, line)
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
         """Shows what workers wait for; keeps in the log under which rank the lines that follow were printed."""
         if record.get("kind") == "waiting" and record.get("reason") != self._waiting_for:
             self._waiting_for = record.get("reason")  # each worker tells; once is enough
             self.say(str(self._waiting_for))
-        if self._logs is not None and record.get("kind") == "view":
+        logs = self._log_of(worker)
+        if logs is not None and record.get("kind") == "view":
             view = f"rank {record.get('rank')} of {record.get('world_size')}, generation {record.get('generation')}"
-            self._logs.note(worker, view)
+            logs.note(worker, view)
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
         """Shows a failure, and keeps how a worker ended."""
         if not expected:
             self.say(str(end))
-        if self._logs is not None:
-            self._logs.note(worker, str(end))
+        if (logs := self._log_of(worker)) is not None:
+            logs.note(worker, str(end))
 
     def say(self, text: str) -> None:
         """Shows a sentence of the launcher's own."""
@@ -124,6 +125,12 @@ class Console:
         self._writer.join()
         if self._logs is not None:
             self._logs.close()
+
+    def _log_of(self, worker: Worker) -> LogFiles | None:
+        if self._logs is not None and self._logged.get(worker.index) != worker.pid:
+            self._logged[worker.index] = worker.pid
+            self._logs.note(worker, f"pid {worker.pid}")
+        return self._logs
 
     def _write(self) -> None:
         gone: set[TextIO] = set()

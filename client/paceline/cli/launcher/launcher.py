@@ -8,12 +8,13 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
 from paceline.cli.launcher.environment import WorkerSettings, worker_environment
 from paceline.cli.launcher.outcome import Exit, in_order_of_blame
-from paceline.cli.launcher.supervision import Supervision
+from paceline.cli.launcher.supervision import Supervision, Terms
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
@@ -39,30 +40,30 @@ class Listener(Protocol):
         """A worker told of a view, or something of its script's own."""
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """A worker ended; expected: with exit code 0, or because it was told to."""
+        """A worker ended; expected: with 0, or because it was told to, or `say` has told of it already."""
 
     def say(self, text: str) -> None:
         """The launcher itself has something to say, one sentence."""
 
 
 class Launcher:
-    """Runs workers until all have ended.
+    """Runs workers until all have ended, and starts those that fail again as far as the terms say so.
 
     Must run on the main thread: signals arrive there, and workers die with the thread that started them.
 
     Args:
         command: SCRIPT ARGS... or -m MODULE ARGS...
-        workers: how many.
+        terms: how many workers, and what to do about those that fail.
         settings: what they are told of the job.
         listener: shows what happens.
-        grace: seconds that a failed worker's peers get to end by themselves.
+        grace: seconds that a failed worker's peers get to end by themselves where the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        workers: int,
+        terms: Terms,
         settings: WorkerSettings,
         listener: Listener,
         *,
@@ -70,23 +71,24 @@ class Launcher:
         report_exit: Callable[[ProcessIdentity, int], None],
     ) -> None:
         self._command = list(command)
-        self._count = workers
+        self._count = terms.workers
         self._settings = settings
         self._listener = listener
         self._report_exit = report_exit
-        self._supervision = Supervision(grace)
+        self._supervision = Supervision(grace, terms)
         self._signals: list[signal.Signals] = []
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
         self._has_pidfds = hasattr(os, "pidfd_open")
         self._drained_by: float | None = None
-        self.workers: list[Worker] = []
+        self._replaced: list[Worker] = []  # whose pipes some grandchild still holds open
+        self.workers: list[Worker] = []  # the last one in each place
 
     def run(self) -> int:
         """Starts the workers and waits for their ends.
 
         Returns:
-            The exit code: 0, that of the first worker that failed, or 128 + the signal that ended the launcher.
+            The exit code, by `Supervision`'s rule.
 
         Raises:
             OSError: a worker cannot be started; those that were are gone.
@@ -94,29 +96,50 @@ class Launcher:
         with self._selector, self._catch_signals():
             try:
                 for index in range(self._count):
-                    self._start(index)
+                    self.workers.append(self._worker(index))
+                    self._attend(self.workers[index])
                 while self._unfinished():
                     self._turn()
             finally:
                 self._abandon()
+        if self._supervision.summary:
+            self._listener.say(self._supervision.summary)
         return self._supervision.exit_code
 
-    def _start(self, index: int) -> None:
-        worker = Worker(index, self._command, lambda fd: worker_environment(os.environ, self._settings, fd))
-        self.workers.append(worker)
+    def _worker(self, index: int) -> Worker:
+        return Worker(index, self._command, lambda fd: worker_environment(os.environ, self._settings, fd))
+
+    def _attend(self, worker: Worker) -> None:
+        """From now on its lines and its end are noticed."""
+        self._supervision.began(worker.index, time.monotonic())
         for stream, fd in worker.streams.items():
             self._selector.register(fd, selectors.EVENT_READ, (worker, stream))
         if self._has_pidfds:
-            self._pidfds[index] = os.pidfd_open(worker.pid)
-            self._selector.register(self._pidfds[index], selectors.EVENT_READ, None)
+            self._pidfds[worker.index] = os.pidfd_open(worker.pid)
+            self._selector.register(self._pidfds[worker.index], selectors.EVENT_READ, None)
+
+    def _start_again(self) -> None:
+        """Starts new workers in the places of those that failed, where it is time."""
+        for index in self._supervision.restarts_due(time.monotonic()):
+            failed = self.workers[index]
+            try:
+                self.workers[index] = self._worker(index)
+            except OSError as error:  # no memory, or too many processes: that may pass
+                self._listener.say(f"cannot start a worker in place of {failed}: {error.strerror}")
+                self._say_what_is_done(replace(failed.end(), follows=False, joined=False))
+                continue
+            self._replaced = [worker for worker in [*self._replaced, failed] if worker.streams]
+            self._attend(self.workers[index])
 
     def _unfinished(self) -> bool:
-        """True while a worker runs or a pipe may hold lines."""
-        if any(worker.running for worker in self.workers):
+        """True while a worker runs or is to be started, or a pipe may hold lines."""
+        if self._supervision.restarting or any(worker.running for worker in self.workers):
             return True
         if self._drained_by is None:
             self._drained_by = time.monotonic() + _DRAIN_S
-        return any(worker.streams for worker in self.workers) and time.monotonic() < self._drained_by
+        return (
+            any(worker.streams for worker in [*self._replaced, *self.workers]) and time.monotonic() < self._drained_by
+        )
 
     def _turn(self) -> None:
         """Waits for something to happen and deals with all that has."""
@@ -135,6 +158,7 @@ class Launcher:
             self._read(worker, stream)
         self._reap()
         self._obey_signals()
+        self._start_again()
 
     def _read(self, worker: Worker, stream: str) -> None:
         fd = worker.streams[stream]
@@ -160,11 +184,16 @@ class Launcher:
                 for stream in list(worker.streams):  # its last words, which may name the one that it fails over
                     self._read(worker, stream)
                 ends[worker.end()] = worker
-        now = time.monotonic()
         for end in in_order_of_blame(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping
-            self._supervision.ended(end, now)
-            self._listener.ended(ends[end], end, expected)
+            told = self._say_what_is_done(end)
+            self._listener.ended(ends[end], end, expected or told)
+
+    def _say_what_is_done(self, end: Exit) -> bool:
+        sentence = self._supervision.ended(end, time.monotonic())
+        if sentence:
+            self._listener.say(sentence)
+        return bool(sentence)
 
     def _obey_signals(self) -> None:
         now = time.monotonic()
@@ -189,7 +218,7 @@ class Launcher:
 
     def _abandon(self) -> None:
         """Leaves nothing behind, whatever happened: no process, no descriptor, no line."""
-        for worker in self.workers:
+        for worker in [*self._replaced, *self.workers]:
             if worker.running:
                 worker.signal(signal.SIGKILL)
                 while (returncode := worker.reap()) is None:

@@ -18,21 +18,30 @@ class Exit:
         pid: its process id.
         returncode: its exit code, or the negated number of the signal that killed it.
         follows: it failed over the failure of another member, and said so.
+        slot: which of the launcher's workers it was, counted from 0; those who are started in its place share it.
+        joined: it had been in a view.
     """
 
     label: str
     pid: int
     returncode: int
     follows: bool = False
+    slot: int = 0
+    joined: bool = False
 
-    def __str__(self) -> str:
+    @property
+    def how(self) -> str:
+        """Completes "rank 2 ..."."""
         if self.returncode >= 0:
-            return f"{self.label} (pid {self.pid}) ended with exit code {self.returncode}"
+            return f"ended with exit code {self.returncode}"
         try:
             name = signal.Signals(-self.returncode).name
         except ValueError:
             name = f"signal {-self.returncode}"
-        return f"{self.label} (pid {self.pid}) was killed by {name}"
+        return f"was killed by {name}"
+
+    def __str__(self) -> str:
+        return f"{self.label} (pid {self.pid}) {self.how}"
 
 
 def shell_code(returncode: int) -> int:

@@ -151,7 +151,7 @@ class Worker:
     def end(self) -> Exit:
         """How it ended, as far as it has told: after `reap`, when its news is read."""
         follows = bool(self._blamed) and self.rank not in self._blamed
-        return Exit(str(self), self.pid, self._process.returncode, follows)
+        return Exit(str(self), self.pid, self._process.returncode, follows, self.index, joined=self.rank is not None)
 
     def __str__(self) -> str:
         return f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"

@@ -1,0 +1,113 @@
+"""`paceline drain` and `paceline restart`: what an operator may ask of a job, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.cli.address import endpoint
+from paceline.cli.admin import drain, get_job, restart
+from paceline.cli.members import is_heard, label
+from paceline.cli.output import UsageError, print_json, say
+from paceline.errors import PacelineError
+from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
+
+__all__ = ["connected", "drain_members", "restart_job"]
+
+
+def drain_members(
+    coordinator: str, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool
+) -> None:
+    """Has members leave at the end of their step, and says who was told.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+        members: ranks in the current view, or member ids.
+        timeout: seconds to try for.
+        everyone: all members; `members` is empty then.
+        as_json: the result as one JSON object on the last line.
+
+    Raises:
+        UsageError: neither or both of `members` and `everyone` are given, or the address is malformed.
+        PacelineError: no coordinator answers, or it knows no such job or member.
+    """
+    if everyone and members:
+        raise UsageError("name members, or say --all, but not both")
+    if not everyone and not members:
+        raise UsageError("name the members that shall leave (ranks or member ids), or say --all")
+    address = str(endpoint(coordinator))
+    before = {status.member.member_id: status for status in get_job(address, job, timeout).members}
+    if everyone and not before:
+        raise PacelineError(f"job {job!r} has no member that could leave")
+    told = drain(address, job, members, timeout)
+    # Who has come between the two calls is known by the id alone.
+    known = [(member_id, before.get(member_id)) for member_id in told]
+    for member_id, status in known:
+        who = f"member {member_id}" if status is None else label(status)
+        silent = " when it is back: it is not connected now" if status is not None and not status.attached else ""
+        _say(f"{who} was told to leave at the end of its step{silent}", as_json)
+    if as_json:
+        print_json({"job": job, "told": [_as_dict(member_id, status) for member_id, status in known]})
+
+
+def restart_job(coordinator: str, job: str, timeout: float, *, force: bool, as_json: bool) -> None:
+    """Ends a job's line by the operator's word, and says who was taken for dead.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+        timeout: seconds to try for.
+        force: also if members are connected and train.
+        as_json: the result as one JSON object on the last line.
+
+    Raises:
+        UsageError: the address is malformed.
+        PacelineError: members are alive, no coordinator answers, or it knows no such job.
+    """
+    address = str(endpoint(coordinator))
+    detail = get_job(address, job, timeout)
+    alive = connected(detail)
+    if alive and not force:
+        raise PacelineError(
+            f"job {job!r} is running, and {', '.join(map(label, alive))} {'is' if len(alive) == 1 else 'are'} "
+            f"connected: to stop it use paceline drain --all --job {job}; to end its members all the same, --force"
+        )
+    dead = restart(address, job, timeout)
+    for who in dead:
+        _say(f"{who} was taken for dead", as_json)
+    if detail.summary.phase == JobPhase.JOB_PHASE_FINISHED:
+        _say(f"job {job!r} was done; it begins again with the workers that come now", as_json)
+    elif dead:
+        _say(f"job {job!r} begins again with the workers that wait or come", as_json)
+    else:
+        _say(f"job {job!r} has no member that could be taken for dead; nothing has changed", as_json)
+    if as_json:
+        print_json({"job": job, "taken_for_dead": dead, "was_finished": _was_finished(detail)})
+
+
+def connected(detail: GetJobResponse) -> list[MemberStatus]:
+    """Members of a live view that are evidently not dead: nobody can swear that they are."""
+    if detail.summary.phase != JobPhase.JOB_PHASE_RUNNING:
+        return []
+    return [status for status in detail.members if status.in_view and is_heard(status, detail.settings)]
+
+
+def _was_finished(detail: GetJobResponse) -> bool:
+    return bool(detail.summary.phase == JobPhase.JOB_PHASE_FINISHED)
+
+
+def _as_dict(member_id: str, status: MemberStatus | None) -> dict[str, Any]:
+    if status is None:
+        return {"member_id": member_id, "rank": None, "host": None, "pid": None}
+    process = status.member.process
+    rank = status.member.rank if status.in_view else None
+    return {"member_id": member_id, "rank": rank, "host": process.host, "pid": process.pid}
+
+
+def _say(text: str, as_json: bool) -> None:
+    """For people: the result itself on standard output, unless a program reads that."""
+    if as_json:
+        say(text)
+    else:
+        print(text)

@@ -1,0 +1,27 @@
+"""What the dispatcher holds of one job."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from paceline_server.abandonment import Abandonment
+from paceline_server.membership import Membership
+from paceline_server.pages import ViewPages
+from paceline_server.storeroom import Storeroom
+
+__all__ = ["Job"]
+
+
+@dataclass(slots=True)
+class Job:
+    """One job: what decides about it, and what the shell needs beside."""
+
+    membership: Membership
+    store: Storeroom
+    abandonment: Abandonment
+    reason: str = ""
+    """The policy's sentence as it was last logged."""
+    timer: asyncio.TimerHandle | None = None
+    pages: ViewPages | None = None
+    """The member list of the last view that was pushed or asked for."""

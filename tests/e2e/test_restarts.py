@@ -1,0 +1,212 @@
+"""`paceline run` of elastic jobs: workers that fail are started again, or the others go on without them.
+
+Most scripts never join, so no coordinator is needed; the address leads nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from support.command import Command, command, wait_until_gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
+
+NOWHERE = ("--coordinator", "127.0.0.1:1")
+
+FAILING = """
+    import os, sys
+    print("pid", os.getpid())
+    for number in range(int(sys.argv[2])):
+        try:
+            os.mkdir(f"{sys.argv[1]}/{number}")  # so many processes fail, whichever they are
+        except FileExistsError:
+            continue
+        sys.exit(3)
+"""
+
+SURVIVED = """
+    import os, sys, time
+    folder = sys.argv[1]
+    try:
+        os.mkdir(f"{folder}/victim")
+    except FileExistsError:
+        while not os.path.exists(f"{folder}/pid"):
+            time.sleep(0.01)
+        victim = int(open(f"{folder}/pid").read())
+        while True:
+            try:
+                os.kill(victim, 0)
+            except ProcessLookupError:  # the launcher has seen its end
+                break
+            time.sleep(0.01)
+    else:
+        open(f"{folder}/written", "w").write(str(os.getpid()))
+        os.rename(f"{folder}/written", f"{folder}/pid")
+        os.kill(os.getpid(), 9)
+"""
+
+AGAIN = """
+import os
+import numpy as np
+import paceline
+
+with paceline.join(timeout=30.0) as session:
+    group = session.group
+    total = int(group.all_reduce(np.array([session.rank + 1]))[0])
+    print("in generation", session.generation, "rank", session.rank, "pid", os.getpid(), "sum", total)
+    while session.generation == 1:
+        group.all_reduce(np.ones(1000))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "marks").mkdir()
+    return str(tmp_path / "marks")
+
+
+def write(folder: str, code: str) -> str:
+    script = Path(folder).parent / "script.py"
+    script.write_text(textwrap.dedent(code))
+    return str(script)
+
+
+def pids(run: Command) -> list[int]:
+    return [int(pid) for pid in re.findall(r"pid (\d+)", run.stdout)]
+
+
+def test_a_worker_that_fails_twice_is_started_three_times(folder: str, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    arguments = ("--restarts", "3", "--log-dir", str(logs), *NOWHERE, write(folder, FAILING), folder, "2")
+    with command("run", "-n", "1", *arguments) as run:
+        assert run.wait() == 0, str(run)
+    first, second, third = pids(run)
+    assert run.stderr.splitlines() == [
+        f"paceline: restarting worker #0 (pid {first} ended with exit code 3) as a new worker in 0.1 s, 1 of 3",
+        f"paceline: restarting worker #0 (pid {second} ended with exit code 3) as a new worker in 0.2 s, 2 of 3",
+    ]
+    log = (logs / "worker-0.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("# pid")] == [f"# pid {pid}" for pid in (first, second, third)]
+
+
+def test_restarts_are_used_up(folder: str) -> None:
+    with command("run", "-n", "1", "--restarts", "1", *NOWHERE, write(folder, FAILING), folder, "9") as run:
+        assert run.wait() == 3, str(run)
+    assert len(pids(run)) == 2
+    last = run.stderr.splitlines()[-1]
+    assert last == f"paceline: worker #0 (pid {pids(run)[1]}) ended with exit code 3; its only restart is used up"
+
+
+def test_a_worker_that_dies_at_once_each_time_is_given_up(folder: str) -> None:
+    with command("run", "-n", "1", "--restarts", "9", *NOWHERE, write(folder, FAILING), folder, "9") as run:
+        assert run.wait() == 3, str(run)
+    assert len(pids(run)) == 3
+    assert run.stderr.splitlines()[-1] == (
+        "paceline: giving up worker #0: it failed 3 times in a row within 5 s, before it was in a view; "
+        f"the last one (pid {pids(run)[2]}) ended with exit code 3"
+    )
+
+
+def test_the_others_go_on_without_one_that_is_lost(folder: str) -> None:
+    with command("run", "-n", "3", "--min", "1", *NOWHERE, write(folder, SURVIVED), folder) as run:
+        assert run.wait() == 0, str(run)
+    lost, through = run.stderr.splitlines()
+    assert re.fullmatch(r"paceline: worker #\d \(pid \d+\) was killed by SIGKILL; the others go on", lost)
+    assert re.fullmatch(
+        r"paceline: the others saw the job through without worker #\d \(pid \d+ was killed by SIGKILL\)", through
+    )
+
+
+def test_a_job_of_fixed_size_fails_as_before(folder: str) -> None:
+    with command("run", "-n", "3", *NOWHERE, write(folder, SURVIVED), folder) as run:
+        assert run.wait() == 137, str(run)
+    assert re.fullmatch(r"paceline: worker #\d \(pid \d+\) was killed by SIGKILL\n", run.stderr)
+
+
+@pytest.mark.slow
+def test_those_who_can_never_be_enough_are_stopped(folder: str) -> None:
+    code = """
+        import os, signal, sys
+        try:
+            os.mkdir(f"{sys.argv[1]}/fails")
+        except FileExistsError:
+            try:
+                os.mkdir(f"{sys.argv[1]}/stays")
+            except FileExistsError:
+                sys.exit(9)
+            signal.pause()
+        sys.exit(9)
+    """
+    # It embeds a coordinator, so nobody else can come. The grace is failure_timeout + 5 s: as short as it can be here.
+    arguments = ("run", "-n", "2", "--restarts", "1", write(folder, code), folder)
+    with command(*arguments, PACELINE_FAILURE_TIMEOUT="0.01") as run:
+        assert run.wait() == 9, str(run)
+    again, used_up, stopping = run.stderr.splitlines()
+    assert again.endswith("as a new worker in 0.1 s, 1 of 1")
+    assert used_up.endswith("its only restart is used up; the job needs 2 workers and cannot get them any more")
+    assert re.fullmatch(r"paceline: stopping worker #\d, still there after the first failure", stopping)
+
+
+def test_an_interrupt_starts_nobody_again(folder: str) -> None:
+    code = "import os, signal; print('pid', os.getpid()); signal.pause()"
+    with command("run", "-n", "2", "--restarts", "5", *NOWHERE, write(folder, code)) as run:
+        run.wait_for("pid ", 2)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 143, str(run)
+    assert run.stderr == "paceline: stopping 2 workers\n"
+    wait_until_gone(pids(run), timeout=1.0)
+
+
+def test_an_interrupt_between_a_failure_and_its_restart_ends_the_launcher(folder: str) -> None:
+    # Each worker tells of a view before it fails, so it is not given up, and pauses grow long enough to come between.
+    code = """
+        import os
+        from paceline.session.launcher import tell_launcher
+        tell_launcher("view", {"pid": os.getpid(), "rank": 0, "world_size": 1, "generation": 1})
+        os._exit(3)
+    """
+    with command("run", "-n", "1", "--restarts", "9", write(folder, code)) as run:
+        run.wait_for("in 1.6 s, 5 of 9")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, str(run)
+    assert run.stderr.count("restarting rank 0") == 5
+
+
+@pytest.mark.slow
+def test_workers_of_an_elastic_job_have_time_to_leave(folder: str) -> None:
+    code = """
+        import os, signal, sys, time
+        def leave(*_):
+            time.sleep(6)  # a step that is longer than the 5 s after which a job of fixed size is killed
+            print("left in good order")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        print("pid", os.getpid())
+        while True:
+            signal.pause()
+    """
+    with command("run", "-n", "2", "--min", "1", *NOWHERE, write(folder, code)) as run:
+        run.wait_for("pid ", 2)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 143, str(run)
+    assert run.stdout.count("left in good order") == 2
+    assert run.stderr == "paceline: stopping 2 workers\n"
+
+
+def test_a_killed_member_and_those_who_fail_over_it_meet_again(folder: str) -> None:
+    with command("run", "-n", "2", "--restarts", "2", write(folder, AGAIN)) as run:
+        run.wait_for("in generation 1", 2)
+        found = re.search(r"in generation 1 rank 1 pid (\d+)", run.stdout)
+        assert found is not None
+        os.kill(int(found[1]), signal.SIGKILL)
+        assert run.wait() == 0, str(run)
+    again = f"paceline: restarting rank 1 (pid {found[1]} was killed by SIGKILL) as a new worker in 0.1 s, 1 of 2"
+    assert again in run.stderr.splitlines(), str(run)
+    assert len(re.findall(r"in generation 2 rank \d pid \d+ sum 3", run.stdout)) == 2, str(run)

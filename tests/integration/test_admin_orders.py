@@ -1,0 +1,144 @@
+"""What an operator may ask of a running coordinator: drain, restart, and a restart by the coordinator itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from paceline_server._grpc import aio
+from pacelinepb.v1 import admin_pb2 as pb
+from pacelinepb.v1 import session_pb2
+from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+from support.coordinator import RawSession, reason_of, run, running
+
+OPEN: dict[str, Any] = {"least": 1, "most": 2}
+
+
+async def pair(channel: aio.Channel) -> tuple[RawSession, RawSession]:
+    """Two members in a view, by rank."""
+    sessions = [await RawSession.register(channel, pid=pid, **OPEN) for pid in (1, 2)]
+    views = [await session.view() for session in sessions]
+    by_rank = sorted(zip(views, sessions, strict=True), key=lambda each: each[0].rank)
+    return by_rank[0][1], by_rank[1][1]
+
+
+async def line(channel: aio.Channel) -> tuple[RawSession, RawSession]:
+    """Two members of a line, in generation 2."""
+    members = await pair(channel)
+    for member in members:
+        await member.send(meet=session_pb2.Meet(generation=1, tag=session_pb2.Tag(), manifest=b"m", fingerprint=b"f"))
+    for member in members:
+        view = await member.view()
+        assert (view.generation, view.HasField("base")) == (2, True)
+    return members
+
+
+async def newcomer_s_view(session: RawSession) -> session_pb2.ViewFormed:
+    while (message := await session.read()).WhichOneof("event") != "view_formed":
+        assert message.WhichOneof("event") in ("waiting", "running")
+    return message.view_formed
+
+
+async def members_of(admin: Any) -> list[pb.MemberStatus]:
+    return list((await admin.GetJob(pb.GetJobRequest(job="job"))).members)
+
+
+def test_a_drain_by_rank_by_id_and_of_all() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            admin: Any = AdminServiceStub(channel)
+            first, second = await pair(channel)
+            told = await admin.DrainMembers(pb.DrainMembersRequest(job="job", members=["1", second.member_id]))
+            assert list(told.member_ids) == [second.member_id]
+            assert "paceline drain" in (await second.next("drain")).reason
+            told = await admin.DrainMembers(pb.DrainMembersRequest(job="job"))
+            assert list(told.member_ids) == [first.member_id, second.member_id]
+            await first.next("drain")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (pb.DrainMembersRequest(job="job", members=["0", "7"]), "has no member 7; nobody was told anything"),
+        (pb.DrainMembersRequest(job="none"), "there is no job 'none'; paceline status shows"),
+    ],
+)
+def test_a_drain_of_nobody_is_typed_and_says_what_to_do(request_: pb.DrainMembersRequest, words: str) -> None:
+    async def main() -> None:
+        async with running() as channel:
+            await pair(channel)
+            admin: Any = AdminServiceStub(channel)
+            with pytest.raises(aio.AioRpcError, match=words) as caught:
+                await admin.DrainMembers(request_)
+            assert reason_of(caught.value) == "NOT_FOUND"
+
+    run(main)
+
+
+def test_a_restart_lets_those_who_wait_begin() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            admin: Any = AdminServiceStub(channel)
+            first, second = await line(channel)
+            first.call.cancel()
+            second.call.cancel()
+            third = await RawSession.register(channel, pid=3, **OPEN)
+            answer = await admin.RestartJob(pb.RestartJobRequest(job="job"))
+            assert list(answer.members) == ["rank 0 (host-a, pid 1)", "rank 1 (host-a, pid 2)"]
+            view = await newcomer_s_view(third)
+            assert (view.generation, view.world_size) == (3, 1)
+
+    run(main)
+
+
+def test_restart_after_does_it_by_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with running(restart_after=0.2) as channel:
+            first, second = await line(channel)
+            first.call.cancel()
+            second.call.cancel()
+            third = await RawSession.register(channel, pid=3, **OPEN)
+            view = await newcomer_s_view(third)
+            assert (view.generation, view.world_size) == (3, 1)
+
+    with caplog.at_level(logging.WARNING, "paceline_server"):
+        run(main)
+    text = "job job: no member of generation 2 has been connected for 0.2 s: all of them are taken for dead"
+    assert [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+def test_restart_after_touches_no_job_whose_member_is_here() -> None:
+    async def main() -> None:
+        async with running(restart_after=0.05) as channel:
+            admin: Any = AdminServiceStub(channel)
+            first, second = await line(channel)
+            first.call.cancel()
+            await RawSession.register(channel, pid=3, **OPEN)
+            # A barrier's own timeout, four times as long, is the clock.
+            await second.enter_barrier("b", timeout=0.2, generation=2)
+            await second.next("barrier_failed")
+            assert [m.member.rank for m in await members_of(admin) if m.in_view] == [0, 1]
+
+    run(main)
+
+
+def test_status_says_where_each_member_stands() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            admin: Any = AdminServiceStub(channel)
+            first, second = await line(channel)
+            await RawSession.register(channel, pid=3, **OPEN)
+            assert [m.standing for m in await members_of(admin)] == ["training", "training", "waiting"]
+            second.call.cancel()
+            while (standing := [m.standing for m in await members_of(admin)])[1] != "silent":
+                pass
+            assert standing == ["training", "silent", "waiting"]
+            await first.heartbeat(operation=3, step=2)
+            while (await members_of(admin))[0].progress.step != 2:
+                pass
+
+    run(main)

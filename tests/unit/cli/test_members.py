@@ -1,0 +1,94 @@
+"""Who holds the others up, by what heartbeats say."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.members import in_order, label, stragglers
+from paceline.cli.orders import connected
+from paceline.session.wire import duration
+from pacelinepb.v1 import admin_pb2, session_pb2
+
+
+def member(
+    rank: int,
+    operation: int,
+    since: float,
+    *,
+    inside: bool = True,
+    silent: float = 0.2,
+    attached: bool = True,
+    in_view: bool = True,
+) -> admin_pb2.MemberStatus:
+    process = session_pb2.ProcessIdentity(host="node", pid=10 + rank)
+    return admin_pb2.MemberStatus(
+        member=session_pb2.Member(member_id=f"m{rank}", rank=rank, process=process),
+        in_view=in_view,
+        attached=attached,
+        silent=duration(silent),
+        progress=session_pb2.Heartbeat(operation=operation, since=duration(since), inside=inside),
+        standing="training" if attached else "silent",
+    )
+
+
+def detail(*members: admin_pb2.MemberStatus, phase: int = admin_pb2.JOB_PHASE_RUNNING) -> admin_pb2.GetJobResponse:
+    return admin_pb2.GetJobResponse(
+        summary=admin_pb2.JobSummary(name="digits", phase=phase),  # type: ignore[arg-type]
+        settings=session_pb2.JobSettings(min_workers=1, max_workers=4, failure_timeout=duration(3.0)),
+        members=members,
+    )
+
+
+WAITING = member(0, 42, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (member(1, 41, 2.04, inside=False), "straggler: 2.0 s out of operation 41, others are in 42"),
+        (member(1, 41, 3.0), "straggler: 3.0 s in operation 41, others are in 42"),
+        (member(1, 0, 0.0, inside=False), "straggler: in no operation yet, others are in 42"),
+        (member(1, 42, 1.0), None),
+        (member(1, 42, 0.1, inside=False), None),
+        (member(1, 41, 2.0, inside=False, silent=2.5), None),  # what it did since the others entered is not known
+        (member(1, 41, 2.0, inside=False, attached=False), None),  # silent is another thing than slow
+        (member(1, 0, 0.0, inside=False, in_view=False), None),
+    ],
+)
+def test_a_member_that_others_wait_for(other: admin_pb2.MemberStatus, sentence: str | None) -> None:
+    assert stragglers(detail(WAITING, other)).get("m1") == sentence
+    assert "m0" not in stragglers(detail(WAITING, other))
+
+
+def test_a_wait_of_a_moment_is_no_straggling() -> None:
+    assert stragglers(detail(member(0, 42, 0.3), member(1, 41, 0.3, inside=False, silent=0.1))) == {}
+
+
+def test_nobody_is_late_where_nobody_waits() -> None:
+    assert stragglers(detail(member(0, 42, 2.0, inside=False), member(1, 41, 2.0, inside=False))) == {}
+    assert stragglers(detail()) == {}
+
+
+def test_the_silent_come_first() -> None:
+    members = [member(0, 1, 0.0), member(1, 1, 0.0, attached=False), member(2, 1, 0.0)]
+    assert [status.member.rank for status in in_order(members)] == [1, 0, 2]
+
+
+def test_what_a_member_is_called() -> None:
+    assert label(member(3, 1, 0.0)) == "rank 3 (node, pid 13)"
+    assert label(member(3, 1, 0.0, in_view=False)) == "member m3 (node, pid 13)"
+
+
+@pytest.mark.parametrize(
+    ("status", "phase", "is_connected"),
+    [
+        (member(0, 1, 0.0), admin_pb2.JOB_PHASE_RUNNING, True),
+        (member(0, 1, 0.0, silent=3.5), admin_pb2.JOB_PHASE_RUNNING, False),
+        (member(0, 1, 0.0, attached=False), admin_pb2.JOB_PHASE_RUNNING, False),
+        (member(0, 1, 0.0, in_view=False), admin_pb2.JOB_PHASE_RUNNING, False),
+        (member(0, 1, 0.0), admin_pb2.JOB_PHASE_VOID, False),
+        (member(0, 1, 0.0), admin_pb2.JOB_PHASE_FINISHED, False),
+    ],
+)
+def test_nobody_can_swear_that_these_are_dead(status: admin_pb2.MemberStatus, phase: int, is_connected: bool) -> None:
+    assert bool(connected(detail(status, phase=phase))) is is_connected

@@ -1,0 +1,115 @@
+"""When the members of a generation are taken for dead. Time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline_server.abandonment import Abandonment
+from paceline_server.model import JobState, Tag
+from support.coordinator import PureJob
+
+
+@pytest.fixture
+def job() -> PureJob:
+    """Two members of a line, both connected."""
+    job = PureJob()
+    job.form(2)
+    assert job.state.view is not None
+    job.state.view = replace(job.state.view, base=Tag(0, 0))
+    return job
+
+
+def desert(job: PureJob) -> None:
+    for session in job.state.present():
+        session.stream = None
+
+
+def wait_in(job: PureJob) -> None:
+    job.join(2, 2)
+
+
+def test_by_default_never(job: PureJob) -> None:
+    desert(job)
+    wait_in(job)
+    assert Abandonment(None).due_at(1e9, job.state) is None
+
+
+def test_not_while_one_member_is_connected(job: PureJob) -> None:
+    wait_in(job)
+    job.state.present()[0].stream = None
+    assert Abandonment(60.0).due_at(100.0, job.state) is None
+
+
+def test_from_when_the_last_one_went_and_somebody_waits(job: PureJob) -> None:
+    abandonment = Abandonment(60.0)
+    desert(job)
+    assert abandonment.due_at(100.0, job.state) is None, "nobody waits: nothing is gained"
+    wait_in(job)
+    assert abandonment.due_at(130.0, job.state) == 160.0, "the time without anybody who waits counts too"
+
+
+def test_whoever_comes_back_starts_it_anew(job: PureJob) -> None:
+    abandonment = Abandonment(60.0)
+    desert(job)
+    wait_in(job)
+    assert abandonment.due_at(100.0, job.state) == 160.0
+    job.state.present()[0].stream = 9
+    assert abandonment.due_at(150.0, job.state) is None
+    desert(job)
+    assert abandonment.due_at(155.0, job.state) == 215.0
+
+
+def test_time_in_which_the_coordinator_slept_does_not_count(job: PureJob) -> None:
+    abandonment = Abandonment(60.0)
+    desert(job)
+    wait_in(job)
+    abandonment.due_at(100.0, job.state)
+    abandonment.slept(1000.0)
+    assert abandonment.due_at(1100.0, job.state) == 1160.0
+
+
+def test_members_that_were_evicted_for_silence_count_too(job: PureJob) -> None:
+    abandonment = Abandonment(60.0)
+    wait_in(job)
+    for session in job.state.present():
+        del job.state.sessions[session.member_id]
+    assert abandonment.due_at(100.0, job.state) == 160.0
+
+
+def done(state: JobState) -> None:
+    state.finished = 12
+
+
+def without_line(state: JobState) -> None:
+    assert state.view is not None
+    state.view = replace(state.view, base=None)
+
+
+def forming(state: JobState) -> None:
+    state.forming = state.view
+
+
+def without_view(state: JobState) -> None:
+    state.view = None
+
+
+@pytest.mark.parametrize("change", [done, without_line, forming, without_view])
+def test_where_there_is_nothing_to_take_up(job: PureJob, change: object) -> None:
+    desert(job)
+    wait_in(job)
+    assert callable(change)
+    change(job.state)
+    assert Abandonment(60.0).due_at(100.0, job.state) is None
+
+
+def test_it_is_said_once(job: PureJob) -> None:
+    abandonment = Abandonment(60.0)
+    desert(job)
+    wait_in(job)
+    abandonment.due_at(100.0, job.state)
+    assert abandonment.done(job.state) == (
+        "no member of generation 1 has been connected for 60 s: all of them are taken for dead (--restart-after)"
+    )
+    assert abandonment.due_at(160.0, job.state) == 220.0
