@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types fmt protos test-slow test-root test-containers fuzz bench image clean
+.PHONY: help demo test lint types fmt protos test-slow test-root test-containers fuzz soak bench image clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -47,6 +47,9 @@ test-containers: $(VENV)/.installed  ## the tests that need a Docker engine
 fuzz: $(VENV)/.installed  ## fuzz one decoder: make fuzz TARGET=frame SECONDS=600
 	$(BIN)/pip install --quiet --disable-pip-version-check --group fuzz
 	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60)
+
+soak: $(VENV)/.installed  ## train in a storm of faults: make soak SECONDS=600 SEED=1
+	$(BIN)/python tests/elastic/soak.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 bench: $(VENV)/.installed  ## measure (tests/benchmarks), with the figures that must hold
 	$(BIN)/pytest -m benchmark -s

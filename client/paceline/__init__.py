@@ -19,7 +19,6 @@ from paceline.errors import (
     CollectiveMismatch,
     ConcurrentUse,
     CoordinatorUnreachable,
-    Dismissed,
     DivergenceError,
     ForkedSession,
     InvalidRank,
@@ -46,6 +45,7 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline import checkpoint, nn, optim, testing
     from paceline.config import Config
+    from paceline.elastic.dismissed import Dismissed
     from paceline.elastic.sampler import ElasticSampler
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
@@ -78,6 +78,7 @@ __all__ = [
     "ElasticSampler",
     "TrainState",
     "Step",
+    "Dismissed",
     "checkpoint",
     "nn",
     "optim",
@@ -88,7 +89,6 @@ __all__ = [
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
-    "Dismissed",
     "DivergenceError",
     "ForkedSession",
     "InvalidRank",
@@ -126,6 +126,7 @@ _HOME = {
     "Parameter": "paceline.parallel.parameter",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
+    "Dismissed": "paceline.elastic.dismissed",
     "Step": "paceline.elastic.step",
 }
 _SUBMODULES = ("checkpoint", "nn", "optim", "testing")

@@ -25,8 +25,6 @@ PacelineError
     ForkedSession (RuntimeError)        use of a session in a child of the process that joined
     LinkUnavailable                     no way to move bytes to a member
     CheckpointDamaged (ValueError)      a checkpoint that is not what was written
-
-Beside it stands Dismissed (SystemExit): this worker has nothing more to do, which is no error.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ __all__ = [
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
-    "Dismissed",
     "DivergenceError",
     "ForkedSession",
     "InvalidRank",
@@ -171,18 +168,3 @@ class LinkUnavailable(PacelineError):
 
 class CheckpointDamaged(PacelineError, ValueError):
     """A checkpoint is not what was written: a file is missing, cut, or has other bytes; the text names it."""
-
-
-class Dismissed(SystemExit):
-    """This worker has nothing more to do: it was drained, or the job is done. Uncaught, it ends the process with 0.
-
-    Attributes:
-        reason: which of the two, in words.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(0)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason

@@ -6,7 +6,8 @@ When a generation is over, its members *meet*: each says which state it holds. T
   greatest tag among those who lead; nobody else counts, however great its tag: a zombie's may be another line's.
 - Everyone of the old generation takes the base inside the meeting, before the next view forms: so the death of whoever
   gives it only repeats the meeting.
-- Newcomers are seated behind, and take the base when the view has formed.
+- Newcomers are seated behind, and take the base when the view has formed. They speak for the line once a step was
+  applied there; before, only if one of those who gave them the base does.
 - Nobody leads, and all who might are known to have ended: the line is over. Else the others wait for them.
 
 A view without a base is one whose members have yet to compare what they brought: there everybody leads.
@@ -19,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline_server.model import JobState, Met, Session, Tag, View
+from paceline_server.model import JobState, Met, Seat, Session, Tag, View
 
-__all__ = ["Meeting", "convene"]
+__all__ = ["Meeting", "convene", "way_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def convene(state: JobState) -> Meeting:
     if late:
         return Meeting(f"generation {view.generation} is over; waiting for {_names(view, late)} to stop")
     leaders = [session for session in present if _leads(view, session)]
-    if not leaders:
+    if not leaders or not _may_speak(view, leaders):
         return _without_leader(state, view, present)
     base = max(_met(session).tag or Tag(0, 0) for session in leaders)
     first = next(session for session in leaders if _met(session).tag == base)
@@ -83,19 +84,34 @@ def convene(state: JobState) -> Meeting:
     return _seat(state, view, present, meeting)
 
 
+def way_out(state: JobState, silent: Sequence[Seat]) -> str:
+    """Who is silent, and what an operator can do about it.
+
+    Args:
+        state: the job.
+        silent: who may hold the line's state and is not heard of.
+    """
+    names = ", ".join(seat.label for seat in silent)
+    is_are, it_has = ("is", "it has") if len(silent) == 1 else ("are", "they have")
+    known = f"if you know that {it_has} ended: paceline restart {state.name}"
+    return f"{names} {is_are} silent and may hold its state; {known}"
+
+
 def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> Meeting:
     """Everyone of the old generation holds the base: who is in the next one?"""
     closed = any(_met(session).closed for session in present)
     ready = [] if closed else [session for session in state.ready() if session not in meeting.misfits]
     staying = [session for session in present if not _met(session).leaving]
     if not staying and ready:
-        staying = list(present)  # somebody must hold the base in the next generation: they leave at the step after
+        staying = list(meeting.donors)  # somebody must hold the base then: they leave at the step after
     if not staying:
         text = f"all members of generation {view.generation} have left"
         return _with(meeting, text, dismissed=tuple(present))
     least, most = view.settings.min_workers, view.settings.max_workers
     incoming = _incoming(view, staying, ready, most)
     count, needed = len(staying) + len(incoming), most if view.explicit else least
+    if closed and not view.explicit:
+        needed = 1  # nobody may come in before those who are left have done what they are about
     if count < needed:
         lacking = needed - count
         why = f" ({state.verdict.text})" if state.verdict is not None else ""
@@ -124,12 +140,10 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
     """Nobody here holds the line's state. Whoever does may still be running, unless it is known to have ended."""
     silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
     if silent:
-        names = ", ".join(seat.label for seat in silent)
-        is_are, has_have = ("is", "has") if len(silent) == 1 else ("are", "have")
-        return Meeting(
-            f"generation {view.generation} cannot go on: {names} {is_are} silent and may hold its state; "
-            f"if you know that it {has_have} ended: paceline restart {state.name}"
-        )
+        return Meeting(f"generation {view.generation} cannot go on: {way_out(state, silent)}")
+    taking = [session for session in present if session.catching_up]
+    if taking:
+        return Meeting(f"waiting for {_names(view, taking)} to say if the state of the line was taken in time")
     text = f"all who held the state of generation {view.generation} have ended: a new line begins"
     return Meeting(text, over=True)
 
@@ -137,6 +151,16 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
 def _leads(view: View, session: Session) -> bool:
     met = _met(session)
     return met.tag is not None and (met.holds_base or view.base is None)
+
+
+def _may_speak(view: View, leaders: Sequence[Session]) -> bool:
+    """False if newcomers alone hold the base: whoever gave it to them may have gone on without them.
+
+    A newcomer takes the base from members that may not have heard of the new generation yet. If those lose the
+    coordinator for long they go on in the old one, and commit. Not so once a step was applied in the new generation:
+    all of it had to be there. What newcomers hold is not lost: they bring it to a new line, as do all who come back.
+    """
+    return view.base is None or any(s.rank not in view.newcomers or _met(s).tag != view.base for s in leaders)
 
 
 def _met(session: Session) -> Met:

@@ -227,6 +227,8 @@ class Session:
     standing: Standing = Standing.WAITING
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""
+    last_generation: int = 0
+    """The same, but kept when that view's line is over and the member is a newcomer again."""
     rank: int | None = None
     """Its rank in that view."""
     verdict: Verdict | None = None
@@ -242,6 +244,8 @@ class Session:
     """What it said last about a meeting; it counts while `Met.generation` is its generation."""
     told_to_meet: object = None
     """The last order about a meeting that it was given; given once for each `Met`."""
+    catching_up: bool = False
+    """It was told to take the base, and has not said since what it holds: `met` may be less than that."""
     draining: str = ""
     """Why it was told to leave, empty if it was not."""
 
@@ -249,6 +253,11 @@ class Session:
     def has_met(self) -> bool:
         """True if it has stopped in its generation."""
         return self.met is not None and self.met.generation == self.generation
+
+    @property
+    def is_silent(self) -> bool:
+        """True if it has no stream, or was silent for too long when last looked at."""
+        return self.stream is None or self.overdue_from is not None
 
 
 @dataclass(slots=True)

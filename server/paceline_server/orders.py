@@ -35,7 +35,7 @@ class Orders:
         """A new view has formed."""
         self._summoned = ""
         for session in self._state.sessions.values():
-            session.told_to_meet = None
+            session.told_to_meet, session.catching_up = None, False
 
     def give(self, decision: Decision) -> list[Effect]:
         """What to tell whom, now that the policy has decided."""
@@ -80,7 +80,7 @@ class Orders:
         for session in meeting.laggards:
             order = (meeting.base, donors)
             if session.told_to_meet != order and meeting.base is not None:
-                session.told_to_meet = order
+                session.told_to_meet, session.catching_up = order, True
                 effects.append(PushCatchUp(session.member_id, view.generation, meeting.base, donors))
         return effects
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from paceline_server.meeting import Meeting, convene
+from paceline_server.meeting import Meeting, convene, way_out
 from paceline_server.model import JobState, Session, View
 
 __all__ = ["Decision", "decide"]
@@ -54,7 +54,10 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
         meeting = convene(state)
         if meeting.members and state.storage_trouble:
             return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
-        return Decision(meeting.members or None, meeting.reason, meeting=meeting)
+        reason = meeting.reason
+        if not meeting.members and not meeting.over:
+            reason = _with_way_out(state, state.view, reason)
+        return Decision(meeting.members or None, reason, meeting=meeting)
     if state.live is not None:
         return _running(state, state.live)
     candidates = state.candidates()
@@ -78,11 +81,21 @@ def _is_over(state: JobState) -> bool:
     return state.view.base is not None and (state.verdict is not None or not present)
 
 
+def _with_way_out(state: JobState, view: View, text: str) -> str:
+    """Adds what an operator can do if nobody of the view is heard of: it may train on out of sight, or be dead."""
+    present = state.present()
+    if not present or not all(session.is_silent for session in present):
+        return text
+    return f"{text}, but {way_out(state, [seat for seat in view.seats if seat.rank in {s.rank for s in present}])}"
+
+
 def _running(state: JobState, live: View) -> Decision:
     there = len(live.seats) - len(state.endings)
     text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
     if live.base is None:
         return Decision(None, f"{text}; a newcomer waits until it ends")
+    if state.candidates() and (reason := _with_way_out(state, live, text)) != text:
+        return Decision(None, reason)
     ready = len([s for s in state.ready() if s.met is not None and s.met.manifest == live.manifest])
     if not ready:
         return Decision(None, text)

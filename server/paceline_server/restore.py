@@ -46,6 +46,7 @@ def restore(now: float, stored: StoredJob) -> JobState:
             lease_from=None if stored.verdict is None else now,
             standing=Standing.IN_VIEW if stored.verdict is None else Standing.VOID,
             generation=view.generation,
+            last_generation=view.generation,
             rank=seat.rank,
             verdict=stored.verdict,
         )

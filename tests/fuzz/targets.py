@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from fuzz import checkpoints, cli, collectives, coordinator, decoders, door
+from fuzz import checkpoints, cli, collectives, coordinator, decoders, door, states
 
 __all__ = ["TARGETS", "seeds"]
 
@@ -36,6 +36,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "arrays": checkpoints.arrays,
     "skeleton": checkpoints.skeleton,
     "manifest": checkpoints.manifest,
+    "description": states.description,
+    "line_manifest": states.line_manifest,
 }
 
 _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
@@ -45,6 +47,7 @@ _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     **cli.SEEDS,
     **coordinator.SEEDS,
     **checkpoints.SEEDS,
+    **states.SEEDS,
 }
 
 

@@ -26,9 +26,11 @@ def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
         if found is not None:
             return SettingsMismatch(f"{found} on {donor} and the line's other members")
         found = next(_parts(here["parts"], there["parts"]), None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return SettingsMismatch(f"{donor} trains something else, and does not say what: {error}")
-    return SizeMismatch(f"{found or 'what this worker trains is not'} on {donor} and the line's other members")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return SettingsMismatch(f"{donor} trains something else, and does not say what: {error!s:.200}")
+    return SizeMismatch(
+        f"{found or 'what this worker trains is not what is trained'} on {donor} and the line's other members"
+    )
 
 
 def _settings(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:

@@ -11,10 +11,15 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from paceline._wait import SLICE
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.compare import difference
+from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.errand import Errand
 from paceline.elastic.offer import Content
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
@@ -22,7 +27,7 @@ from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step, not_entered
 from paceline.elastic.word import Flag, partial_digest, word
-from paceline.errors import Dismissed, OrphanedError, PacelineError, StepOrderError, StepVoid
+from paceline.errors import OrphanedError, PacelineError, StepOrderError, StepVoid
 from paceline.links.base import Peer
 from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Letter, Lost, MayGo, Misfits, ViewCame, Waits
 
@@ -70,6 +75,7 @@ class Line:
         self._said_at = time.monotonic()
         self._waits_for = ""
         self._planned = False
+        self._large: list[NDArray[Any]] = []
         self._away_since: float | None = None
 
     # What the loop over the steps does --------------------------------------------------------------------------------
@@ -107,15 +113,17 @@ class Line:
         if self._port.mail.draining and not self._place.leaving:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
-        digest = partial_digest(self._state.large(), number)
+        digest = partial_digest(self._large, number)
+        # Once gradients have gone out in this generation, the word rides with them; all members know that alike.
+        rides = group.boarding
         self._place.begin()
         try:
-            work = group.all_reduce(word(self._flags(), digest), op="bor", label=f"step-{number}", async_op=True)
+            errand = Errand(group, word(self._flags(), number, digest), number, rides=rides)
         except PacelineError as error:
             self._failed(error)
             return None
         self._saver.begin(self._place.held, self._state, group)
-        self._step = Step(number, len(self._causes) + 1, group, self._state, self, work, digest, self._seed)
+        self._step = Step(number, len(self._causes) + 1, group, self._state, self, errand, digest, self._seed)
         return self._step
 
     def end(self, step: Step) -> None:
@@ -141,7 +149,7 @@ class Line:
         """After the last step: the closing word, which commits it, and the end of the job."""
         group = self._port.group
         try:
-            group.all_reduce(word(Flag(0), 0), op="bor", label="closing")
+            group.all_reduce(word(Flag(0), 0, 0), label="closing")
         except PacelineError as error:
             self._failed(error)
             return
@@ -242,6 +250,7 @@ class Line:
         self._planned = False
         self._waits_for = ""
         self._do(order)
+        self._large = self._state.large()
         if view.base is not None:
             self._port.group.vouch()
             if view.rank in view.newcomers:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import Skeleton, join, split
 from paceline.errors import PacelineError, SizeMismatch
-from paceline.signature import dtype_name, dtype_named
+from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 
 __all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "Shelf"]
 
@@ -131,41 +132,46 @@ class Description:
         Raises:
             ValueError: it is none, or describes more than `most_bytes`, or another number of chunks.
         """
-        fields = json.loads(data)
-        arrays, size = [], 0
-        for name, dtype, shape in fields["arrays"]:
-            dims = tuple(shape)
-            if (
-                not isinstance(name, str)
-                or not all(type(n) is int and 0 <= n < 1 << 48 for n in dims)
-                or len(dims) > 64
-            ):
-                raise ValueError(f"no description of an array: {name!r:.80} {shape!r:.80}")
-            arrays.append((name, str(dtype), dims))
-            count = 1
-            for n in dims:
-                count *= n
-            size += count * dtype_named(dtype).itemsize
+        try:
+            fields = json.loads(data)
+            skeleton, arrays = fields["skeleton"], [_array_from(entry) for entry in fields["arrays"]]
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"no description of a state: {type(error).__name__}: {error!s:.200}") from error
+        if len({name for name, *_ in arrays}) < len(arrays):
+            raise ValueError("a description of a state in which two arrays have one name")
+        size = sum(prod(dims) * dtype_named(dtype).itemsize for _, dtype, dims in arrays)
         if size > most_bytes:
             raise ValueError(f"the state has {size} bytes, which is not to be believed of this model")
         if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
-        return cls(fields["skeleton"], arrays, hashes)
+        join(skeleton, {name: np.empty(0) for name, *_ in arrays})  # a skeleton that is none fails here, not later
+        return cls(skeleton, arrays, hashes)
 
     def hash(self, chunk: int) -> bytes:
         """The hash of a chunk."""
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
 
     def allocate(self, own: Mapping[str, NDArray[Any]]) -> Content:
-        """Memory for the state: copies of this member's own arrays where they are alike, so that what is equal need not
-        travel.
-        """
+        """Memory for the state, with this member's own values where arrays are alike: what is equal need not travel."""
         arrays = {}
         for name, dtype, shape in self.arrays:
             mine = own.get(name)
             alike = mine is not None and mine.shape == shape and mine.dtype == dtype_named(dtype)
             arrays[name] = mine.copy(order="C") if alike and mine is not None else np.zeros(shape, dtype_named(dtype))
         return Content(self.skeleton, arrays)
+
+
+def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
+    """Name, dtype and shape of an array, as another member tells them."""
+    name, dtype, dims = entry
+    if type(name) is not str or type(dtype) is not str or type(dims) is not list or len(dims) > MAX_DIMENSIONS:
+        raise ValueError(f"no description of an array: {name!r:.80} {dtype!r:.80} {dims!r:.80}")
+    if not all(type(n) is int and 0 <= n <= MAX_ARRAY_BYTES for n in dims):
+        raise ValueError(f"no shape of an array: {dims!r:.80}")
+    # NumPy has limits for the other dimensions of an empty array too.
+    if prod(filter(None, dims)) * dtype_named(dtype).itemsize > MAX_ARRAY_BYTES:
+        raise ValueError(f"no array is that large: {dims!r:.80}")
+    return name, dtype, tuple(dims)
 
 
 class Shelf:

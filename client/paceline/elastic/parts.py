@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
+from paceline.parallel.fsdp import FSDP
+from paceline.parallel.sharding.strategy import in_words
 
-__all__ = ["Part", "part_of"]
+__all__ = ["Part", "check_fit", "part_of", "write"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -40,6 +42,14 @@ class Part(abc.ABC):
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Large state: the live arrays by path, in the same order on every member."""
         return {}
+
+    def check(self, arrays: Mapping[str, Any]) -> None:
+        """Makes sure that arrays fit into those that are here.
+
+        Raises:
+            SizeMismatch: they do not.
+        """
+        check_fit(self.arrays(), arrays)
 
     @abc.abstractmethod
     def rest(self) -> Tree:
@@ -63,6 +73,14 @@ class Part(abc.ABC):
 
     def clear_gradients(self) -> None:
         """A step was undone: its gradients count for nothing."""
+        return
+
+    def check_whole(self) -> None:
+        """Makes sure that this member has all of it, so that no other takes it along when it is lost.
+
+        Raises:
+            UnsupportedOp: parameters are spread over the ranks; the text says what to use instead.
+        """
         return
 
     def gated(self) -> Any:
@@ -98,8 +116,15 @@ class _Model(Part):
         write(self._buffers(), rest)
 
     def clear_gradients(self) -> None:
+        drop = getattr(self._model, "drop_gradients", None)  # a wrapper keeps more than the parameters show
+        if drop is not None:
+            drop()
+            return
         for _, parameter in self._model.named_parameters():
             parameter.grad = None
+
+    def check_whole(self) -> None:
+        _check_whole(parameter for _, parameter in self._model.named_parameters())
 
 
 class _Optimizer(Part):
@@ -117,6 +142,9 @@ class _Optimizer(Part):
         return {"settings": self.small(), "numbers": self._optimizer.numbers()}
 
     def load_rest(self, rest: Tree) -> None:
+        mine = self.rest()
+        if _names(mine) != _names(rest):
+            raise SizeMismatch(f"the state is not one of this {type(self._optimizer).__name__}: other names in it")
         self.put_back(rest["settings"])
         self._optimizer.load_numbers(rest["numbers"])
 
@@ -131,6 +159,9 @@ class _Optimizer(Part):
 
     def gated(self) -> Any:
         return self._optimizer
+
+    def check_whole(self) -> None:
+        _check_whole(self._optimizer._parameters.values())
 
 
 class _Values(Part):
@@ -164,15 +195,12 @@ class _Opaque(Part):
         self._gate = callable(getattr(thing, "step", None)) and callable(getattr(thing, "zero_grad", None))
 
     def rest(self) -> Tree:
-        foreign: list[str] = []
-        tree = _to_arrays(self._thing.state_dict(), foreign)
-        return {"state": tree, "framework": foreign[0] if foreign else ""}
+        frameworks: list[str] = []
+        tree = _to_arrays(self._thing.state_dict(), frameworks)
+        return {"state": tree, "frameworks": frameworks}
 
     def load_rest(self, rest: Tree) -> None:
-        tree = copy.deepcopy(rest["state"])
-        if rest["framework"]:
-            tree = _from_arrays(tree, _maker(rest["framework"]))
-        self._thing.load_state_dict(tree)
+        self._thing.load_state_dict(_from_arrays(rest["state"], iter(rest["frameworks"])))
 
     def small(self) -> Tree:
         return None if self._gate else self.rest()
@@ -204,9 +232,16 @@ def part_of(name: str, thing: Any) -> Part:
     if type(thing) is dict:
         return _Values(thing)
     raise UnsupportedOp(
-        f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and what has "
-        "state_dict() and load_state_dict()"
+        f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and what "
+        "has state_dict() and load_state_dict()"
     )
+
+
+def _check_whole(parameters: Iterable[Any]) -> None:
+    for parameter in parameters:
+        owner = getattr(parameter, "_owner", None)
+        if isinstance(owner, FSDP) and owner.is_spread:
+            raise UnsupportedOp(f"no member has the whole training state: {in_words(owner.strategy)}")
 
 
 def write(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> None:
@@ -215,12 +250,29 @@ def write(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> None:
     Raises:
         SizeMismatch: paths or shapes differ; nothing was changed.
     """
-    odd = sorted(here.keys() ^ there.keys())
-    odd += [path for path in here.keys() & there.keys() if here[path].shape != np.shape(there[path])]
-    if odd:
-        raise SizeMismatch(f"the state does not fit: {', '.join(odd[:8])}")
+    check_fit(here, there)
     for path, array in here.items():
         np.copyto(array, there[path])
+
+
+def check_fit(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> None:
+    """Makes sure that `write` can be done.
+
+    Raises:
+        SizeMismatch: paths or shapes differ, or values are of another kind.
+    """
+    odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
+    for path in sorted(here.keys() & there.keys()):
+        mine, other = here[path], np.asarray(there[path])
+        if mine.shape != other.shape or not np.can_cast(other.dtype, mine.dtype, "same_kind"):
+            odd.append(f"{path} is {other.dtype}{list(other.shape)}, not {mine.dtype}{list(mine.shape)}")
+    if odd:
+        raise SizeMismatch(f"the state does not fit: {'; '.join(odd[:8])}")
+
+
+def _names(rest: Tree) -> Tree:
+    """What an optimizer's small state consists of, without the values."""
+    return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}
 
 
 def _view(value: Any) -> NDArray[Any]:
@@ -231,7 +283,8 @@ def _view(value: Any) -> NDArray[Any]:
     if isinstance(data, np.ndarray):  # paceline.Parameter
         return data
     detach = getattr(value, "detach", None)
-    array = (detach() if detach is not None else value).numpy()
+    numpy = getattr(value if detach is None else detach(), "numpy", None)
+    array = numpy() if callable(numpy) else None
     if not isinstance(array, np.ndarray):
         raise UnsupportedOp(f"the memory of a {type(value).__name__} cannot be read as an array")
     return array
@@ -241,26 +294,30 @@ def _is_foreign(value: Any) -> bool:
     return not isinstance(value, np.ndarray) and callable(getattr(value, "detach", None)) and hasattr(value, "numpy")
 
 
-def _to_arrays(tree: Tree, foreign: list[str]) -> Tree:
-    """A copy with NumPy arrays in place of a framework's; notes the framework's name."""
+def _to_arrays(tree: Tree, frameworks: list[str]) -> Tree:
+    """A copy with NumPy arrays in place of a framework's; notes for each array whose it was, "" for NumPy's."""
     if _is_foreign(tree):
-        foreign.append(type(tree).__module__.partition(".")[0])
+        frameworks.append(type(tree).__module__.partition(".")[0])
         return _view(tree).copy()
     if isinstance(tree, Mapping):
-        return {key: _to_arrays(value, foreign) for key, value in tree.items()}
+        return {key: _to_arrays(value, frameworks) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_to_arrays(value, foreign) for value in tree)
+        return type(tree)(_to_arrays(value, frameworks) for value in tree)
+    if isinstance(tree, np.ndarray):
+        frameworks.append("")
     return copy.deepcopy(tree)
 
 
-def _from_arrays(tree: Tree, make: Callable[[NDArray[Any]], Any]) -> Tree:
+def _from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
+    """A copy with a framework's arrays where they were; undoes `_to_arrays`."""
     if isinstance(tree, np.ndarray):
-        return make(tree)
+        framework = next(frameworks, "")
+        return _maker(framework)(tree.copy()) if framework else tree.copy()
     if isinstance(tree, dict):
-        return {key: _from_arrays(value, make) for key, value in tree.items()}
+        return {key: _from_arrays(value, frameworks) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_from_arrays(value, make) for value in tree)
-    return tree
+        return type(tree)(_from_arrays(value, frameworks) for value in tree)
+    return copy.deepcopy(tree)
 
 
 def _maker(framework: str) -> Callable[[NDArray[Any]], Any]:

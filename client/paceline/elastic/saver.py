@@ -64,6 +64,8 @@ class Saver:
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """A step begins: what is held is copied if it is due."""
+        if self._pending is not None and self._pending[0] != held:
+            self._pending = None  # it was not committed, and the line goes on from another state
         if self._every is None or held is None or held.step % self._every or held <= self._last:
             return
         if _is_lowest(group):

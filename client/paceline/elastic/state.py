@@ -38,7 +38,8 @@ class Gate(Protocol):
 class TrainState:
     """What training changes: model, optimizer, sampler, and whatever else goes with them.
 
-        state = paceline.TrainState(model=model, optimizer=optimizer, sampler=paceline.ElasticSampler(n, global_batch=256))
+        sampler = paceline.ElasticSampler(n, global_batch=256)
+        state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
         for step in session.steps(state, total=1000): ...
 
     Takes modules (wrapped or not), optimizers, samplers, plain dicts of arrays and values, and anything that has
@@ -66,7 +67,8 @@ class TrainState:
         if len(samplers) > 1:
             raise UnsupportedOp("a training state has one sampler: which of them would step.indices be of?")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
-        self._gates: list[tuple[Any, Callable[..., Any]]] = []
+        self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
+        """What is guarded, and the `step` that the object itself had, None for that of its class."""
 
     # For users --------------------------------------------------------------------------------------------------------
 
@@ -77,18 +79,32 @@ class TrainState:
         return copied
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes everything over, in place.
+        """Takes everything over, in place, or nothing at all.
 
         Raises:
             SizeMismatch: it is of other parts, or of other shapes; the text names them.
+            Exception: what a part's own `load_state_dict` raised.
         """
-        parts = saved["parts"]
+        step, parts = int(saved["step"]), saved["parts"]
         if odd := sorted(self._parts.keys() ^ parts.keys()):
             raise SizeMismatch(f"the state does not fit: {', '.join(odd)} on one side only")
         for name, part in self._parts.items():
+            try:
+                part.check(parts[name]["arrays"])
+            except SizeMismatch as error:
+                raise SizeMismatch(f"{name}: {error}") from None
+        before: list[tuple[Part, Any]] = []
+        try:
+            for name, part in self._parts.items():
+                before.append((part, part.rest()))
+                part.load_rest(parts[name]["rest"])
+        except BaseException:
+            for part, rest in before:
+                part.load_rest(rest)
+            raise
+        for name, part in self._parts.items():
             write(part.arrays(), parts[name]["arrays"])
-            part.load_rest(parts[name]["rest"])
-        self.step = int(saved["step"])
+        self.step = step
 
     # For whoever runs the steps ---------------------------------------------------------------------------------------
 
@@ -132,7 +148,8 @@ class TrainState:
         """SHA-256 of everything."""
         skeleton, arrays = split(self.content())
         digest = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode())
-        for array in arrays.values():
+        for name, array in sorted(arrays.items()):  # the order of a dict's keys is no part of its value
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return digest.digest()
 
@@ -140,9 +157,11 @@ class TrainState:
         """Makes sure that what is given to another member is what it will hold.
 
         Raises:
-            UnsupportedOp: some value cannot travel, or comes back as another; the text names it.
+            UnsupportedOp: some value cannot travel, or comes back as another, or this member has a part of it only; the
+                text names it.
         """
         for name, part in self._parts.items():
+            part.check_whole()
             before, arrays = split(part.rest())
             size = sum(array.nbytes for array in arrays.values())
             if part.gated() is None and size > _COSTLY_BYTES:
@@ -157,16 +176,18 @@ class TrainState:
     def guard(self, gate: Gate) -> None:
         """From now on `gate` is asked before any optimizer changes large state."""
         self.unguard()
-        for part in self._parts.values():
-            thing = part.gated()
+        for thing in {id(part.gated()): part.gated() for part in self._parts.values()}.values():
             if thing is not None:
-                self._gates.append((thing, thing.step))
+                self._gates.append((thing, getattr(thing, "__dict__", {}).get("step")))
                 thing.step = _guarded(thing.step, gate)
 
     def unguard(self) -> None:
         """Undoes `guard`."""
-        for thing, _ in self._gates:
-            del thing.step  # the instance's; the method of its class is there again
+        for thing, own in self._gates:
+            if own is None:
+                del thing.step  # the method of its class is there again
+            else:
+                thing.step = own
         self._gates.clear()
 
     @property

@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.elastic.errand import Errand
 from paceline.elastic.state import TrainState
 from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import DivergenceError, PacelineError, StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.work import Work
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Step", "Steward"]
@@ -61,7 +61,7 @@ class Step:
         group: Group,
         state: TrainState,
         steward: Steward,
-        word: Work[NDArray[np.uint64]],
+        word: Errand,
         digest: int,
         seed: int,
     ) -> None:
@@ -124,12 +124,12 @@ class Step:
         """
         if self._open:
             return
-        reduced = self._word.wait()
-        if not agrees(reduced):
+        sums = self._word.wait()
+        if not agrees(sums, self.world):
             raise self._diverged()
         self._group.flush()
         self._mesh.fault.check()
-        self.flags = flags_of(reduced)
+        self.flags = flags_of(sums)
         self._steward.word_completed(self.number)
         self._steward.about_to_change()
         self._group.bar(_BARRED)
@@ -148,6 +148,7 @@ class Step:
             except PacelineError as failure:
                 error = failure
         self._group.bar("")
+        self._word.drop()
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled:
             self.applied = True

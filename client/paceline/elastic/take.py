@@ -29,7 +29,7 @@ _BATCH = 16
 _ROOM = 4
 """A state may be so many times as large as this member's own, and some."""
 
-_MAX_DESCRIPTION = 256 << 20
+_MAX_DESCRIPTION = 64 << 20
 
 
 async def take_state(job: str, tag: Tag, donors: Sequence[Peer], own: Content, patience: float) -> Content:
@@ -107,6 +107,8 @@ async def _fetch(
         "taking %d of %d chunks of the state %s from %d members", len(missing), content.chunks, tag, len(channels)
     )
 
+    giving = dict(channels)
+
     async def pull(peer: Peer, channel: aio.Channel) -> None:
         while missing:
             wanted = [missing.popleft() for _ in range(min(_BATCH, len(missing)))]
@@ -115,13 +117,13 @@ async def _fetch(
             except (aio.AioRpcError, TimeoutError, PacelineError) as error:
                 failures.append(f"{peer}: {_words(error)}")
                 missing.extend(wanted)
+                del giving[peer]  # not asked again: what it keeps back, the others would wait for each time
                 return
 
     while missing:
-        before = len(failures)
-        await asyncio.gather(*(pull(peer, channel) for peer, channel in channels.items()))
-        if missing and len(failures) - before >= len(channels):
+        if not giving:
             raise LinkUnavailable(f"nobody gave the rest of the state {tag}: " + "; ".join(failures))
+        await asyncio.gather(*(pull(peer, channel) for peer, channel in giving.items()))
     return content
 
 

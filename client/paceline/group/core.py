@@ -14,6 +14,7 @@ import numpy.typing as npt
 from paceline.arrays import Array
 from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.engine import Call
+from paceline.collectives.passenger import Passenger
 from paceline.collectives.tasks.task import Chooser, Task, barrier_task
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
@@ -35,11 +36,15 @@ class LineMarks:
     Attributes:
         barred: why no collective may be called now, empty if it may.
         vouched: the last generation of which it is known that all members hold the same state.
+        passenger: numbers that wait for a bucket of gradients to ride in.
+        boarded: the last generation in which somebody asked for a passenger.
     """
 
     def __init__(self) -> None:
         self.barred = ""
         self.vouched = 0
+        self.passenger: Passenger | None = None
+        self.boarded = 0
 
 
 class GroupCore:
@@ -107,6 +112,27 @@ class GroupCore:
     def vouch(self) -> None:
         """All members of this generation hold the same state: for whoever owns the group."""
         self._line.vouched = self.generation
+
+    def take_along(self, passenger: Passenger) -> None:
+        """Has numbers ride in the next bucket of gradients: for whoever owns the group, on all ranks alike."""
+        self._line.passenger = passenger
+
+    def leave_behind(self, passenger: Passenger) -> bool:
+        """They are not to ride any more; False if they are on their way, or were."""
+        waits = self._line.passenger is passenger
+        self._line.passenger = None
+        return waits
+
+    @property
+    def boarding(self) -> bool:
+        """True if somebody has asked for a passenger in this generation."""
+        return self._line.boarded == self.generation
+
+    def board(self) -> Passenger | None:
+        """The passenger that waits, if there is one; given out once."""
+        self._line.boarded = self.generation
+        passenger, self._line.passenger = self._line.passenger, None
+        return passenger
 
     def bar(self, reason: str) -> None:
         """Refuses every collective, on parts too, until called with an empty reason: for whoever owns the group."""

@@ -48,6 +48,13 @@ class Accumulation:
         self._unit = 1.0
         self._carried.clear()
 
+    def drop(self) -> None:
+        """Forgets the round, and what it has gathered."""
+        if self.micro_batches:
+            for source in self._sources.values():
+                source._hold(None)
+        self.reset()
+
     def open(self) -> None:
         """Before a micro-batch: goes on with the round, or begins one.
 
@@ -94,6 +101,11 @@ class Accumulation:
         self._writes = {path: source.writes for path, source in self._sources.items()}
         self._clears = {path: parameter.clears for path, parameter in self._parameters.items()}
 
+    def mark_as(self, before: Accumulation) -> None:
+        """What the gradients held when another one of the same parameters was marked is as the wrapper left it."""
+        self._writes |= {path: count for path, count in before._writes.items() if path in self._writes}
+        self._clears |= {path: count for path, count in before._clears.items() if path in self._clears}
+
     def written_by_others(self, *, or_zeros: bool) -> str | None:
         """Path of a gradient that was written since `mark`; None if there is none.
 
@@ -122,6 +134,4 @@ class Accumulation:
                 "clear all of them, or none"
             )
         if cleared:
-            for source in self._sources.values():
-                source._hold(None)
-            self.reset()
+            self.drop()

@@ -61,7 +61,8 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
 def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
     """Every rank's row, shape [W, len(row)]. A sum in which each rank adds to its own row only: one short message."""
     table = np.zeros((group.size, len(row)), np.int64)
-    table[group.rank] = row
+    if group.size:  # in no view yet: the call says so
+        table[group.rank] = row
     reduced: NDArray[np.int64] = group.all_reduce(table)
     return reduced
 

@@ -2,10 +2,11 @@
 
 N elements of gradients, P parameters in the bucket. The flat array holds
 
-    [ gradients, N | weight, 1 | used, P ]
+    [ gradients, N | weight, 1 | used, P | passenger ]
 
 Its sum over the ranks tells, in one message, the weighted sum of gradients, the total weight that it must be divided
-by, and for each parameter how many ranks used it. Each slice of the first part is the home of a parameter's gradient
+by, and for each parameter how many ranks used it. The first bucket of a pass has room for a passenger that
+others have put there. Each slice of the first part is the home of a parameter's gradient
 (`Parameter.grad` is a view of it), so a gradient is written once, reduced in place, and read where it lies.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
@@ -58,12 +59,14 @@ class Bucket:
 
     Args:
         parameters: by path, in the order in which they lie in the bucket.
+        room: numbers of a passenger.
 
     Attributes:
         flat: what goes to `all_reduce`, in place.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], room: int = 0) -> None:
+        self._room = room
         self._parameters = tuple(parameters.values())
         self._dtype = self._parameters[0].data.dtype
         self._count = sum(p.data.size for p in self._parameters)
@@ -71,7 +74,7 @@ class Bucket:
 
     def renew(self) -> None:
         """Takes fresh memory. The old may still be read and written by a collective that was given up."""
-        self.flat: NDArray[Any] = np.zeros(self._count + 1 + len(self._parameters), self._dtype)
+        self.flat: NDArray[Any] = np.zeros(self._count + 1 + len(self._parameters) + self._room, self._dtype)
         self._slots: Sequence[NDArray[Any]] = [
             self.flat[end - p.data.size : end].reshape(p.data.shape)
             for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
@@ -121,4 +124,9 @@ class Bucket:
     @property
     def _used(self) -> NDArray[Any]:
         """Shape [P]: before the reduction 1 for a parameter that this rank used, after it the number of ranks."""
-        return self.flat[self._count + 1 :]
+        return self.flat[self._count + 1 : self._count + 1 + len(self._parameters)]
+
+    @property
+    def passenger(self) -> NDArray[Any]:
+        """Room for a passenger."""
+        return self.flat[self._count + 1 + len(self._parameters) :]

@@ -50,6 +50,9 @@ class FSDP(Wrapper, ShardedState):
     A model that fits no rank is built unit by unit: `unit = FSDP(block, group); unit.prepare()`, a collective, leaves
     of each block this rank's part before the next is built.
 
+    **A world that changes.** In `session.steps` workers come and go: there use NO_SHARD, whose state every rank has.
+    The other strategies are refused in a world above one.
+
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
     The module's own have values only while their unit runs, and inside `unshard()`; under SHARD_GRAD_OP always, but
     what other ranks updated is old until the next forward pass or `broadcast_updated_params`. Where one rank has
@@ -75,7 +78,8 @@ class FSDP(Wrapper, ShardedState):
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64, is in another unit already, or the
-            communication dtype cannot travel or is no float.
+            communication dtype cannot travel or is no float; or state would be spread by a worker that waits to be
+            taken in.
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: no such strategy, `intra_node_size` without HYBRID_SHARD, units of several groups, or `ahead` is
             negative.
@@ -102,6 +106,8 @@ class FSDP(Wrapper, ShardedState):
             raise ValueError(f"ahead is a number of units, not {ahead!r}")
         self._ahead = ahead
         self._wire = checked_wire(communication_dtype)
+        self._intra_node_size = intra_node_size
+        self._placed_in = group.generation
         placement = place(self.strategy, group.rank, group.members, intra_node_size)
         own, inner = _owned(module)
         if any(part.group is not group for part in inner):
@@ -236,8 +242,15 @@ class FSDP(Wrapper, ShardedState):
         for path, parameter in self.module.named_parameters():
             yield path, self._pieces.get(id(parameter), parameter)
 
+    @property
+    def is_spread(self) -> bool:
+        """True if other ranks hold what this one has not."""
+        return self.strategy is not ShardingStrategy.NO_SHARD and self.group.size > 1
+
     def _agree(self, *, may_change: bool) -> Units:
         paths, units = self._paths(), list(self._tree())
+        for part in self._parts():
+            part._follow()
         for unit in units:
             unit.align(paths)
         entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
@@ -250,12 +263,20 @@ class FSDP(Wrapper, ShardedState):
             ahead=self._ahead,
             units=" ".join(str(len(list(unit.pairs()))) for unit in units),
         )
-        buffers = buffers_of(self.module) if self._units is None else {}
+        begins = self._units is None or not all(unit.is_settled for unit in units)
+        buffers = buffers_of(self.module) if begins else {}
         join_units(units, self.group, manifest, buffers, may_change=may_change)
         if self._units is None:
             self._units = Units(units, paths, self.group, self._ahead)
         self._units.refit()
         return self._units
+
+    def _follow(self) -> None:
+        """If the group has gone on to another view, takes this rank's place there."""
+        if self._placed_in != self.group.generation:
+            self._unit.expire()
+            self._unit.move(place(self.strategy, self.group.rank, self.group.members, self._intra_node_size))
+            self._placed_in = self.group.generation
 
     def _reduce(self, *, by_hand: bool = False) -> None:
         before: list[tuple[Parameter, NDArray[Any] | None]] = []

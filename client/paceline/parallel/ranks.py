@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from paceline.collectives.passenger import Passenger
 from paceline.links.base import Peer
 
 __all__ = ["PendingWork", "Ranks", "ShardRanks"]
@@ -35,6 +36,9 @@ class Ranks(Protocol):
     @property
     def vouched(self) -> bool:
         """True if all members are known to hold the same state."""
+
+    def board(self) -> Passenger | None:
+        """Whoever waits for a bucket of gradients to ride in; all ranks have one or none. Given out once."""
 
     def all_reduce(self, x: Any, *, op: Any = "sum", out: Any = None, async_op: Any = False) -> Any:
         """The same bits on every rank, in `out` where given; a `PendingWork` if asynchronous."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
 from paceline.errors import StepOrderError
 from paceline.parallel.buckets import Bucket, plan_buckets
 from paceline.parallel.parameter import Parameter, ignoring_gradients
@@ -36,7 +37,12 @@ class Reducer:
         self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
         self._group = group
-        self._buckets = [Bucket({path: parameters[path] for path in paths}) for paths in plan]
+        # Buckets go in this order always, so the first is the one to ride in.
+        rooms = [PASSENGER_SIZE, *([0] * len(plan))]
+        self._buckets = [
+            Bucket({path: parameters[path] for path in paths}, room) for paths, room in zip(plan, rooms, strict=False)
+        ]
+        self._passenger: Passenger | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths])
@@ -101,6 +107,9 @@ class Reducer:
         for bucket, work in zip(self._buckets, self._works, strict=True):
             if work is not None:
                 work.wait()
+            if self._passenger is not None:
+                self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
+                self._passenger = None
             bucket.unpack()
         self._works.clear()
         self._readiness.start(early=False)
@@ -114,6 +123,7 @@ class Reducer:
         for parameter in self.parameters.values():
             parameter._hold(None)
         self._works.clear()
+        self._passenger = None
         for bucket in self._buckets:
             bucket.renew()
         self._readiness.start(early=False)
@@ -123,6 +133,11 @@ class Reducer:
             bucket = self._buckets[number]
             bucket.pack(self._weight)
             alone = self._group.size == 1
+            if not self._works and not alone:
+                self._passenger = self._group.board()
+                bucket.passenger.fill(0)
+                if self._passenger is not None:
+                    bucket.passenger[: len(self._passenger.values)] = self._passenger.values
             self._works.append(
                 None if alone else self._group.all_reduce(bucket.flat, op="sum", out=bucket.flat, async_op=True)
             )

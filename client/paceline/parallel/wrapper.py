@@ -194,6 +194,15 @@ class Wrapper(abc.ABC):
         clip((parameter for _, parameters in shares for parameter in parameters), norm, max_norm)
         return norm
 
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, those that `no_sync` has accumulated too: the step that they were for is undone."""
+        if self._reducer is not None:
+            self._reducer.give_up()
+        self._round.drop()
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+        self._round.mark()
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """The module's, without a prefix: an optimizer's state fits the module wrapped or not."""
         yield from self.module.named_parameters()
@@ -226,14 +235,16 @@ class Wrapper(abc.ABC):
         if self._reducer is not None and not moved and self._reducer.fits():
             return self._reducer
         if moved:  # whoever has come in uses it for the first time: all begin anew, and agree that they do
-            self._round.reset()
+            self._round.drop()
         if self._round.micro_batches:
             raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
-        first_use = self._reducer is None or moved
+        first_use = self._reducer is None
         self._reducer = self._agree(may_change=may_change)
         self._generation = self.group.generation
-        self._round = Accumulation(self._reducer.parameters, self._reducer.sources)
-        if not first_use:
+        before, self._round = self._round, Accumulation(self._reducer.parameters, self._reducer.sources)
+        if moved:
+            self._round.mark_as(before)  # this may be sync_gradients, for what was written in the new generation
+        elif not first_use:
             self._round.mark()  # gradients that are there now are the last step's
         return self._reducer
 

@@ -101,6 +101,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline.elastic.line import Line
     from paceline.elastic.offer import Content, Shelf
     from paceline.elastic.port import CoordinatedPort
+    from paceline.group.core import GroupCore
     from paceline.session.member import MemberConnection
 
     current: list[Any] = [None]
@@ -138,6 +139,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
         return recv(exchange, peer, deadline)
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
+    _after(GroupCore, "board", lambda group, passenger: passenger and strike("in_word", current[0]))
     _before(Shelf, "read", lambda *_: strike("giving"))
     _before(Content, "write", lambda *_: strike("taking"))
     _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))

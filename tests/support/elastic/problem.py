@@ -22,13 +22,13 @@ def data() -> tuple[Any, Any]:
     return rng.standard_normal((SAMPLES, _INPUTS)), rng.integers(0, _CLASSES, SAMPLES)
 
 
-def build(seed: int) -> Any:
+def build(seed: int, hidden: int = 16) -> Any:
     """The model in float64; workers build it from seeds of their own, and take rank 0's."""
     rng = np.random.default_rng(seed)
     return paceline.nn.Sequential(
-        paceline.nn.Linear(_INPUTS, 16, rng=rng, dtype=np.float64),
+        paceline.nn.Linear(_INPUTS, hidden, rng=rng, dtype=np.float64),
         paceline.nn.ReLU(),
-        paceline.nn.Linear(16, _CLASSES, rng=rng, dtype=np.float64),
+        paceline.nn.Linear(hidden, _CLASSES, rng=rng, dtype=np.float64),
     )
 
 

@@ -10,47 +10,63 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.launcher.outcome import Exit
-from paceline.demo.command import as_result
+from paceline.demo.command import as_result, faults
 from paceline.demo.progress import Progress, sparkline
 from paceline.demo.view import picture
 
 
-def view(rank: int, generation: int = 1) -> dict[str, Any]:
-    return {"kind": "view", "rank": rank, "world_size": 2, "generation": generation}
+def view(rank: int) -> dict[str, Any]:
+    return {"kind": "view", "rank": rank, "world_size": 2, "generation": 1}
 
 
-def step(step: int, **facts: Any) -> dict[str, Any]:
-    return {"kind": "step", "step": step, "total": 10, "samples": 5 * step, "rate": 2.0, "bytes_sent": 100} | facts
+def share(step: int, samples: Any) -> dict[str, Any]:
+    return {"kind": "share", "step": step, "generation": 2, "samples": samples}
 
 
-RESULT = {
-    "kind": "result",
-    "accuracy": 0.97219,
-    "steps": 10,
-    "samples_once": True,
-    "seconds": 1.23456,
-    "world_size": 2,
-}
+def applied(step: int, **facts: Any) -> dict[str, Any]:
+    told = {"kind": "applied", "step": step, "generation": 2, "loss": 0.5, "samples": 1, "bytes_sent": 100, "at": 7.0}
+    return told | facts
+
+
+PLAN = {"kind": "plan", "samples": 2, "steps_per_epoch": 1, "total": 2}
+
+RESULT = {"kind": "result", "accuracy": 0.97219, "steps": 2, "seconds": 1.23456, "world_size": 2}
 
 
 def a_run() -> Progress:
+    """Two workers in the first of two steps, each of which is an epoch."""
     progress = Progress()
-    progress.told(0, 100, view(1))
-    progress.told(1, 101, view(0))
-    progress.told(0, 100, step(4))
-    progress.told(1, 101, step(5, rate=4.0, bytes_sent=50))
-    progress.told(1, 101, {"kind": "epoch", "epoch": 1, "of": 3, "loss": 0.5, "accuracy": 0.9})
+    for index, pid in ((0, 100), (1, 101)):
+        progress.told(index, pid, view(1 - index))
+        progress.told(index, pid, PLAN)
+        progress.told(index, pid, share(1, [index]))
+        progress.told(index, pid, applied(1, bytes_sent=50 + 50 * index))
+    progress.told(1, 101, {"kind": "epoch", "epoch": 1, "accuracy": 0.9})
     return progress
 
 
-def test_the_line_is_where_its_last_worker_is() -> None:
+def test_a_run_so_far() -> None:
     progress = a_run()
-    assert (progress.step, progress.total, progress.rate, progress.bytes_sent) == (4, 10, 3.0, 150)
+    assert (progress.step, progress.total, progress.epochs, progress.bytes_sent) == (1, 2, 2, 150)
     assert (progress.losses, progress.accuracy) == ([0.5], 0.9)
     assert [(row.rank, row.state, row.samples) for row in progress.rows.values()] == [
-        (1, "training", 20),
-        (0, "training", 25),
+        (1, "training", 1),
+        (0, "training", 1),
     ]
+
+
+def test_the_rate_is_that_of_a_while() -> None:
+    progress = a_run()
+    for step, at in ((2, 7.1), (3, 7.2), (9, 8.0)):
+        progress.told(0, 100, applied(step, at=at))
+    assert progress.rate == pytest.approx(8.0)
+
+
+def test_bytes_of_earlier_generations_are_kept() -> None:
+    progress = a_run()
+    progress.told(0, 100, applied(2, bytes_sent=10))
+    progress.told(0, 100, applied(3, bytes_sent=30))
+    assert progress.bytes_sent == 50 + 30 + 100
 
 
 def test_ends_show() -> None:
@@ -60,12 +76,18 @@ def test_ends_show() -> None:
     assert [row.state for row in progress.rows.values()] == ["done", "killed"]
 
 
-def test_the_result_has_the_contract_s_names() -> None:
+def finished() -> Progress:
     progress = a_run()
+    progress.told(0, 100, share(2, [1, 0]))
+    progress.told(0, 100, applied(2, generation=2))
     progress.told(1, 101, RESULT)
-    assert as_result(progress) == {
+    return progress
+
+
+def test_the_result_has_the_contract_s_names() -> None:
+    assert as_result(finished()) == {
         "accuracy": 0.9722,
-        "steps": 10,
+        "steps": 2,
         "world_size": 2,
         "generations": 1,
         "recoveries": [],
@@ -74,10 +96,29 @@ def test_the_result_has_the_contract_s_names() -> None:
     }
 
 
+def test_only_a_worker_in_the_place_of_another_is_a_new_one() -> None:
+    progress = finished()
+    for index, pid in ((1, 101), (1, 102)):
+        progress.told(index, pid, {"kind": "joined", "began": 5.0, "at": 6.0})
+        progress.told(index, pid, applied(2, at=7.0))
+    assert as_result(progress)["recoveries"] == [{"cause": "joined", "detect_ms": 1000.0, "recover_ms": 1000.0}]
+    assert len(progress.rows) == 3
+
+
+def test_what_is_not_as_it_should_be_is_said() -> None:
+    good = as_result(finished())
+    assert faults(good, kill=False) == []
+    assert len(faults(good, kill=True)) == 2  # nobody was killed, and nobody came
+    assert "below 95%" in faults(good | {"accuracy": 0.9}, kill=False)[0]
+    assert "exactly once" in faults(good | {"samples_once": False}, kill=False)[0]
+    both = good | {"recoveries": [{"cause": "killed"}, {"cause": "joined"}]}
+    assert faults(both, kill=True) == []
+
+
 def test_records_of_other_kinds_are_left_alone() -> None:
     progress = a_run()
     progress.told(0, 100, {"kind": "weather", "sun": True})
-    assert progress.step == 4
+    assert progress == a_run()
 
 
 @pytest.mark.parametrize(
@@ -88,10 +129,18 @@ def test_records_of_other_kinds_are_left_alone() -> None:
         {"kind": ["view"]},
         view(-1),
         view(True),
-        {"kind": "step", "step": 4},
-        step(5, samples=10**400),
-        step(5, rate="fast"),
-        {"kind": "epoch", "of": 3, "loss": None, "accuracy": 0.9},
+        {"kind": "plan", "samples": 2.0, "steps_per_epoch": 1, "total": 2},
+        {"kind": "share", "step": 4},
+        share(2, [-1]),
+        share(2, ["a"]),
+        {"kind": "applied", "step": 4},
+        applied(5, bytes_sent=10**400),
+        applied(5, at="soon"),
+        applied(5, at=math.nan),
+        {"kind": "epoch", "epoch": 1, "accuracy": None},
+        {"kind": "joined", "began": math.inf, "at": 1.0},
+        {"kind": "killing", "rank": 3, "at": 1.0},
+        {"kind": "formed", "generation": -1, "world": 2, "at": 1.0},
         {"kind": "result", "accuracy": 0.9},
         RESULT | {"seconds": 0.0},
     ],
@@ -121,7 +170,7 @@ def test_the_picture_shows_every_worker() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(picture(a_run(), console))
     text = console.export_text()
-    for word in ("step 4/10", "90.00% of the held-back fifth", "150 bytes", "100", "101", "training", "0.5000"):
+    for word in ("step 1/2", "90.00% of the held-back fifth", "150 bytes", "100", "101", "training", "0.5000"):
         assert word in text
     assert all(len(line) <= 100 for line in text.splitlines())
 

@@ -134,6 +134,9 @@ class RecordingGroup:
     log: list[str] = field(default_factory=list)
     fail_at: int = 0
     """Number, from 1, of the asynchronous all_reduce that fails; 0 for none."""
+    generation: int = 1
+    vouched: bool = False
+    board: Callable[[], None] = lambda: None  # nobody rides
     _asynchronous: int = 0
 
     def all_reduce(self, x: Array, *, op: Any = "sum", out: Any = None, async_op: Any = False) -> Any:

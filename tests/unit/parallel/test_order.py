@@ -41,6 +41,24 @@ def test_construction_communicates_nothing() -> None:
     DDP(Branches("a", a=scale(1)), Silent())
 
 
+def test_a_passenger_rides_in_the_first_bucket_of_a_pass_and_arrives() -> None:
+    ddp, _, group = recorded()
+    arrived: list[list[float]] = []
+
+    class Rider:
+        values = np.array([1.0, 15.0])
+
+        def arrive(self, sums: Array) -> None:
+            arrived.append(sums.tolist())
+
+    waiting: list[Rider] = [Rider()]
+    group.board = lambda: waiting.pop() if waiting else None  # type: ignore[assignment, return-value]
+    for _ in range(2):
+        ddp(X)
+        ddp.backward(X)
+    assert arrived == [[2.0, 30.0]]
+
+
 def test_first_pass_counts_and_later_ones_overlap() -> None:
     ddp, _, group = recorded()
     for _ in range(2):
@@ -49,8 +67,8 @@ def test_first_pass_counts_and_later_ones_overlap() -> None:
         ddp.backward(X)
     # A message holds the gradients, the weight and the flags: 3 + 1 + 1 elements for c, 1 + 1 + 1 for the others.
     assert group.log == [
-        *["backward c", "backward b", "backward a", "send 5", "send 3", "send 3"],
-        *["backward c", "send 5", "backward b", "send 3", "backward a", "send 3"],
+        *["backward c", "backward b", "backward a", "send 29", "send 3", "send 3"],
+        *["backward c", "send 29", "backward b", "send 3", "backward a", "send 3"],
     ]
 
 
@@ -63,7 +81,7 @@ def test_buckets_go_in_order_whatever_the_order_of_gradients() -> None:
     module.use = "cba"  # backward runs a, b, c; buckets are c, b, a
     ddp(X)
     ddp.backward(X)
-    assert group.log == ["backward a", "backward b", "backward c", "send 5", "send 3", "send 3"]
+    assert group.log == ["backward a", "backward b", "backward c", "send 29", "send 3", "send 3"]
 
 
 def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None:
@@ -74,7 +92,7 @@ def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None
         group.log.clear()
         ddp(X)
         ddp.backward(X)
-    assert group.log == ["backward c", "send 5", "backward a", "send 3", "send 3"]
+    assert group.log == ["backward c", "send 29", "backward a", "send 3", "send 3"]
 
 
 def test_no_sync_sends_nothing() -> None:
@@ -85,7 +103,7 @@ def test_no_sync_sends_nothing() -> None:
             ddp.backward(X)
     assert not [line for line in group.log if line.startswith("send")]
     ddp.sync_gradients()
-    assert group.log[-3:] == ["send 5", "send 3", "send 3"]
+    assert group.log[-3:] == ["send 29", "send 3", "send 3"]
     group.log.clear()
     ddp.sync_gradients()
     assert group.log == []

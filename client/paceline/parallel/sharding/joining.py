@@ -24,7 +24,7 @@ def join_units(
     *,
     may_change: bool,
 ) -> None:
-    """Agrees on the model; settles the units that are new, and gives them their ranks. A collective.
+    """Agrees on the model; settles the units that are new, and gives those their ranks that lack them. A collective.
 
     Args:
         units: all of a model.
@@ -38,7 +38,7 @@ def join_units(
     """
     new = [unit for unit in units if not unit.is_settled]
     flats = [flat for unit in new for flat in unit.flats]
-    given = [(flat, flat.part.copy()) for flat in flats if flat.given]
+    given = [(flat, flat.part.copy()) for flat in flats if flat.given and flat.is_spread]
     values = [p.data for flat in flats for p in flat.parameters]
     agree(group, manifest, [*values, *buffers.values()], may_change=may_change)
     for flat, part in given:  # loaded on purpose, on each rank its own
@@ -46,7 +46,7 @@ def join_units(
     for number, unit in enumerate(units):
         for kind, flat in enumerate(unit.flats):
             flat.label = f"unit{number}-{kind}" if kind else f"unit{number}"
-        if not unit.is_settled:
+        if not unit.has_ranks:
             where = unit.placement
             unit.settle(_part(group, where.shards, "fsdp_shards"), _part(group, where.replicas, "fsdp_replicas"))
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import index
 
-from paceline.errors import InvalidWorldSize
+from paceline.errors import InvalidWorldSize, UnsupportedOp
 from paceline.links.base import Peer
 
-__all__ = ["Placement", "ShardingStrategy", "place"]
+__all__ = ["Placement", "ShardingStrategy", "in_words", "place"]
 
 
 class ShardingStrategy(Enum):
@@ -56,18 +56,23 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
     Args:
         strategy: the strategy.
         rank: the rank.
-        members: all of them, in rank order.
+        members: all of them, in rank order; empty for a worker that waits to be taken in.
         intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. Nodes are hosts if None.
 
     Raises:
         InvalidWorldSize: the ranks do not make up nodes of one size.
+        UnsupportedOp: nobody can tell yet which part will be this rank's.
         ValueError: a size for a strategy that has no nodes.
         TypeError: the size is no whole number.
     """
     world = len(members)
+    if not members and strategy is not ShardingStrategy.NO_SHARD:
+        raise UnsupportedOp(f"this worker joins others that train already: {in_words(strategy)}")
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         if intra_node_size is not None:
             raise ValueError(f"intra_node_size is for HYBRID_SHARD, not for {strategy.name}")
+        if not members and strategy is ShardingStrategy.NO_SHARD:
+            return Placement((rank,), (rank,), 0, (), keeps_full=True)
         size = 1 if strategy is ShardingStrategy.NO_SHARD else world
         nodes = _blocks(world, size)
     else:
@@ -76,6 +81,14 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
     part = node.index(rank)
     keeps_full = strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     return Placement(node, tuple(other[part] for other in nodes), part, nodes, keeps_full)
+
+
+def in_words(strategy: ShardingStrategy) -> str:
+    """Why a strategy that spreads state cannot be where members come and go, and what can."""
+    return (
+        f"{strategy.name} spreads parameters and optimizer state over the ranks, and what a lost rank had would be "
+        "lost; where workers come and go use ShardingStrategy.NO_SHARD, or paceline.DDP"
+    )
 
 
 def _blocks(world: int, size: int) -> tuple[tuple[int, ...], ...]:

@@ -33,6 +33,7 @@ class Unit:
         shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `settle`.
         replicas: the ranks that hold the same part; None where there is no other.
         is_settled: initial values have been agreed on.
+        has_ranks: `shards` and `replicas` are of the view that the placement is for.
         runs: how often it ran in the last forward pass.
         left: how often it has still to run in this backward pass, if each run forward has one.
 
@@ -52,16 +53,35 @@ class Unit:
         self.flats = [Flat(group, placement, wire) for group in kinds.values()]
         self.shards: ShardRanks | None = None
         self.replicas: ShardRanks | None = None
-        self.is_settled = False
+        self.is_settled = self.has_ranks = False
         self.runs = self.left = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def settle(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
         """Initial values are all ranks': keeps this rank's part, and takes the ranks of the placement."""
         self.shards, self.replicas = shards, replicas
-        for flat in self.flats:
-            flat.settle()
-        self.is_settled = True
+        if not self.is_settled:
+            for flat in self.flats:
+                flat.settle()
+        self.is_settled = self.has_ranks = True
+
+    def move(self, placement: Placement) -> None:
+        """There is a new view: the ranks are others. Values that are whole here are to be agreed on again.
+
+        Raises:
+            UnsupportedOp: another part of the values would be this rank's.
+        """
+        before = self.placement
+        if (len(placement.shards), placement.part) != (len(before.shards), before.part):
+            raise UnsupportedOp(
+                f"this rank has part {before.part} of {len(before.shards)}, and would have part {placement.part} of "
+                f"{len(placement.shards)} in the new view: what is spread cannot move; use ShardingStrategy.NO_SHARD"
+            )
+        self.placement = placement
+        self.shards = self.replicas = None
+        self.has_ranks = False
+        if len(placement.shards) == 1:
+            self.is_settled = False
 
     def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """The module's parameters, each with this rank's piece of it."""

@@ -1,0 +1,65 @@
+"""A step word on its way: in a bucket of gradients where there is one, else in a message of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import StepOrderError
+from paceline.group import Group
+from paceline.work import Work
+
+__all__ = ["Errand"]
+
+
+class Errand:
+    """One member's word for one step.
+
+    Args:
+        group: the view.
+        values: the word.
+        step: its step.
+        rides: whether it waits for a bucket of gradients; alike on all ranks. Else it goes at once, behind whatever the
+            step computes.
+
+    Raises:
+        PacelineError: the generation has failed.
+    """
+
+    def __init__(self, group: Group, values: NDArray[np.float64], step: int, *, rides: bool) -> None:
+        self.values = values
+        self._group = group
+        self._label = f"step-{step}"
+        self._sums: NDArray[Any] | None = None
+        self._work: Work[NDArray[Any]] | None = None
+        if rides:
+            group.mesh.fault.check()
+            group.take_along(self)
+        else:
+            self._work = group.all_reduce(values, label=self._label, async_op=True)
+
+    def arrive(self, sums: NDArray[Any]) -> None:
+        """See `Passenger.arrive`."""
+        self._sums = sums.copy()
+
+    def wait(self) -> NDArray[Any]:
+        """The sums over all members, once all have entered the step.
+
+        Raises:
+            StepOrderError: it rode in gradients that were given up.
+            PacelineError: the generation has failed.
+        """
+        if self._work is not None:
+            return self._work.wait()
+        if self._sums is None and self._group.leave_behind(self):  # there were no gradients in this step
+            self._sums = self._group.all_reduce(self.values, label=self._label)
+        if self._sums is None:
+            self._group.mesh.fault.check()
+            raise StepOrderError("the gradients of this step were given up, and its word with them")
+        return self._sums
+
+    def drop(self) -> None:
+        """The step is over."""
+        self._group.leave_behind(self)

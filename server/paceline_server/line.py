@@ -1,0 +1,236 @@
+"""The life of a line: its views form, its members meet, it is drained, finished, begun anew. Pure.
+
+The middle layer of a job's membership. Whatever may change the policy's mind ends in `_reconsider`, which asks `policy`
+again and does what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline_server.announcer import Announcer
+from paceline_server.barriers import Barriers
+from paceline_server.departures import Departures
+from paceline_server.errors import BadRequest, SessionEnded
+from paceline_server.events import (
+    DrainAsked,
+    Effect,
+    FinishedLine,
+    ForgetView,
+    MetOthers,
+    PushDismissed,
+    PushDrain,
+    PushFinished,
+    PushView,
+    StoreFailed,
+    StoreFinished,
+    StoreView,
+)
+from paceline_server.meeting import Meeting
+from paceline_server.model import Ending, JobState, Progress, Seat, Session, Standing, View
+from paceline_server.orders import Orders
+from paceline_server.policy import decide
+from paceline_server.settings import ServerSettings
+
+__all__ = ["Line"]
+
+_NEVER = float("inf")
+_STORE_RETRY = 1.0
+"""Seconds before a view that could not be stored is tried again, under a new number."""
+
+
+class Line(Departures):
+    """The chain of a job's generations.
+
+    Args:
+        state: the job; owned by this object.
+        settings: the coordinator's settings.
+
+    Attributes:
+        decision: the policy's last word, with its sentence.
+    """
+
+    def __init__(self, state: JobState, settings: ServerSettings) -> None:
+        super().__init__(state, settings)
+        self._announcer = Announcer(settings.announce_interval)
+        self._retry_at = _NEVER
+        self._orders = Orders(state)
+        self.decision = decide(-_NEVER, state, settings.settle_time)
+
+    def _meet(self, now: float, event: MetOthers) -> list[Effect]:
+        session = self.state.sessions.get(event.member_id)
+        if session is None or session.standing is Standing.DISMISSED:
+            return []
+        session.heard = session.lease_from = now
+        met, view = event.met, self.state.view
+        if met.generation > session.last_generation:
+            raise BadRequest(f"a meeting after generation {met.generation}, which the member is not in")
+        if met.generation < session.generation:
+            return []  # said before it heard of its new view
+        if session.standing is not Standing.WAITING and (view is None or view.generation != session.generation):
+            # Its view was forgotten, for it had no state yet: now it is as any other newcomer.
+            session.standing, session.generation, session.rank = Standing.WAITING, 0, None
+            session.verdict, self.state.last_arrival = None, now
+        session.met = replace(met, generation=session.generation, holds_base=met.holds_base and session.generation > 0)
+        session.catching_up = False
+        self._orders.forget(session)
+        if session.generation:
+            self._leases.count_unseen(now)  # at a change of view nobody vouches for who is not there
+        return self._reconsider(now)
+
+    def _finish(self, now: float, event: FinishedLine) -> list[Effect]:
+        session = self.state.sessions.get(event.member_id)
+        if session is None:
+            return []
+        session.heard = session.lease_from = now
+        if self.state.finished is not None:
+            return [PushFinished(session.member_id, self.state.finished)]
+        if event.generation != session.generation or self.state.view is None or self.state.view.base is None:
+            return []
+        self.state.finished = event.step
+        effects: list[Effect] = [StoreFinished(event.step)]
+        effects += [PushFinished(member_id, event.step) for member_id in self.state.sessions]
+        return effects + self._reconsider(now)
+
+    def _drain(self, now: float, event: DrainAsked) -> list[Effect]:
+        effects: list[Effect] = []
+        for member_id in event.member_ids:
+            if (session := self.state.sessions.get(member_id)) is not None:
+                session.draining = event.reason
+                effects.append(PushDrain(member_id, event.reason))
+        return effects + self._reconsider(now)
+
+    def _restart(self, now: float) -> list[Effect]:
+        """The operator's word counts as each member's own."""
+        effects: list[Effect] = []
+        if self.state.finished is not None:
+            self.state.finished = None
+            effects.append(StoreFinished(None))
+        ending = Ending("was taken for dead by the operator (paceline restart)", orderly=False)
+        view = self.state.view
+        if view is not None:
+            effects += self._lose(now, [(session, ending) for session in self.state.present()])
+            for rank, known in list(self.state.endings.items()):
+                if not known.sure:
+                    effects += self._mark(rank, ending)
+        return effects + self._reconsider(now)
+
+    # Views ------------------------------------------------------------------------------------------------------------
+
+    def _reconsider(self, now: float, newcomer: Session | None = None) -> list[Effect]:
+        """Asks the policy again; every event that may change its mind ends here."""
+        effects: list[Effect] = []
+        view = self.state.view
+        if view is not None and self._line_is_over(view):
+            effects += self._forget_view(view)
+        self.decision = decide(now, self.state, self._settings.settle_time)
+        meeting = self.decision.meeting
+        if meeting is not None and meeting.over:
+            effects += self._begin_anew(now)
+            self.decision = decide(now, self.state, self._settings.settle_time)
+            meeting = self.decision.meeting
+        if self.decision.members is not None:
+            return effects + self._form(self.decision.members, meeting)
+        if self.state.forming is not None:  # the view will say more
+            return effects
+        effects += self._orders.give(self.decision)
+        if meeting is not None and meeting.dismissed:
+            effects += self._dismiss(meeting.dismissed, last=True)
+        return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
+
+    def _line_is_over(self, view: View) -> bool:
+        """True if all members of the view have gone, and none that may hold a state is merely silent."""
+        endings = self.state.endings
+        if len(endings) < len(view.seats):
+            return False
+        return view.base is None or all(ending.sure for ending in endings.values())
+
+    def _who_wait(self) -> list[Session]:
+        met = [s for s in self.state.present() if s.has_met and s.stream is not None] if self.state.view else []
+        return self.state.candidates() + met
+
+    def _forget_view(self, view: View) -> list[Effect]:
+        self.state.view, self._barriers = None, None
+        self.state.endings.clear()
+        self._evidence.clear()
+        return [ForgetView(view.generation)]
+
+    def _begin_anew(self, now: float) -> list[Effect]:
+        """The line is over: its last members are newcomers to the next, but for those that hold nothing."""
+        view = self.state.view
+        assert view is not None
+        effects: list[Effect] = []
+        for session in self.state.present():
+            assert session.met is not None
+            if session.met.tag is None:
+                text = (
+                    "all who held the state of the job have ended, and this worker's own was not whole: start it again"
+                )
+                effects += self._end(session, Ending("held no state", orderly=False), SessionEnded(text))
+                continue
+            session.standing, session.generation, session.rank = Standing.WAITING, 0, None
+            session.verdict, self.state.last_arrival = None, now
+            session.met = replace(session.met, generation=0, holds_base=False)
+        return effects + self._forget_view(view)
+
+    def _dismiss(self, sessions: tuple[Session, ...], *, last: bool) -> list[Effect]:
+        for session in sessions:
+            session.standing = Standing.DISMISSED
+        return [PushDismissed(session.member_id, last) for session in sessions]
+
+    def _form(self, members: tuple[Session, ...], meeting: Meeting | None) -> list[Effect]:
+        shown = max(session.generation_floor for session in self.state.sessions.values())
+        self.state.generation = max(self.state.generation, shown) + 1
+        seats = tuple(
+            Seat(rank, s.member_id, s.token_sha256, s.process, s.address, s.arrival) for rank, s in enumerate(members)
+        )
+        explicit = members[0].claimed_rank is not None
+        view = View(self.state.generation, members[0].settings, explicit, seats)
+        if meeting is not None:
+            view = replace(view, base=meeting.base, newcomers=meeting.newcomers, manifest=meeting.manifest)
+        self.state.forming = view
+        self._gone_meanwhile.clear()
+        return [StoreView(view)]
+
+    def _view_stored(self, now: float, generation: int) -> list[Effect]:
+        view = self.state.forming
+        if view is None or view.generation != generation:
+            return []
+        self.state.forming = None
+        sessions = [self.state.sessions.get(seat.member_id) for seat in view.seats]
+        attached = [session for session in sessions if session is not None and session.stream is not None]
+        if view.base is None and len(attached) < len(view.seats):
+            # Somebody went meanwhile: the number is used up, nobody has heard of it. A line's view is not given up like
+            # that: on the disk it has replaced the one before, whose members would be forgotten.
+            return [ForgetView(generation), *self._reconsider(now)]
+        there = self.state.present() if self.state.view is not None else []
+        leavers = tuple(s for s in there if s not in sessions and s.met is not None and s.met.leaving)
+        self.state.view, self.state.verdict, self.state.vouched_at = view, None, now
+        self.state.endings.clear()
+        self._evidence.clear()
+        self._orders.clear()
+        self._barriers = Barriers(view, self._settings.max_open_barriers)
+        effects: list[Effect] = []
+        for rank, session in enumerate(sessions):
+            if session is not None:
+                session.standing, session.rank = Standing.IN_VIEW, rank
+                session.generation = session.last_generation = generation
+                session.verdict, session.met, session.progress = None, None, Progress()
+                effects.append(PushView(session.member_id, view, rank))
+        effects += self._dismiss(leavers, last=False)
+        missing = {
+            rank: self._gone_meanwhile[view.seats[rank].member_id] for rank, s in enumerate(sessions) if s is None
+        }
+        for rank, ending in missing.items():
+            effects += self._mark(rank, replace(ending, orderly=False))
+        if missing:
+            effects += self._void(self._evidence.judge(now, {rank: ending.how for rank, ending in missing.items()}))
+        return effects + self._reconsider(now)
+
+    def _store_failed(self, now: float, event: StoreFailed) -> list[Effect]:
+        if self.state.forming is None or self.state.forming.generation != event.generation:
+            return []
+        self.state.forming = None
+        self.state.storage_trouble = event.text
+        self._retry_at = now + _STORE_RETRY
+        return self._reconsider(now)

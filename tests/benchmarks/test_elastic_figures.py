@@ -1,0 +1,135 @@
+"""What a fault costs, and what being ready for it costs while there is none: in real processes."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.testing import coordinator
+from support.elastic.cluster import Cluster, Trainer, cluster
+from support.processes import workers
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
+
+HIDDEN = 43_000
+"""Neurons: with Adam's two moments 10.3 MB of state in float64."""
+
+
+def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None:
+    """20 times in one job: SIGKILL of one of four, then a new worker. From the kill to the next commit."""
+    kills: list[float] = []
+    joins: list[float] = []
+    with cluster(tmp_path, least=2, total=100_000, hidden=HIDDEN) as c:
+        c.start(4)
+        for n in range(20):
+            _wait_for_world(c, 4)
+            victim = _alive(c)[n % 4]
+            survivors = [trainer for trainer in _alive(c) if trainer is not victim]
+            before = max(t.of("attempt")[-1]["generation"] for t in survivors)
+            at = time.monotonic()
+            victim.signal(signal.SIGKILL)
+            c.wait_until(lambda s=survivors, g=before: all(_commit_after(t, g) for t in s), "all go on")
+            kills.append(max(_commit_after(t, before) for t in survivors) - at)
+            (newcomer,) = c.start(1)
+            connecting = time.monotonic()
+            c.wait_until(lambda t=newcomer: bool(t.of("committed")), "the newcomer's first commit")
+            joins.append(newcomer.of("committed")[0]["at"] - connecting)
+        assert sum(c.redone().values()) <= 20, "at most one step redone for each fault"
+    _report("SIGKILL to the next committed step", kills, 0.15, 0.5)
+    _report("newcomer: from connecting to its first committed step", joins, 0.5, 1.5)
+
+
+def test_a_freeze(tmp_path: Path) -> None:
+    """SIGSTOP of one of four, failure_timeout 1 s: from the freeze to the next committed step."""
+    freezes: list[float] = []
+    with cluster(tmp_path, least=2, total=100_000, failure_timeout=1.0) as c:
+        c.start(4)
+        for n in range(8):
+            _wait_for_world(c, 4)
+            victim = _alive(c)[n % 4]
+            others = [trainer for trainer in _alive(c) if trainer is not victim]
+            before = max(t.of("attempt")[-1]["generation"] for t in others)
+            at = time.monotonic()
+            victim.signal(signal.SIGSTOP)
+            c.wait_until(lambda s=others, g=before: all(_commit_after(t, g) for t in s), "all go on")
+            freezes.append(max(_commit_after(t, before) for t in others) - at - 1.0)
+            victim.signal(signal.SIGCONT)
+    _report("SIGSTOP to the next committed step, beyond failure_timeout", freezes, 0.5, 1.0)
+
+
+def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
+    """W=2: a step of `session.steps` and the same without it, turn and turn about in one run."""
+    code = """
+    rng = np.random.default_rng(0)
+    model = paceline.nn.Sequential(*[paceline.nn.Linear(512, 512, rng=rng) for _ in range(10)])
+    x = rng.standard_normal((64, 512)).astype(np.float32)
+    times = {"elastic": [], "plain": []}
+    with paceline.join() as session:
+        ddp = paceline.DDP(model, session.group)
+        optimizer = paceline.optim.SGD(model, lr=1e-9, momentum=0.9)
+        state = paceline.TrainState(model=model, optimizer=optimizer)
+        bare = type(optimizer).step
+        def one(update):
+            y = ddp(x)
+            optimizer.zero_grad()
+            ddp.backward(y)
+            update()
+        start = time.perf_counter()
+        for step in session.steps(state, total=400):
+            with step:
+                one(optimizer.step)
+            now = time.perf_counter()
+            times["elastic"].append(now - start)
+            one(lambda: bare(optimizer))
+            start = time.perf_counter()
+            times["plain"].append(start - now)
+        emit("facts", **{kind: values[20:] for kind, values in times.items()})
+    """
+    with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
+        found = [worker.expect("facts", timeout=200.0) for worker in started]
+        assert [worker.wait() for worker in started] == [0, 0]
+    for facts in found:
+        elastic, plain = np.array(facts["elastic"]), np.array(facts["plain"])
+        extra = float(np.median(elastic - plain))
+        print(
+            f"\nstep at W=2: plain {1e3 * np.median(plain):.2f} ms, elastic {1e3 * np.median(elastic):.2f} ms, "
+            f"paired difference {1e3 * extra:.3f} ms ({extra / np.median(plain):.1%})"
+        )
+        assert extra <= max(1e-4, 0.01 * float(np.median(plain)))
+
+
+def _alive(c: Cluster) -> list[Trainer]:
+    return [trainer for trainer in c.trainers if trainer.process.poll() is None]
+
+
+def _wait_for_world(c: Cluster, size: int) -> None:
+    """Until all who live have been in a view of that size for some steps."""
+
+    def settled() -> bool:
+        views = [t.of("view")[-1] for t in _alive(c) if t.of("view")]
+        if len(views) < size or {v["size"] for v in views} != {size} or len({v["generation"] for v in views}) != 1:
+            return False
+        return all(_commit_after(t, views[0]["generation"] - 1) for t in _alive(c))
+
+    c.wait_until(settled, f"a world of {size}")
+
+
+def _commit_after(trainer: Trainer, generation: int) -> Any:
+    """When this member heard of a commit in a generation after that one; None for not yet."""
+    began = next((e["at"] for e in trainer.of("attempt") if e["generation"] > generation), None)
+    if began is None:
+        return None
+    return next((e["at"] for e in trainer.of("committed")[-2000:] if e["at"] > began), None)
+
+
+def _report(what: str, seconds: list[float], p50: float, p99: float) -> None:
+    middle, worst = statistics.median(seconds), float(np.percentile(seconds, 99))
+    print(f"\n{what}: p50 {1e3 * middle:.0f} ms, p99 {1e3 * worst:.0f} ms of {len(seconds)}")
+    assert middle <= p50, f"{what}: p50 {middle:.3f} s, at most {p50} s"
+    assert worst <= p99, f"{what}: p99 {worst:.3f} s, at most {p99} s"

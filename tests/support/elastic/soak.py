@@ -1,0 +1,58 @@
+"""A long job in a storm of faults, and what must be true of it afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from support.elastic.afterwards import check_commits, check_exits, check_weights, undone_generations
+from support.elastic.cluster import cluster
+from support.elastic.storm import FAILURE_TIMEOUT, MOST, Storm
+
+__all__ = ["soak"]
+
+_MODEL_SEED = 5
+_PACE = 0.04
+
+
+def soak(seconds: float, seed: int, folder: Path, say: Callable[[str], None]) -> None:
+    """Trains for so long while workers and the coordinator fail, and checks everything.
+
+    Args:
+        seconds: how long.
+        seed: of the faults.
+        folder: for the state file; on a failure everything that was told is in trace.txt there.
+        say: where lines for people go.
+
+    Raises:
+        AssertionError: something was not as promised; the text has the seed and the faults.
+    """
+    start = time.monotonic()
+    with cluster(
+        folder, least=1, most=MOST + 2, total=1 << 30, failure_timeout=FAILURE_TIMEOUT, pace=_PACE,
+        model_seed=_MODEL_SEED, log=True,
+    ) as c:  # fmt: skip
+        storm = Storm(c, seed, say)
+        try:
+            c.start(4)
+            c.wait_for_step(5)
+            storm.blow(seconds)
+            storm.calm()
+            c.wait(30)
+            check_exits(c)
+            last = check_weights(c, _MODEL_SEED)
+            check_commits(c)
+            c.check_samples(last)
+            undone = undone_generations(c)
+            assert len(undone) <= storm.harm, f"{len(undone)} steps were redone, but {storm.harm} faults: {undone}"
+        except BaseException as error:
+            logs = "".join(f"=== log of {trainer.pid}\n{trainer.stderr}" for trainer in c.trainers)
+            (folder / "trace.txt").write_text(f"{c}\n{logs}")
+            faults = "\n".join(storm.done)
+            say(f"FAILED with seed {seed}; everything that was told is in {folder}/trace.txt")
+            raise AssertionError(f"seed {seed}: {error}\nfaults:\n{faults}") from error
+        say(
+            f"seed {seed}: {len(storm.done)} faults in {time.monotonic() - start:.0f} s, {last} steps in "
+            f"{max(c.line().values())} generations, {len(undone)} redone; the longest pause was {storm.longest:.1f} s"
+        )

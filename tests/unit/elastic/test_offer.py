@@ -1,0 +1,237 @@
+"""A state as chunks: what is given is what arrives, whatever the arrays; and what a liar describes does no harm."""
+
+from __future__ import annotations
+
+import json
+import threading
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.checkpoint.tag import Tag
+from paceline.elastic import offer
+from paceline.elastic.offer import HASH_BYTES, Content, Description, Shelf
+from paceline.errors import PacelineError, SizeMismatch
+
+CHUNK = 64
+TAG = Tag(3, 7)
+
+dtypes = st.sampled_from([np.float64, np.float32, np.int8, np.bool_, np.complex128, ml_dtypes.bfloat16])
+shapes = st.sampled_from([(), (0,), (3, 0, 2), (1,), (5,), (3, 4), (2, 3, 4), (64,), (65,), (0, 1)])
+layouts = st.sampled_from(["C", "F", "sliced"])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer, "CHUNK_BYTES", CHUNK)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> dict[str, Any]:
+    found = {}
+    for n in range(draw(st.integers(0, 5))):
+        dtype, shape, layout = draw(dtypes), draw(shapes), draw(layouts)
+        seed = draw(st.integers(0, 99))
+        array = np.random.default_rng(seed).integers(0, 100, shape).astype(dtype)
+        if layout == "F":
+            array = np.asfortranarray(array)
+        elif layout == "sliced" and shape:
+            array = np.repeat(array, 2, axis=-1)[..., ::2]
+        found[f"a{n}"] = array
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and a[k].tobytes() == b[k].tobytes() for k in a
+    )
+
+
+def described(content: Content) -> Description:
+    """As it arrives."""
+    sent = Description.of(content)
+    return Description.from_json(sent.to_json(), sent.hashes, 1 << 20)
+
+
+@given(given_arrays=arrays(), own=arrays())
+@settings(deadline=None, max_examples=40)
+def test_what_is_given_arrives_and_only_what_differs_travels(given_arrays: Any, own: Any) -> None:
+    content = Content.of({"x": given_arrays, "n": 1})
+    assert content.size == sum(array.nbytes for array in given_arrays.values())
+    assert content.chunks == -(-content.size // CHUNK)
+    assert b"".join(content.read(n) for n in range(content.chunks)) == b"".join(
+        array.tobytes() for array in given_arrays.values()
+    )
+    description = described(content)
+    taken = description.allocate(Content.of({"x": own}).arrays)
+    travelled = [n for n in range(content.chunks) if taken.hash(n) != description.hash(n)]
+    for chunk in travelled:
+        taken.write(chunk, content.read(chunk))
+    assert same(taken.tree()["x"], given_arrays)
+    assert taken.tree()["n"] == 1
+    again = description.allocate(content.arrays)
+    assert all(again.hash(n) == description.hash(n) for n in range(content.chunks)), "what is alike stays"
+
+
+def test_a_member_keeps_its_own_until_all_is_there() -> None:
+    mine = {"a": np.ones(3), "b": np.ones(2, int)}
+    taken = described(Content.of({"a": np.zeros(3), "b": np.zeros(2)})).allocate(mine)
+    for chunk in range(taken.chunks):
+        taken.write(chunk, bytes(len(taken.read(chunk))))
+    assert mine["a"].tolist() == [1] * 3
+    assert not taken.arrays["a"].any()
+
+
+@pytest.mark.parametrize("length", [0, 1, CHUNK - 1, CHUNK + 1, 200])
+def test_chunk_of_another_length(length: int) -> None:
+    content = Content.of({"a": np.zeros(CHUNK + 8, np.uint8)})
+    with pytest.raises(SizeMismatch, match="chunk 0 of a state has"):
+        content.write(0, b"1" * length)
+
+
+def test_live_arrays_are_read_where_they_lie() -> None:
+    array, scalar = np.zeros(4), np.zeros(())
+    content = Content.of({"a": array, "s": scalar})
+    array[0], scalar[()] = 1, 2
+    assert content.read(0) == array.tobytes() + scalar.tobytes()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("float32"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.just("$array"), inner),
+    max_leaves=12,
+)
+
+
+@given(arrays=json_values, skeleton=json_values, hashes=st.binary(max_size=40))
+@settings(deadline=None, max_examples=80)
+def test_any_json_is_a_description_or_refused(arrays: Any, skeleton: Any, hashes: bytes) -> None:
+    for value in ({"arrays": arrays, "skeleton": skeleton}, arrays):
+        try:
+            found = Description.from_json(json.dumps(value).encode(), hashes, 1 << 16)
+        except ValueError:
+            continue
+        found.allocate({}).tree()
+
+
+HUGE = 1 << 45
+HOSTILE = [
+    b"",
+    b"\xff\xfe",
+    b"[" * 200_000,
+    b'{"arrays": ' + b"[" * 200_000,
+    b"9" * 5000,
+    b"null",
+    b"[]",
+    b'{"arrays": []}',
+    b'{"skeleton": 1}',
+    *(
+        json.dumps({"skeleton": None, "arrays": listed}).encode()
+        for listed in (
+            [["a", "float32", [HUGE]]],
+            [["a", "float32", [1 << 30, 1 << 30]]],
+            [["a", "float32", [0, 1 << 44, 1 << 44]]],
+            [["a", "float32", [1] * 33]],
+            [["a", "float32", [-1]]],
+            [["a", "float32", [True]]],
+            [["a", "float32", [1.0]]],
+            [["a", "float32", "33"]],
+            [["a", "object", [1]]],
+            [["a", "O", [1]]],
+            [["a", ["float32"], [1]]],
+            [["a", "float32", [0]], ["a", "float32", [0]]],
+            [[3, "float32", [0]]],
+            [["a", "float32"]],
+            {"a": 1},
+            "abc",
+            5,
+        )
+    ),
+    *(
+        json.dumps({"skeleton": skeleton, "arrays": []}).encode()
+        for skeleton in (
+            {"$array": "a"}, {"$array": []}, {"$float": "x"}, {"$odd": 1}, {"$dict": [[[], 1]]}, {"$a": 1, "b": 2}
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=lambda data: data[:40].decode("latin-1"))
+def test_hostile_descriptions_are_refused_and_take_little_memory(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError):
+            Description.from_json(data, b"", 1 << 62)
+        assert tracemalloc.get_traced_memory()[1] < 32 * len(data) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_description_of_more_than_is_believed_or_of_other_hashes() -> None:
+    sent = Description.of(Content.of({"a": np.zeros(100)}))
+    assert len(sent.hashes) == 13 * HASH_BYTES
+    with pytest.raises(ValueError, match="not to be believed"):
+        Description.from_json(sent.to_json(), sent.hashes, 799)
+    with pytest.raises(ValueError, match="bytes of hashes"):
+        Description.from_json(sent.to_json(), sent.hashes[1:], 800)
+
+
+def test_shelf_gives_what_is_offered_under_its_tag() -> None:
+    shelf, content = Shelf(), Content.of({"a": np.arange(20.0)})
+    with pytest.raises(PacelineError, match="does not hold the state g00000003-s0000000007 now"):
+        shelf.describe(TAG)
+    shelf.offer(TAG, content)
+    description = shelf.describe(TAG)
+    assert shelf.describe(TAG) is description, "hashes are computed once"
+    assert shelf.read(TAG, 2) == content.read(2)
+    for chunk in (-1, 3):
+        with pytest.raises(PacelineError, match="there is no chunk"):
+            shelf.read(TAG, chunk)
+    with pytest.raises(PacelineError, match="does not hold"):
+        shelf.read(Tag(3, 8), 0)
+    shelf.offer(Tag(4, 8), Content.of({"a": np.zeros(1)}))
+    with pytest.raises(PacelineError, match="does not hold"):
+        shelf.describe(TAG)
+    assert shelf.describe(Tag(4, 8)) is not description
+
+
+@pytest.mark.parametrize("what", ["read", "describe"])
+@pytest.mark.parametrize("then", ["withdraw", "offer"])
+def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow(Content):
+        def read(self, chunk: int) -> bytes:
+            reading.set()
+            assert go_on.wait(10)
+            return super().read(chunk)
+
+        def hash(self, chunk: int) -> bytes:
+            reading.set()
+            assert go_on.wait(10)
+            return super().hash(chunk)
+
+    shelf, outcome = Shelf(), []
+    shelf.offer(TAG, Slow.of({"a": np.zeros(4)}))
+
+    def read() -> None:
+        try:
+            outcome.append(shelf.read(TAG, 0) if what == "read" else shelf.describe(TAG))
+        except PacelineError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert reading.wait(10)
+    if then == "withdraw":
+        shelf.withdraw()
+    else:
+        shelf.offer(TAG, Content.of({"a": np.ones(4)}))
+    go_on.set()
+    thread.join(10)
+    assert outcome == [f"the state {TAG} is no more"]

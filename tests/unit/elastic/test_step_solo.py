@@ -1,0 +1,290 @@
+"""`session.steps` in a world of one: what a step tells, what counts, what is undone, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.elastic.solo import BATCH, ENVIRONMENT, SAMPLES, Training, fail, undisturbed
+
+import paceline
+from paceline.errors import PeerLost, StepOrderError, StepVoid, UnsupportedOp
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
+    with paceline.join() as joined:
+        yield joined
+
+
+def test_what_a_step_tells(session: Any) -> None:
+    training, told = Training(), []
+    for step in session.steps(training.state, total=4, seed=7):
+        assert not step.applied
+        with step:
+            training.compute(step.indices)
+            training.optimizer.step()
+        assert step.applied
+        assert (step.rank, step.world, step.attempt, step.weight, step.lr_scale) == (0, 1, 1, 1.0, 1.0)
+        assert step.indices.tolist() == training.sampler.batch(step.number - 1).tolist()
+        assert step.rng.random() == np.random.default_rng([7, step.number, 0]).random()
+        assert step.rng_for(5).random() != step.rng_for(6).random()
+        told.append(step.number)
+    assert told == [1, 2, 3, 4]
+    assert training.state.step == 4
+    assert training.notes["seen"] == 4
+    np.testing.assert_array_equal(training.weights, undisturbed(4))
+
+
+def test_equals_training_without_it(session: Any) -> None:
+    training, plain = Training().run(session, 7), Training()
+    for step in range(7):
+        plain.compute(plain.sampler.batch(step))
+        plain.optimizer.step()
+    np.testing.assert_array_equal(training.weights, plain.weights)
+
+
+def test_commits_are_told_once_and_in_order(session: Any) -> None:
+    events: list[Any] = []
+    session.on_commit(events.append)
+    training = Training()
+    for step in session.steps(training.state, total=3):
+        with step:
+            if step.number == 2 and step.attempt == 1:
+                fail(session)
+            training.compute(step.indices)
+            training.optimizer.step()
+        events.append(("applied" if step.applied else "undone", step.number))
+    assert events == [("applied", 1), ("undone", 2), 1, ("applied", 2), 2, ("applied", 3), 3]
+
+
+def test_failed_step_is_undone_and_comes_again(session: Any) -> None:
+    views: list[int] = []
+    session.on_view(lambda: views.append(session.generation))
+    training, tried = Training(), []
+    for step in session.steps(training.state, total=3):
+        with step:
+            training.compute(step.indices)
+            if step.number == 2 and step.attempt < 3:
+                fail(session)
+            training.optimizer.step()
+        tried.append((step.number, step.attempt, step.applied, step.generation))
+        if not step.applied:
+            assert isinstance(step.cause, PeerLost)
+            assert training.notes["seen"] == 1
+            assert training.model.weight.grad is None
+    assert tried == [(1, 1, True, 2), (2, 1, False, 2), (2, 2, False, 3), (2, 3, True, 4), (3, 1, True, 4)]
+    assert views == [2, 3, 4]
+    np.testing.assert_array_equal(training.weights, undisturbed(3))
+
+
+def test_failure_behind_the_gate_undoes_nothing(session: Any) -> None:
+    training, tried = Training(), []
+    for step in session.steps(training.state, total=2):
+        with step:
+            training.compute(step.indices)
+            training.optimizer.step()
+            if step.number == 1:
+                fail(session)
+        tried.append((step.number, step.applied))
+    assert tried == [(1, True), (2, True)]
+
+
+def test_step_that_fails_five_times_is_void(session: Any) -> None:
+    training = Training()
+
+    def failing(step: Any) -> None:
+        fail(session, f"loss {step.attempt}")
+        training.train(step)
+
+    with pytest.raises(StepVoid, match="step 1 failed 5 times in a row") as caught:
+        training.run(session, 2, inside=failing)
+    attempts = [step.attempt for step in training.steps]
+    assert attempts == [1, 2, 3, 4, 5]
+    assert all(f"PeerLost: loss {n}" in str(caught.value) for n in attempts)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, ArithmeticError])
+def test_error_of_the_blocks_own_is_raised_and_the_step_undone(session: Any, kind: type[BaseException]) -> None:
+    training = Training()
+    before = training.weights
+
+    def raising(step: Any) -> None:
+        training.compute(step.indices)
+        raise kind("mine")
+
+    with pytest.raises(kind, match="mine"):
+        training.run(session, 2, inside=raising)
+    np.testing.assert_array_equal(training.weights, before)
+    assert training.notes["seen"] == 0
+    assert training.model.weight.grad is None
+    assert training.state.step == 0
+    training.optimizer.step()  # the gate is gone
+
+
+def test_interrupt_within_the_update(session: Any) -> None:
+    training = Training()
+
+    def halt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    training.optimizer._update = halt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        training.run(session, 2)
+    (step,) = training.steps
+    assert step.spoiled
+    assert not step.applied
+    assert training.state.step == 0
+
+
+def test_step_without_an_update_counts(session: Any) -> None:
+    training = Training()
+    applied = []
+    for step in session.steps(training.state, total=3):
+        with step:
+            if step.number == 2:
+                continue
+            training.compute(step.indices)
+            training.optimizer.step()
+        applied.append(step.applied)
+    assert applied == [True, True]
+    assert training.state.step == 3
+
+
+def test_update_outside_of_a_step(session: Any) -> None:
+    training = Training()
+    steps = session.steps(training.state, total=3)
+    step = next(steps)
+    with pytest.raises(StepOrderError, match=r"outside of a step: call it inside `with step:`"):
+        training.optimizer.step()
+    with step:
+        training.optimizer.step()
+        training.optimizer.step()  # two of them are one update
+    next(steps)
+    with pytest.raises(StepOrderError, match="outside of a step"):
+        training.optimizer.step()
+    steps.close()
+
+
+def test_collective_behind_the_gate(session: Any) -> None:
+    training = Training()
+
+    def reduce_behind(step: Any) -> None:
+        session.group.all_reduce(np.ones(1))
+        training.optimizer.step()
+        session.group.all_reduce(np.ones(1))
+
+    with pytest.raises(StepOrderError, match=r"a collective after optimizer\.step\(\)"):
+        training.run(session, 3, inside=reduce_behind)
+    assert [step.applied for step in training.steps] == [True]
+
+
+def test_collectives_between_the_steps(session: Any) -> None:
+    training = Training()
+    for step in session.steps(training.state, total=3):
+        with step:
+            training.optimizer.step()
+        assert session.group.all_reduce(np.ones(2)).tolist() == [1, 1]
+
+
+def test_step_that_is_not_entered(session: Any) -> None:
+    steps = session.steps(Training().state, total=3)
+    next(steps)
+    with pytest.raises(StepOrderError, match="step 1 was not entered"):
+        next(steps)
+
+
+def test_one_line_at_a_time_and_another_after_it(session: Any) -> None:
+    training = Training()
+    steps = session.steps(training.state, total=2)
+    next(steps)
+    with pytest.raises(StepOrderError, match="running already"):
+        session.steps(Training().state, total=2)
+    steps.close()
+
+
+def test_a_second_line_after_the_first(session: Any) -> None:
+    training = Training()
+    training.run(session, 2)
+    training.run(session, 5)
+    assert training.state.step == 5
+    np.testing.assert_array_equal(training.weights, undisturbed(5))
+
+
+def test_nothing_left_to_do(session: Any) -> None:
+    training = Training()
+    training.state.step = 9
+    assert list(session.steps(training.state, total=9)) == []
+
+
+def test_batches_that_grow_with_the_world(session: Any) -> None:
+    training = Training(paceline.ElasticSampler(SAMPLES, per_rank_batch=BATCH))
+    sizes = []
+    for step in session.steps(training.state, total=4):
+        with step:
+            assert step.lr_scale == 1.0  # the world's size
+            sizes.append(len(step.indices))
+    assert sizes == [4, 4, 2, 4]
+    assert training.sampler.state_dict() == {"epoch": 1, "offset": 4}
+
+
+def test_without_a_sampler(session: Any) -> None:
+    for step in session.steps(paceline.TrainState(notes={"n": 1}), total=1):
+        with step:
+            for name in ("indices", "weight", "lr_scale"):
+                with pytest.raises(UnsupportedOp, match="no sampler"):
+                    getattr(step, name)
+    assert step.applied
+
+
+def test_bad_arguments(session: Any) -> None:
+    for settings in ({"total": 0}, {"total": 1, "seed": -1}, {"total": 1, "checkpoint_every": 1}):
+        with pytest.raises(ValueError, match=r"want total|checkpoint_every"):
+            session.steps(Training().state, **settings)
+    with pytest.raises(UnsupportedOp, match="is a set"):
+        session.steps(paceline.TrainState(notes={"n": {1}}), total=1)
+    assert Training().run(session, 1).state.step == 1
+
+
+def test_retry_runs_a_block_again(session: Any) -> None:
+    training, numbers, steps = Training(), [], []
+    for step in session.steps(training.state, total=3):
+        with step:
+            training.compute(step.indices)
+            training.optimizer.step()
+        steps.append((step.number, step.attempt, step.generation))
+        for attempt in session.retry():
+            with attempt:
+                if step.number == 2 and attempt.number < 3:
+                    fail(session)
+                assert session.group.all_reduce(np.ones(1)) == 1
+                numbers.append((step.number, attempt.number))
+    assert numbers == [(1, 1), (2, 3), (3, 1)]
+    assert steps == [(1, 1, 2), (2, 1, 2), (3, 1, 4)]
+
+
+def retried(session: Any, block: Callable[[], None]) -> None:
+    for attempt in session.retry():
+        with attempt:
+            block()
+
+
+def test_retry_raises_an_error_of_the_blocks_own(session: Any) -> None:
+    def block() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        retried(session, block)
+
+
+def test_retry_outside_of_a_line_raises_what_happened(session: Any) -> None:
+    def block() -> None:
+        fail(session)
+        session.group.all_reduce(np.ones(1))
+
+    with pytest.raises(PeerLost, match="gone"):
+        retried(session, block)

@@ -1,0 +1,229 @@
+"""A state taken from members over real sockets: from all at once, whoever dies, lies, keeps silent or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline._loop import loop_thread
+from paceline.checkpoint.tag import Tag
+from paceline.elastic import offer
+from paceline.elastic.offer import Content, Shelf
+from paceline.elastic.take import get_manifest, take_state
+from paceline.errors import LinkUnavailable, PacelineError
+from paceline.links.base import Peer
+from paceline.links.grpc_door import Door
+
+JOB, TAG = "job", Tag(2, 5)
+PATIENCE = 8.0
+SHORT = 0.5
+"""Patience with one that keeps silent."""
+CHUNKS = 40
+
+
+class Donor(Shelf):
+    """A member with a door.
+
+    Attributes:
+        asked: chunks that were asked of it.
+        befalls: called with the number of the request before a chunk is given; may change what is.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.befalls: Callable[[int], Any] = lambda count: None
+        self.door = Door(JOB)
+        port = loop_thread().run(self.door.start("127.0.0.1", 0))
+        self.door.window.member_id = f"member-{rank}"
+        self.door.window.source = self
+        self.peer = Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{port}", 100 + rank)
+
+    def read(self, tag: Tag, chunk: int) -> bytes:
+        self.asked.append(chunk)
+        instead = self.befalls(len(self.asked))
+        return super().read(tag, chunk) if instead is None else instead
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    rng = np.random.default_rng(int(value))
+    return {"w": rng.standard_normal(CHUNKS * 8 - 3), "n": value}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer, "CHUNK_BYTES", 64)
+
+
+@contextmanager
+def donors(count: int, tree: Any = None) -> Iterator[list[Donor]]:
+    with ExitStack() as stack:
+        made = []
+        for rank in range(count):
+            donor = Donor(rank)
+            stack.callback(lambda door=donor.door: loop_thread().run(door.close(0.0)))
+            donor.offer(TAG, Content.of(state() if tree is None else tree))
+            made.append(donor)
+        yield made
+
+
+def take(givers: list[Donor], own: Any = None, patience: float = PATIENCE) -> Any:
+    content = Content.of(state(7) if own is None else own)
+    peers = [giver.peer for giver in givers]
+    taken = loop_thread().run(asyncio.wait_for(take_state(JOB, TAG, peers, content, patience), 10))
+    return taken.tree()
+
+
+def test_all_give_some_of_it() -> None:
+    with donors(3) as givers:
+        own = state(7)
+        kept = own["w"].copy()
+        np.testing.assert_equal(take(givers, own), state())
+        assert sorted(chunk for giver in givers for chunk in giver.asked) == list(range(CHUNKS))
+        assert all(giver.asked for giver in givers)
+        np.testing.assert_array_equal(own["w"], kept)
+
+
+def test_nothing_travels_when_states_are_alike() -> None:
+    with donors(2) as givers:
+        np.testing.assert_equal(take(givers, state()), state())
+        assert not any(giver.asked for giver in givers)
+
+
+def test_only_what_differs_travels() -> None:
+    with donors(1) as givers:
+        own = state()
+        own["w"][100] += 1
+        np.testing.assert_equal(take(givers, own), state())
+        assert givers[0].asked == [12]
+
+
+def test_state_without_arrays() -> None:
+    with donors(1, {"n": 3, "e": np.zeros((0, 2))}) as givers:
+        np.testing.assert_equal(take(givers, {"n": 4}), {"n": 3, "e": np.zeros((0, 2))})
+
+
+def test_one_lies() -> None:
+    with donors(3) as givers:
+        givers[1].befalls = lambda count: bytes(64)
+        np.testing.assert_equal(take(givers), state())
+        assert len(givers[1].asked) <= 16, "a liar is not asked again"
+
+
+def test_one_dies_midway() -> None:
+    with donors(3) as givers:
+        loop = loop_thread().loop
+
+        def die(count: int) -> None:
+            if count == 3:
+                loop.create_task(givers[0].door.close(0.0))  # this is the loop's thread
+                raise PacelineError("dead")
+
+        givers[0].befalls = die
+        np.testing.assert_equal(take(givers), state())
+
+
+def test_one_withdraws_midway() -> None:
+    with donors(2) as givers:
+        givers[0].befalls = lambda count: givers[0].withdraw() if count == 3 else None
+        np.testing.assert_equal(take(givers), state())
+
+
+@contextmanager
+def silent(donor: Donor, monkeypatch: pytest.MonkeyPatch, method: str) -> Iterator[None]:
+    """It answers nothing until the end of the block."""
+    until = threading.Event()
+    original = donor.door.window._check
+
+    async def never(*args: Any) -> Any:
+        await asyncio.to_thread(until.wait, 10)
+        return await original(*args)
+
+    async def at_once(*args: Any) -> Any:
+        return await original(*args)
+
+    calls = 0
+
+    async def check(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return await (never if method == "all" or calls > 1 else at_once)(*args)
+
+    monkeypatch.setattr(donor.door.window, "_check", check)
+    try:
+        yield
+    finally:
+        until.set()
+
+
+def test_one_is_silent_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with donors(2) as givers, silent(givers[0], monkeypatch, "all"):
+        np.testing.assert_equal(take(givers, patience=SHORT), state())
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, 5])
+def test_one_describes_and_gives_nothing(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few chunks it gets all of them, each time it is asked."""
+    with donors(2) as givers, silent(givers[0], monkeypatch, "later"):
+        own = state()
+        own["w"][: chunks * 8] += 1
+        np.testing.assert_equal(take(givers, own, SHORT), state())
+
+
+def test_all_refuse() -> None:
+    with donors(3) as givers:
+        givers[0].withdraw()
+        givers[1].offer(Tag(2, 6), Content.of(state()))
+        loop_thread().run(givers[2].door.close(0.0))
+        with pytest.raises(LinkUnavailable) as caught:
+            take(givers)
+        text = str(caught.value)
+        assert f"nobody gave the state {TAG}" in text
+        assert all(str(giver.peer) in text for giver in givers), text
+        assert text.count("does not hold the state") == 2
+
+
+def test_all_stop_midway() -> None:
+    with donors(2) as givers:
+        for giver in givers:
+            giver.befalls = lambda count: bytes(3) if count > 2 else None
+        with pytest.raises(LinkUnavailable, match="nobody gave the rest") as caught:
+            take(givers)
+        assert all(str(giver.peer) in str(caught.value) for giver in givers)
+
+
+def test_nobody_to_ask() -> None:
+    with pytest.raises(LinkUnavailable, match="nobody gave"):
+        take([])
+
+
+def test_state_larger_than_this_models_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with donors(1) as givers:
+        monkeypatch.setattr(givers[0], "describe", lambda tag: Huge())
+        with pytest.raises(LinkUnavailable, match="not to be believed"):
+            take(givers)
+
+
+class Huge:
+    hashes = b""
+
+    def to_json(self) -> bytes:
+        return b'{"skeleton": null, "arrays": [["w", "float32", [1000000000]]]}'
+
+
+def test_manifest() -> None:
+    with donors(1) as givers:
+        givers[0].manifest = b"what it trains"
+        assert loop_thread().run(get_manifest(JOB, givers[0].peer, PATIENCE)) == b"what it trains"
+        stranger = Peer(0, "somebody else", "h", givers[0].peer.address)
+        with pytest.raises(PacelineError, match="this is member member-0"):
+            loop_thread().run(get_manifest(JOB, stranger, PATIENCE))
+        loop_thread().run(givers[0].door.close(0.0))
+        with pytest.raises(PacelineError):
+            loop_thread().run(get_manifest(JOB, givers[0].peer, 0.05))

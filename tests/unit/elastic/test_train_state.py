@@ -1,0 +1,276 @@
+"""All that training changes: undone, saved, compared and guarded as one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.elastic.fakes import Counter, ForeignModel, ForeignOptimizer, Gate, Normed, framework
+
+import paceline
+from paceline.elastic.state import TrainState
+from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.testing import run_ranks
+
+
+def make(seed: int = 0, **more: Any) -> tuple[TrainState, Normed, paceline.optim.Adam]:
+    model = Normed(seed)
+    optimizer = paceline.optim.Adam(model, lr=0.1)
+    sampler = paceline.ElasticSampler(20, global_batch=6)
+    return TrainState(model=model, optimizer=optimizer, sampler=sampler, **more), model, optimizer
+
+
+def train(model: Normed, optimizer: paceline.optim.Adam) -> None:
+    model.forward(np.ones((2, 4)))
+    model.backward(np.ones((2, 3)))
+    optimizer.step()
+
+
+def bits(state: TrainState) -> Any:
+    return json.dumps(state.state_dict(), default=lambda array: [str(array.dtype), array.tolist()])
+
+
+def test_undo_puts_small_state_back_and_leaves_large() -> None:
+    notes = {"n": np.zeros(1)}
+    state, model, optimizer = make(notes=notes)
+    small, weight = state.small(), model.linear.weight.data.copy()
+    model.forward(np.ones((2, 4)))
+    model.backward(np.ones((2, 3)))
+    notes["n"] += 1
+    optimizer.lr = 9
+    assert state.sampler is not None
+    state.sampler.advance(1)
+    model.linear.weight.data[...] += 1
+    state.undo(small)
+    assert notes["n"] == 0
+    assert optimizer.lr == 0.1
+    assert state.sampler.state_dict() == {"epoch": 0, "offset": 0}
+    assert not model.mean.any()
+    assert all(p.grad is None for _, p in model.named_parameters())
+    np.testing.assert_array_equal(model.linear.weight.data, weight + 1)
+
+
+def test_save_and_load() -> None:
+    state, model, optimizer = make(counter=Counter(3))
+    train(model, optimizer)
+    state.advance(1)
+    saved = state.state_dict()
+    other, its, _ = make(seed=5, counter=Counter())
+    weight = its.linear.weight.data
+    other.load_state_dict(saved)
+    assert bits(other) == bits(state)
+    assert other.fingerprint() == state.fingerprint()
+    assert its.linear.weight.data is weight
+    assert other.step == 1
+    train(model, optimizer)
+    assert bits(other) != bits(state)
+    assert saved["step"] == 1
+    np.testing.assert_array_equal(saved["parts"]["model"]["arrays"]["weight"], weight, "what was saved is a copy")
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    class Stubborn(Counter):
+        def load_state_dict(self, saved: dict[str, Any]) -> None:
+            if saved["value"] == 13:
+                raise RuntimeError("not that one")
+            super().load_state_dict(saved)
+
+    state, model, optimizer = make(notes={"n": 1}, last=Stubborn(1))
+    train(model, optimizer)
+    before = bits(state)
+
+    def damaged(change: Any) -> Any:
+        other, its, other_optimizer = make(seed=3, notes={"n": 2}, last=Counter(2))
+        train(its, other_optimizer)
+        train(its, other_optimizer)
+        other.advance(1)
+        saved = other.state_dict()
+        change(saved["parts"])
+        return saved
+
+    def wrong_shape(parts: Any) -> None:
+        parts["optimizer"]["arrays"]["bias/mean"] = np.zeros(99)
+
+    def wrong_buffer(parts: Any) -> None:
+        parts["model"]["rest"]["mean"] = np.zeros(99)
+
+    def wrong_place(parts: Any) -> None:
+        parts["sampler"]["rest"]["state"]["offset"] = 10**6
+
+    def wrong_name(parts: Any) -> None:
+        parts["optimizer"]["rest"]["settings"]["nonsense"] = 1.0
+
+    def refused_by_its_own(parts: Any) -> None:
+        parts["last"]["rest"]["state"]["value"] = 13
+
+    def one_part_less(parts: Any) -> None:
+        del parts["last"]
+
+    for change, error, says in (
+        (wrong_shape, SizeMismatch, "optimizer: .*bias/mean is"),
+        (wrong_buffer, SizeMismatch, "mean is"),
+        (wrong_place, ValueError, "no place in 20 samples"),
+        (wrong_name, SizeMismatch, "Adam"),
+        (refused_by_its_own, RuntimeError, "not that one"),
+        (one_part_less, SizeMismatch, "last on one side only"),
+    ):
+        with pytest.raises(error, match=says):
+            state.load_state_dict(damaged(change))
+        assert bits(state) == before, change.__name__
+    state.load_state_dict(damaged(lambda parts: None))
+    assert bits(state) != before
+
+
+def test_round_trip_refuses_what_cannot_travel() -> None:
+    state, _, _ = make(extra=Counter({1, 2}))
+    with pytest.raises(UnsupportedOp, match="is a set"):
+        state.check_round_trip()
+
+
+def test_round_trip_refuses_what_comes_back_as_another_by_name() -> None:
+    class Forgetful(Counter):
+        def load_state_dict(self, saved: dict[str, Any]) -> None:
+            self.value = np.zeros(2)
+
+    state, _, _ = make(extra=Forgetful(np.ones(2)))
+    with pytest.raises(UnsupportedOp, match=r"state of extra does not come back as it was given at state\.value"):
+        state.check_round_trip()
+
+
+def test_round_trip_of_what_fits_changes_nothing() -> None:
+    with framework():
+        model = ForeignModel()
+        state = TrainState(model=model, optimizer=ForeignOptimizer(model), values={"f": np.float32(2), "t": (1, None)})
+        before = state.fingerprint()
+        state.check_round_trip()
+        assert state.fingerprint() == before
+
+
+def test_costly_small_state_is_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    state = TrainState(big={"a": np.zeros(1 << 18)})
+    state.check_round_trip()
+    assert "big has no step() of its own: its 2.1 MB are copied in every step" in caplog.text
+
+
+def test_guard_asks_before_and_unguard_takes_it_away() -> None:
+    state, model, optimizer = make()
+    gate = Gate()
+    state.guard(gate)
+    state.guard(gate)  # again: once is enough
+    train(model, optimizer)
+    assert (gate.opened, gate.spoiled) == (1, 0)
+    state.unguard()
+    state.unguard()
+    train(model, optimizer)
+    assert gate.opened == 1
+    assert "step" not in vars(optimizer)
+    assert state.has_gate
+    assert not TrainState(values={}).has_gate
+
+
+def test_gate_that_refuses_lets_nothing_through() -> None:
+    def refuse() -> None:
+        raise ConnectionError("void")
+
+    state, model, optimizer = make()
+    gate = Gate(refuse)
+    state.guard(gate)
+    before = model.linear.weight.data.copy()
+    with pytest.raises(ConnectionError, match="void"):
+        train(model, optimizer)
+    np.testing.assert_array_equal(model.linear.weight.data, before)
+    assert gate.spoiled == 0
+
+
+def test_update_that_is_cut_short_spoils() -> None:
+    class Halting(ForeignOptimizer):
+        def step(self) -> None:
+            raise KeyboardInterrupt
+
+    optimizer = Halting(ForeignModel())
+    gate = Gate()
+    state = TrainState(optimizer=optimizer)
+    state.guard(gate)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert (gate.opened, gate.spoiled) == (1, 1)
+
+
+def test_two_optimizers_and_one_under_two_names() -> None:
+    generator, critic = Normed(1), Normed(2)
+    first, second = paceline.optim.Adam(generator), paceline.optim.SGD(critic, lr=1.0)
+    state = TrainState(generator=generator, critic=critic, first=first, second=second, again=first)
+    gate = Gate()
+    state.guard(gate)
+    first.step()
+    second.step()
+    assert gate.opened == 2
+    state.unguard()
+    assert "step" not in vars(first)
+
+
+def test_step_that_was_the_objects_own_is_there_again() -> None:
+    optimizer = ForeignOptimizer(ForeignModel())
+    own = lambda: None  # noqa: E731  as schedulers do
+    optimizer.step = own  # type: ignore[method-assign]
+    state = TrainState(optimizer=optimizer)
+    state.guard(Gate())
+    assert optimizer.step is not own
+    state.unguard()
+    assert optimizer.step is own
+
+
+def test_two_samplers_are_refused() -> None:
+    with pytest.raises(UnsupportedOp, match="one sampler"):
+        TrainState(a=paceline.ElasticSampler(4, 2), b=paceline.ElasticSampler(4, 2))
+
+
+def test_manifest_tells_what_differs_and_nothing_else() -> None:
+    def manifest(width: int = 3, batch: int = 6, lr: float = 0.1, **settings: Any) -> bytes:
+        model = Normed(width=width)
+        parts = {"model": model, "optimizer": paceline.optim.Adam(model, lr=lr)}
+        return TrainState(**parts, sampler=paceline.ElasticSampler(20, global_batch=batch)).manifest(**settings)
+
+    assert manifest(total=5) == manifest(total=5)
+    assert len({manifest(total=5), manifest(total=6), manifest(4, total=5), manifest(batch=7, total=5)}) == 4
+    assert json.loads(manifest())["settings"]["sampler global_batch"] == "6"
+
+
+def test_fingerprint_is_of_values_not_of_the_order_of_keys() -> None:
+    def of(**values: Any) -> bytes:
+        return TrainState(values=values).fingerprint()
+
+    a, b = np.arange(6.0), np.ones(2)
+    assert of(a=a, b=b) == of(b=b, a=a)
+    different = [of(a=a, b=b), of(a=a + 1, b=b), of(a=a, c=b), of(a=a.reshape(2, 3), b=b), of(a=a.astype(int), b=b)]
+    assert len(set(different)) == len(different)
+    assert of(a=np.zeros(0)) != of(a=np.zeros(0, int))
+
+
+def test_spread_state_is_refused_and_whole_state_is_not() -> None:
+    strategies = list(paceline.ShardingStrategy)
+
+    def rank(group: Any) -> list[str]:
+        said = []
+        for strategy in strategies:
+            model = Normed()
+            fsdp = paceline.FSDP(model, group, strategy)
+            for parts in ({"model": fsdp}, {"model": model}, {"optimizer": paceline.optim.SGD(fsdp, lr=1.0)}):
+                try:
+                    TrainState(**parts).check_round_trip()
+                    said.append("")
+                except UnsupportedOp as error:
+                    said.append(str(error))
+        return said
+
+    for world in (1, 2):
+        for said in run_ranks(world, rank):
+            for n, text in enumerate(said):
+                strategy = strategies[n // 3]
+                if world == 1 or strategy is paceline.ShardingStrategy.NO_SHARD:
+                    assert not text
+                else:
+                    assert strategy.name in text
+                    assert "use ShardingStrategy.NO_SHARD, or paceline.DDP" in text

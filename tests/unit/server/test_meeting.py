@@ -1,0 +1,263 @@
+"""Who leads the next generation, who takes the base first, and who waits for whom: `convene`, case by case."""
+
+import pytest
+
+from paceline_server.events import (
+    ExitReported,
+    ForgetView,
+    MetOthers,
+    PushCatchUp,
+    PushDismissed,
+    PushFinished,
+    PushView,
+    Reported,
+    StoreView,
+)
+from paceline_server.meeting import convene
+from paceline_server.model import (
+    Ending,
+    JobSettings,
+    JobState,
+    Met,
+    Process,
+    Report,
+    Seat,
+    Session,
+    Standing,
+    Tag,
+    View,
+)
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+BASE = Tag(6, 4)
+SURE = Ending("was killed by signal 9 (SIGKILL)", orderly=False)
+SILENT = Ending("was silent for 3.0 s", orderly=False, sure=False)
+
+
+def met(tag: Tag | None, holds_base: bool = True, **how: bool) -> Met:
+    return Met(7, tag, holds_base, **how)
+
+
+def job(
+    members: list[Met | Ending | None],
+    *,
+    newcomers: tuple[int, ...] = (),
+    base: Tag | None = BASE,
+    ready: int = 0,
+    least: int = 1,
+) -> JobState:
+    """Generation 7 with members that have met, have gone, or (None) have yet to stop; and candidates that are ready."""
+    settings = JobSettings(least, 9, 3.0)
+    seats = tuple(
+        Seat(rank, f"m{rank}", b"", Process(f"host-{rank}", 1), "", rank) for rank in range(len(members) + ready)
+    )
+    state = JobState("job", generation=7)
+    state.view = View(7, settings, False, seats[: len(members)], base, newcomers)
+    for seat, what in zip(seats, [*members, *[Met(0, Tag(0, 0), False)] * ready], strict=True):
+        if isinstance(what, Ending):
+            state.endings[seat.rank] = what
+            continue
+        of_view = seat.rank < len(members)
+        state.sessions[seat.member_id] = Session(
+            seat.member_id, b"", seat.process, "", settings, None, 0, seat.rank, 1, 0.0, 0.0,
+            standing=Standing.IN_VIEW if of_view else Standing.WAITING,
+            generation=7 if of_view else 0,
+            last_generation=7 if of_view else 0,
+            rank=seat.rank if of_view else None,
+            met=what,
+        )  # fmt: skip
+    return state
+
+
+def names(sessions: tuple[Session, ...]) -> str:
+    return " ".join(session.member_id for session in sessions)
+
+
+@pytest.mark.parametrize(
+    ("members", "base", "laggards"),
+    [
+        ([met(BASE), met(BASE)], BASE, ""),
+        ([met(Tag(7, 5)), met(BASE)], Tag(7, 5), "m1"),
+        ([met(Tag(7, 5)), met(Tag(7, 5)), met(None)], Tag(7, 5), "m2"),  # its update was interrupted
+        ([met(BASE), met(Tag(9, 9), holds_base=False)], BASE, "m1"),  # another line's, however great
+    ],
+)
+def test_the_greatest_of_those_who_hold_the_base_is_the_next_base(members: list[Met], base: Tag, laggards: str) -> None:
+    meeting = convene(job(list(members)))
+    assert (meeting.base, names(meeting.laggards)) == (base, laggards)
+    assert bool(meeting.members) == (not laggards)
+
+
+def test_a_view_without_a_base_is_led_by_whoever_brought_most() -> None:
+    meeting = convene(job([met(Tag(0, 0), holds_base=False), met(Tag(3, 2), holds_base=False)], base=None))
+    assert (meeting.base, names(meeting.laggards)) == (Tag(3, 2), "m0")
+
+
+def test_nothing_forms_before_all_have_stopped() -> None:
+    meeting = convene(job([met(BASE), None]))
+    assert meeting.reason == "generation 7 is over; waiting for rank 1 (host-1) to stop"
+
+
+def test_who_is_silent_may_hold_the_state() -> None:
+    meeting = convene(job([met(Tag(0, 0), holds_base=False), SILENT], newcomers=(0,)))
+    assert not meeting.over
+    assert meeting.reason == (
+        "generation 7 cannot go on: rank 1 (host-1, pid 1) is silent and may hold its state; "
+        "if you know that it has ended: paceline restart job"
+    )
+
+
+def test_a_line_is_over_when_all_who_held_its_state_have_ended() -> None:
+    assert convene(job([met(Tag(0, 0), holds_base=False), SURE], newcomers=(0,))).over
+
+
+def test_who_was_told_to_take_the_base_may_have_it() -> None:
+    state = job([met(Tag(5, 1), holds_base=False), SURE], newcomers=(0,))
+    state.sessions["m0"].catching_up = True
+    meeting = convene(state)
+    assert not meeting.over
+    assert meeting.reason == "waiting for rank 0 (host-0) to say if the state of the line was taken in time"
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "other", "goes_on"),
+    [
+        (met(BASE), SILENT, False),  # whoever gave it the base may have gone on in generation 6
+        (met(Tag(7, 5)), SILENT, True),  # the other was there
+        (met(BASE), met(BASE), True),
+    ],
+)
+def test_a_newcomer_speaks_for_the_line_only_once_all_were_in_its_generation(
+    newcomer: Met, other: Met | Ending, goes_on: bool
+) -> None:
+    meeting = convene(job([newcomer, other], newcomers=(0,)))
+    assert bool(meeting.members) == goes_on
+    assert not meeting.over
+
+
+def test_what_only_newcomers_hold_begins_a_new_line() -> None:
+    assert convene(job([met(BASE), SURE], newcomers=(0,))).over
+
+
+def test_leavers_go_when_others_hold_the_base() -> None:
+    meeting = convene(job([met(BASE, leaving=True), met(BASE)], ready=1))
+    assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m1 m2", "m0", (1,))
+
+
+def test_if_all_leave_those_who_hold_the_base_stay_for_the_newcomers() -> None:
+    meeting = convene(job([met(BASE, leaving=True), met(Tag(0, 0), holds_base=False, leaving=True)], ready=1))
+    assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m0 m2", "m1", (1,))
+
+
+def test_if_all_leave_and_nobody_comes_all_are_dismissed() -> None:
+    assert names(convene(job([met(BASE, leaving=True), met(BASE, leaving=True)])).dismissed) == "m0 m1"
+
+
+def test_between_two_steps_nobody_comes_in_and_too_few_are_enough() -> None:
+    meeting = convene(job([met(BASE, closed=True), SURE], ready=1, least=2))
+    assert (names(meeting.members), meeting.newcomers) == ("m0", ())
+
+
+def test_too_few_wait() -> None:
+    meeting = convene(job([met(BASE), SURE], least=2))
+    assert meeting.reason == "waiting for 1 more worker (1 of at least 2)"
+
+
+# What the membership makes of it --------------------------------------------------------------------------------------
+
+
+def elastic(world: int, *, least: int = 1, most: int = 9) -> tuple[PureJob, list[str]]:
+    """A job whose generation 2 starts from (0, 0)."""
+    job = PureJob()
+    members = [job.join(least, most) for _ in range(world)]
+    job.pass_time(0.3)
+    for member in members:
+        job.do(MetOthers(member, Met(1, Tag(0, 0), False)))
+    assert job.state.live is not None
+    assert job.state.live.base == Tag(0, 0)
+    return job, members
+
+
+def test_what_a_candidate_said_does_not_count_once_it_is_in_a_view() -> None:
+    job, (first, _) = elastic(2)
+    assert job.do(MetOthers(first, Met(0, Tag(0, 0), False))) == []
+    assert not job.state.sessions[first].has_met
+
+
+def test_who_met_after_a_line_that_is_over_may_say_so_again() -> None:
+    job, (first,) = elastic(1)
+    second = job.join(1, 9)
+    job.do(MetOthers(second, Met(0, Tag(0, 0), False)))
+    job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    assert job.state.generation == 3
+    job.do(MetOthers(second, Met(3, Tag(0, 0), False)))
+    effects = job.do(ExitReported(Process("host-1", 1001), -9))
+    assert ForgetView(3) in effects
+    job.do(MetOthers(second, Met(3, Tag(0, 0), False)))
+    assert job.report(second, ErrorReason.ERROR_REASON_PEER_LOST, 0) == []
+
+
+def test_who_was_dismissed_reports_nothing_about_the_view_after_its_own() -> None:
+    job, (first, second) = elastic(2)
+    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
+    job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    assert job.state.sessions[first].standing is Standing.DISMISSED
+    report = Report(-1, ErrorReason.ERROR_REASON_PEER_LOST, 0, 7, "the link ended")
+    assert job.do(Reported(first, 2, report)) == []
+    assert job.pass_time(1.0, beating=[second]) == []
+    assert job.state.live is not None
+
+
+def test_a_candidate_that_resumes_hears_that_the_job_is_done() -> None:
+    job = PureJob()
+    waiting = job.join(2, 9)
+    job.state.finished = 8
+    assert PushFinished(waiting, 8) in job.resume(waiting, 0)
+
+
+def test_no_round_of_waiting_is_due_while_a_view_is_being_stored() -> None:
+    job = PureJob()
+    job.slow_disk = True
+    job.join(2, 2)
+    job.join(2, 2)
+    assert [type(effect) for effect in job.effects][-1] is StoreView
+    assert job.membership.next_deadline() > job.now
+
+
+def test_an_order_to_catch_up_is_open_until_it_is_answered() -> None:
+    job, (first, second) = elastic(2)
+    job.do(MetOthers(first, Met(2, Tag(0, 0), True)))
+    effects = job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    assert [effect.member_id for effect in effects if isinstance(effect, PushCatchUp)] == [first]
+    assert job.state.sessions[first].catching_up
+    effects = job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    assert not job.state.sessions[first].catching_up
+    assert len([effect for effect in effects if isinstance(effect, PushView)]) == 2
+
+
+def test_if_nobody_of_the_line_is_heard_the_sentence_says_the_way_out() -> None:
+    job, (first, second) = elastic(2)
+    job.cut(first)
+    job.cut(second)
+    job.join(1, 9)
+    assert job.reason.endswith(
+        "rank 0 (host-1, pid 1001), rank 1 (host-2, pid 1002) are silent and may hold its state; "
+        "if you know that they have ended: paceline restart job"
+    )
+
+
+def test_who_lost_the_word_that_it_may_go_hears_it_again() -> None:
+    job, (first, second) = elastic(2)
+    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
+    job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    job.cut(first)
+    assert PushDismissed(first, last=False) in job.resume(first, 2)
+
+
+def test_nobody_is_dismissed_because_others_begin_before_it() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.leave(first, cause="ValueError: bad batch")
+    job.form(2)
+    assert job.state.sessions[second].standing is Standing.VOID
