@@ -187,10 +187,11 @@ class Dispatcher:
     def report_exit(self, name: str, process: Process, exit_code: int) -> bool:
         """A launcher saw a process end. Returns whether a live member of the job is that process."""
         job = self.jobs.get(name)
-        if job is None or not job.membership.find(process):
+        if job is None:
             return False
-        self.apply(job, ExitReported(process, exit_code))
-        return True
+        known = bool(job.membership.find(process))
+        self.apply(job, ExitReported(process, exit_code))  # it may be one that was only silent until now
+        return known
 
     def authenticate(self, name: str, member_id: str, token: bytes) -> Job:
         """The job of a live session.

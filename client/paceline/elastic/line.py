@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from paceline._wait import SLICE
@@ -55,10 +56,11 @@ class Line:
 
     Attributes:
         done: True once the last step is committed.
+        left: True once the loop over the steps is over.
     """
 
     def __init__(self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver) -> None:
-        self.done = False
+        self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
         self.on_view: list[Callable[[], None]] = []
         self._port = port
@@ -74,7 +76,8 @@ class Line:
         self._donors: Sequence[Peer] = ()
         self._said_at = time.monotonic()
         self._waits_for = ""
-        self._planned = False
+        self._planned = self._went_on = False
+        self._blocks = self._furthest = 0  # blocks between this step and the next: here, and at whoever is furthest
         self._large: list[NDArray[Any]] = []
         self._away_since: float | None = None
 
@@ -165,17 +168,27 @@ class Line:
 
     def leave(self) -> None:
         """The loop is over, for whatever reason."""
+        self.left = True
         self._port.shelf.withdraw()
         self._saver.wait()
 
-    def retry(self) -> None:
-        """A block between two steps was cut short by a failure: on to the next generation, without newcomers."""
+    def retry(self) -> bool:
+        """A block between two steps was cut short by a failure: on to the next generation, without newcomers.
+
+        Returns:
+            True if another member has got through the block: then all were at its end, and it need not run again.
+        """
         self._place.closed = True
         try:
             self._say(self._place.meet())
             self.wait_until_ready()
         finally:
             self._place.closed = False
+        return self._furthest > self._blocks
+
+    def block_done(self) -> None:
+        """A block between two steps is through."""
+        self._blocks += 1
 
     # What a step asks -------------------------------------------------------------------------------------------------
 
@@ -195,6 +208,7 @@ class Line:
     def applied(self, step: int) -> None:
         """The step counts here."""
         self._causes.clear()
+        self._blocks = self._furthest = 0
         self._place.applied(step)
 
     # The gate of the training state.
@@ -247,12 +261,14 @@ class Line:
             return
         self._port.move(view.mesh)
         self._donors = [peer for peer in view.mesh.peers if peer.rank not in view.newcomers]
-        self._planned = False
+        self._planned = self._went_on = False
         self._waits_for = ""
         self._do(order)
         self._large = self._state.large()
         if view.base is not None:
             self._port.group.vouch()
+            if not view.newcomers and not self._compare_blocks():
+                return
             if view.rank in view.newcomers:
                 self._committed = view.base.step
             _log.info(
@@ -263,6 +279,20 @@ class Line:
             )
             for hear in self.on_view:
                 hear()
+
+    def _compare_blocks(self) -> bool:
+        """Members that begin anew between two steps may have got through different numbers of blocks there.
+
+        With newcomers nobody was in a block (`closed`), so there is nothing to compare, and nobody waits for them here.
+        """
+        if self._place.phase is not Phase.READY:
+            return False
+        try:
+            self._furthest = int(self._port.group.all_reduce(np.int64(self._blocks), op="max", label="blocks"))
+        except PacelineError as error:
+            self._failed(error)
+            return False
+        return True
 
     def _do(self, order: Meet | Take | None) -> None:
         """Carries out what the place orders, and what follows from it."""
@@ -316,13 +346,15 @@ class Line:
         if self._planned and alive and now - self._away_since > self._port.config.failure_timeout:
             _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
             self._planned, self._place.leaving = False, False
+            self._went_on = True
+            self._port.go_on()
             self._place.go_on()
 
     def _flags(self) -> Flag:
         mail, flags = self._port.mail, Flag(0)
         if not mail.connected:
             return flags
-        if mail.summoned == self._place.generation:
+        if mail.summoned == self._place.generation or self._went_on:  # the meeting that did not come about
             flags |= Flag.JOIN
         if mail.draining:
             flags |= Flag.LEAVE

@@ -47,6 +47,10 @@ class Port(abc.ABC):
         """Says that this member has stopped."""
 
     @abc.abstractmethod
+    def go_on(self) -> None:
+        """What was said about a meeting is not to be said again."""
+
+    @abc.abstractmethod
     def finish(self, step: int) -> None:
         """Says that the line is done; the answer is a letter."""
 
@@ -105,6 +109,10 @@ class CoordinatedPort(Port):
             said.tag.SetInParent()
         self._connection.meet(said)
 
+    def go_on(self) -> None:
+        """See `Port.go_on`."""
+        self._connection.go_on()
+
     def finish(self, step: int) -> None:
         """See `Port.finish`."""
         self._connection.finish(self.group.generation, step)
@@ -150,6 +158,9 @@ class SoloPort(Port):
         (following,) = next_meshes([mesh])
         following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
         self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following))
+
+    def go_on(self) -> None:
+        """See `Port.go_on`: it is never away."""
 
     def finish(self, step: int) -> None:
         """See `Port.finish`."""

@@ -1,4 +1,8 @@
-"""`session.retry`: a block between two steps that changes no state, run again until no failure cuts it short."""
+"""`session.retry`: a block between two steps that changes no state, run again until no failure cuts it short.
+
+At its end members wait for each other: so if one is past it, all have run it to its end, and whoever was cut off while
+waiting need not run it again. Otherwise one would compute the next step while another repeats the block.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from paceline.elastic.line import Line
+from paceline.errors import PacelineError
 from paceline.group import Group
 
 __all__ = ["Attempt", "attempts"]
@@ -19,12 +24,14 @@ class Attempt:
 
     Attributes:
         number: from 1.
-        completed: True after the block if nothing cut it short.
+        completed: True after the block if nothing cut it short, here or elsewhere.
+        ended: True after the block if it ran to its end here.
     """
 
     def __init__(self, number: int, group: Group) -> None:
         self.number = number
-        self.completed = False
+        self.completed = self.ended = False
+        self._group = group
         self._fault = group.mesh.fault
 
     def __enter__(self) -> Attempt:
@@ -33,9 +40,15 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.completed = error is None
-        if isinstance(error, Exception) and self._fault.failed:
-            _log.info("a block between steps is run again: %s", error)
+        self.ended = error is None and not self._fault.failed
+        if self.ended:
+            try:
+                self._group.barrier()
+                self.completed = True
+            except PacelineError as failure:
+                error = failure
+        if self._fault.failed and (error is None or isinstance(error, Exception)):
+            _log.info("a block between steps was cut short: %s", error or self._fault.error())
             return True
         return False
 
@@ -47,8 +60,12 @@ def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
         number += 1
         attempt = Attempt(number, group)
         yield attempt
+        if not attempt.completed:
+            if line is None or line.done or line.left:
+                raise group.mesh.fault.error()
+            passed = line.retry()
+            attempt.completed = passed and attempt.ended
         if attempt.completed:
+            if line is not None:
+                line.block_done()
             return
-        if line is None or line.done:
-            raise group.mesh.fault.error()
-        line.retry()

@@ -80,7 +80,7 @@ class Saver:
         if self._thread is not None and self._thread.is_alive():
             _log.warning("no checkpoint of step %d: the one before is still being written", pending[0].step)
             return
-        self._check()
+        self._complain()
         self._thread = threading.Thread(target=self._write, args=pending, name="paceline-checkpoint")
         self._thread.start()
 
@@ -108,6 +108,12 @@ class Saver:
             checkpoint.save(self._directory, saved, tag)
         except Exception as error:  # noqa: BLE001  raised on the training thread, at the next one
             self._error = error
+
+    def _complain(self) -> None:
+        """A disk that is full ends no step: the next checkpoint is tried all the same."""
+        error, self._error = self._error, None
+        if error is not None:
+            _log.error("a checkpoint could not be written: %s", error)
 
     def _check(self) -> None:
         error, self._error = self._error, None

@@ -188,6 +188,14 @@ class MemberConnection:
 
         self._thread.loop.call_soon_threadsafe(send)
 
+    def go_on(self) -> None:
+        """What was said about a meeting is not to be said again."""
+
+        def forget() -> None:
+            self._meet = None
+
+        self._thread.loop.call_soon_threadsafe(forget)
+
     def finish(self, generation: int, step: int) -> None:
         """Says that the line is done; again after a reconnect."""
         request = pb.SessionRequest(finish=pb.Finish(generation=generation, step=step))
@@ -298,6 +306,9 @@ class MemberConnection:
         self._meet = self._early = None
         if self._ready.is_set():
             self.mesh.retire()
+            # Whoever went on in the old one while the coordinator was away, and is in a step, stops there.
+            stale, text = ErrorReason.ERROR_REASON_STALE_GENERATION, f"generation {view.generation} has formed"
+            self.mesh.fault.settle(Verdict(self.mesh.generation, stale, (), 0, text))
         task = asyncio.create_task(self._adopt(view))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -121,7 +121,7 @@ class Session(abc.ABC):
         from paceline.elastic.steps import line_of, run_steps
 
         check_process()
-        if self._line is not None and not self._line.done:
+        if self._line is not None and not (self._line.done or self._line.left):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
         self._line = line_of(
             self._port(),
