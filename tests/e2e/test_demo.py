@@ -5,61 +5,84 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from support.command import command
 
+FIELDS = {"accuracy", "steps", "world_size", "generations", "recoveries", "samples_once", "seconds"}
 
-def test_demo_json() -> None:
-    with command("demo", "--workers", "2", "--json") as demo:
-        assert demo.wait() == 0, str(demo)
-    result = json.loads(demo.stdout.splitlines()[-1])
-    assert set(result) == {
-        "accuracy",
-        "steps",
-        "world_size",
-        "generations",
-        "recoveries",
-        "samples_once",
-        "seconds",
-    }
+
+def demo(*arguments: str) -> tuple[dict[str, Any], str]:
+    """The demo's result, and what it showed meanwhile."""
+    with command("demo", "--json", *arguments) as running:
+        assert running.wait(100) == 0, str(running)
+    result = json.loads(running.stdout.splitlines()[-1])
+    assert set(result) == FIELDS
     assert result["accuracy"] >= 0.95
     assert result["samples_once"] is True
-    assert result["recoveries"] == []
-    assert (result["world_size"], result["generations"]) == (2, 1)
-    assert result["steps"] > 0
     assert result["seconds"] > 0
-    assert "steps per second" in demo.stderr
-    assert "Traceback" not in demo.stderr
+    assert "steps per second" in running.stderr
+    assert "Traceback" not in running.stderr
+    return result, running.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_is_killed_and_replaced() -> None:
+    result, shown = demo("--workers", "3")
+    assert (result["world_size"], result["generations"]) == (3, 3)  # before the kill, without the killed, with the new
+    killed, joined = result["recoveries"]
+    assert (killed["cause"], joined["cause"]) == ("killed", "joined")
+    assert 0 < killed["detect_ms"] < killed["recover_ms"] < 10_000
+    assert joined["detect_ms"] > 0
+    assert 0 < joined["recover_ms"] < 10_000
+    assert "was killed by SIGKILL" in shown
+    assert re.search(r"rank 2 was killed in step 40; 2 workers went on after \d+ ms", shown)
+    assert re.search(r"a new worker joined; 3 train on after \d+ ms", shown)
+
+
+@pytest.mark.timeout(120)
+def test_nobody_is_killed_if_nobody_shall_be() -> None:
+    result, shown = demo("--workers", "2", "--kill-at-step", "0")
+    assert (result["world_size"], result["generations"], result["recoveries"]) == (2, 1, [])
+    assert "killed" not in shown
+
+
+@pytest.mark.timeout(120)
+def test_a_single_worker_is_not_killed() -> None:
+    result, shown = demo("--workers", "1")
+    assert (result["world_size"], result["recoveries"]) == (1, [])
+    assert "nobody will be killed" in shown
 
 
 @pytest.mark.slow
-def test_demo_is_the_same_run_with_one_worker_and_with_four() -> None:
-    found = {}
-    for workers in ("1", "4"):
-        with command("demo", "--workers", workers, "--json") as demo:
-            assert demo.wait() == 0, str(demo)
-        found[workers] = json.loads(demo.stdout.splitlines()[-1])
-    assert found["1"]["steps"] == found["4"]["steps"]
+@pytest.mark.timeout(240)
+def test_the_demo_is_the_same_run_whoever_dies() -> None:
+    alone, _ = demo("--workers", "1", "--kill-at-step", "0")
+    many, shown = demo("--workers", "4", "--kill-at-step", "1")
+    assert "rank 3 was killed in step 1;" in shown
+    assert alone["steps"] == many["steps"]
     # The same weights but for rounding (1e-4), so the same digits but for one on the edge.
-    assert found["1"]["accuracy"] == pytest.approx(found["4"]["accuracy"], abs=0.003)
+    assert alone["accuracy"] == pytest.approx(many["accuracy"], abs=0.003)
 
 
-def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it() -> None:
+@pytest.mark.parametrize(("kill_at_step", "words"), [("0", b"training"), ("40", b"went on after")])
+def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it(kill_at_step: str, words: bytes) -> None:
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     # setsid --ctty makes the pty the terminal that ^C acts on, as in a shell.
-    demo = subprocess.Popen(
-        ["setsid", "--ctty", sys.executable, "-m", "paceline", "demo", "--workers", "2"],
+    process = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, "-m", "paceline", "demo", "-n", "3", "--kill-at-step", kill_at_step],
         stdin=slave, stdout=slave, stderr=slave, env=environment,
     )  # fmt: skip
     os.close(slave)
     shown = b""
     try:
-        while b"training" not in shown:
+        while words not in shown:
             shown += os.read(master, 65536)
         os.write(master, b"\x03")
         while True:
@@ -67,14 +90,14 @@ def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it() -> None:
                 shown += os.read(master, 65536)
             except OSError:  # EIO: nobody holds the other end any more, the workers neither
                 break
-        assert demo.wait(10) == 130
+        assert process.wait(30) == 130
     finally:
-        demo.kill()
-        demo.wait()
+        process.kill()
+        process.wait()
         os.close(master)
     text = shown.decode()
     assert "paceline demo" in text
     assert "steps/s" in text
-    assert "stopping 2 workers" in text
+    assert re.search(r"stopping [23] workers", text)  # the new one may be there already
     assert "Traceback" not in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is back

@@ -1,12 +1,14 @@
-"""The demo's model and its training, for any session: what a user's own script looks like, plus the counting.
+"""The demo's model and its training, for any session: what a user's own script looks like, plus telling of it.
 
 Every rank holds the whole model (DDP) and takes its share of each global batch, so the run is the same whatever the
-number of workers. B samples in a global batch, n training samples.
+number of workers, and whoever dies and comes meanwhile. B samples in a global batch, n training samples.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +20,17 @@ import paceline
 from paceline import nn, optim
 from paceline.demo.data import Digits
 
-__all__ = ["Outcome", "Plan", "build_model", "train"]
+__all__ = ["Outcome", "Plan", "Tell", "build_model", "train"]
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Hears of kinds of news ("step", "epoch") with their facts."""
+"""Hears of kinds of news ("share", "applied", ...) with their facts."""
 
-_TELL_EVERY_S = 0.1
+_EPOCHS = 60
+
+_LAST_EPOCHS = 20
+"""Before these a new worker should be there: training would be over else, with nobody to see it come in."""
+
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,8 @@ class Plan:
     """What is trained, and for how long.
 
     Attributes:
-        epochs: passes over the training samples.
+        workers: how many there should be.
+        kill_at_step: the step in which one of them kills itself; 0 for none.
         global_batch: B, over all ranks.
         hidden: widths of the hidden layers.
         lr: learning rate.
@@ -39,12 +47,17 @@ class Plan:
         seed: of the initial weights and the order of samples.
     """
 
-    epochs: int = 60
+    workers: int
+    kill_at_step: int = 0
     global_batch: int = 64
     hidden: tuple[int, ...] = (128, 64)
     lr: float = 0.05
     momentum: float = 0.9
     seed: int = 0
+
+    def epochs(self, steps_per_epoch: int) -> int:
+        """Passes over the training samples: enough of them follow on the kill."""
+        return _EPOCHS + self.kill_at_step // steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +67,13 @@ class Outcome:
     Attributes:
         accuracy: share of the held-back samples that are recognised.
         steps: optimizer steps.
-        samples_once: every training sample was used exactly once in every epoch; counted, not assumed.
+        world_size: members at the end.
         seconds: from the first step to the last evaluation.
     """
 
     accuracy: float
     steps: int
-    samples_once: bool
+    world_size: int
     seconds: float
 
 
@@ -75,70 +88,91 @@ def build_model(plan: Plan) -> nn.Sequential:
 
 
 def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> Outcome:
-    """Trains with the other members of the session; all of them call this together.
+    """Trains with the other members of the session, whoever they are at the time.
 
     Raises:
-        PacelineError: a member was lost.
+        Dismissed: this worker was told to leave, or came when all was done.
+        PacelineError: training cannot go on.
     """
-    group, n = session.group, len(digits.train_t)
-    ddp = paceline.DDP(build_model(plan), group)
+    model = build_model(plan)
+    ddp = paceline.DDP(model, session.group)
     optimizer = optim.SGD(ddp, lr=plan.lr, momentum=plan.momentum)
-    sampler = paceline.ElasticSampler(n, plan.global_batch, plan.seed)
-    total = plan.epochs * sampler.steps_per_epoch
-    used = np.zeros((plan.epochs, n), np.int32)
-    """How often this rank used which sample in which epoch."""
-    pace = _Pace(session, total, tell)
+    sampler = paceline.ElasticSampler(len(digits.train_t), plan.global_batch, plan.seed)
+    state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
+    per_epoch = sampler.steps_per_epoch
+    total = plan.epochs(per_epoch) * per_epoch
+    tell("plan", {"samples": sampler.n, "steps_per_epoch": per_epoch, "total": total})
+    session.on_view(lambda: tell("formed", {"generation": session.generation, "world": session.size}))
+    killer = _Killer(session, plan, tell)
+    patience = _Patience(plan.workers, total - _LAST_EPOCHS * per_epoch, tell)
     start = time.perf_counter()
-    accuracy = 0.0
-    for epoch in range(plan.epochs):
-        loss_sum = 0.0
-        for step in range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch):
-            indices, weight = sampler.share(step, group.rank, group.size)
-            loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[indices]), digits.train_t[indices])
+
+    for step in session.steps(state, total=total):
+        where = {"generation": step.generation, "step": step.number}
+        with step:
+            samples = len(step.indices) if step.weight else 0  # a rank without a sample is given one that counts 0
+            tell("share", {**where, "samples": step.indices[:samples].tolist()})
+            loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[step.indices]), digits.train_t[step.indices])
             optimizer.zero_grad()
-            ddp.backward(dy, weight)
+            killer.may_kill(step)
+            ddp.backward(dy, step.weight)
             optimizer.step()
-            if weight > 0:
-                np.add.at(used[epoch], indices, 1)
-                loss_sum += loss * len(indices)
-                pace.samples += len(indices)
-            pace.tell(step + 1)
-        mine = slice(group.rank, None, group.size)
-        hits = int((ddp(digits.test_x[mine]).argmax(axis=1) == digits.test_t[mine]).sum())
-        loss_sum, correct = group.all_reduce(np.array([loss_sum, hits]))
-        accuracy = float(correct) / len(digits.test_t)
-        if group.rank == 0:
-            tell("epoch", {"epoch": epoch + 1, "of": plan.epochs, "loss": float(loss_sum) / n, "accuracy": accuracy})
-    seconds = time.perf_counter() - start
-    pace.tell(total, last=True)
-    once = bool((group.all_reduce(used) == 1).all())
-    return Outcome(accuracy, total, once, seconds)
+        if not step.applied:
+            tell("undone", where)
+            continue
+        tell("applied", {**where, "loss": float(loss), "samples": samples, "bytes_sent": session.group.bytes_sent})
+        if step.rank == 0 and step.number % per_epoch == 0:
+            tell("epoch", {"epoch": step.number // per_epoch, "accuracy": _accuracy(model, digits)})
+        patience.between_steps(step)
+
+    # Everybody holds the same weights: nobody has to be asked.
+    accuracy = _accuracy(model, digits)
+    return Outcome(accuracy, total, session.size, time.perf_counter() - start)
 
 
-class _Pace:
-    """Tells of this rank's steps, now and then."""
+def _accuracy(model: nn.Sequential, digits: Digits) -> float:
+    return float((model.forward(digits.test_x).argmax(axis=1) == digits.test_t).mean())
 
-    def __init__(self, session: paceline.Session, total: int, tell: Tell) -> None:
-        self.samples = 0
-        self._group = session.group
-        self._total = total
+
+class _Killer:
+    """Kills the worker of the highest rank once in the life of a job, as `kill -9` would."""
+
+    def __init__(self, session: paceline.Session, plan: Plan, tell: Tell) -> None:
+        self._store = session.store
+        self._plan = plan
         self._tell = tell
-        self._at, self._step = time.perf_counter(), 0
+        self._armed = plan.kill_at_step > 0 and plan.workers > 1  # a single worker would leave nobody to go on
 
-    def tell(self, step: int, *, last: bool = False) -> None:
-        """Step number `step` is done."""
-        now = time.perf_counter()
-        if now - self._at < _TELL_EVERY_S and not last:
+    def may_kill(self, step: paceline.Step) -> None:
+        """Between forward and backward: the others wait for this worker's gradients now."""
+        if not self._armed or step.number < self._plan.kill_at_step:
             return
-        rate = (step - self._step) / (now - self._at)
-        self._at, self._step = now, step
-        self._tell(
-            "step",
-            {
-                "step": step,
-                "total": self._total,
-                "samples": self.samples,
-                "rate": rate,
-                "bytes_sent": self._group.bytes_sent,
-            },
-        )
+        if step.rank != step.world - 1 or step.world < self._plan.workers:
+            return
+        self._armed = False
+        if self._store.add("kills") > 1:  # this is the worker that has come in place of the killed one
+            return
+        self._tell("killing", {"generation": step.generation, "step": step.number, "rank": step.rank})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Patience:
+    """Gives a new worker the time to come in before the training is over, and says so.
+
+    A few workers on a fast machine can be done with all steps before a new Python process has started.
+    """
+
+    def __init__(self, workers: int, after: int, tell: Tell) -> None:
+        self._workers = workers
+        self._after = after
+        self._tell = tell
+        self._said = False
+
+    def between_steps(self, step: paceline.Step) -> None:
+        """Pauses if a worker is lacking and not much is left to do; all members do so alike."""
+        if step.number < self._after or step.world >= self._workers:
+            return
+        if not self._said and step.rank == 0:
+            self._said = True
+            self._tell("pauses", {"pause_ms": round(_PAUSE_S * 1e3)})
+        time.sleep(_PAUSE_S)

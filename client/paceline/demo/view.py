@@ -32,6 +32,9 @@ _STATE_STYLE = {
 _LINE_EVERY_S = 1.0
 """Plain lines come at most this often."""
 
+_PICTURE_EVERY_S = 0.1
+"""So are pictures: workers tell of every step."""
+
 
 class View(Protocol):
     """Shows progress. A context manager."""
@@ -60,12 +63,14 @@ class DemoListener:
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
         """A worker told of its progress."""
-        self.progress.told(worker.index, worker.pid, record)
+        for text in self.progress.told(worker.index, worker.pid, record):
+            self._view.note(text)
         self._view.update(self.progress)
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
         """A worker ended."""
-        self.progress.ended(worker.index, end)
+        for text in self.progress.ended(worker.index, end):
+            self._view.note(text)
         if not expected:
             self._view.note(f"paceline: {end}")
         self._view.update(self.progress)
@@ -81,6 +86,8 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, refresh_per_second=10)
+        self._latest: Progress | None = None
+        self._next = 0.0
 
     def __enter__(self) -> LiveView:
         self._live.__enter__()
@@ -89,11 +96,16 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._latest is not None:
+            self._live.update(picture(self._latest, self._console))
         self._live.__exit__(kind, error, trace)
 
     def update(self, progress: Progress) -> None:
-        """Draws the state."""
-        self._live.update(picture(progress, self._console))
+        """Draws the state, if the last picture is old enough."""
+        self._latest, now = progress, time.monotonic()
+        if now >= self._next:
+            self._next = now + _PICTURE_EVERY_S
+            self._live.update(picture(progress, self._console))
 
     def note(self, text: str) -> None:
         """Prints above the picture."""
@@ -123,9 +135,10 @@ class PlainView:
         if epochs == self._epochs or progress.accuracy is None or (now < self._next and epochs < progress.epochs):
             return
         self._epochs, self._next = epochs, now + _LINE_EVERY_S
+        rate = f"{progress.rate:.0f} steps/s  " if progress.rate else ""
         self.note(
             f"epoch {epochs:3}/{progress.epochs}  loss {progress.losses[-1]:.4f}  accuracy {progress.accuracy:.2%}  "
-            f"{progress.rate:.0f} steps/s  sent {decimal(progress.bytes_sent)}"
+            f"{rate}sent {decimal(progress.bytes_sent)}"
         )
 
     def note(self, text: str) -> None:
@@ -147,7 +160,8 @@ def picture(progress: Progress, console: Console) -> RenderableType:
     facts.add_row("loss", Text(sparkline(progress.losses, 40, unicode=unicode), style="yellow"), _last(progress.losses))
     accuracy = "" if progress.accuracy is None else f"{progress.accuracy:.2%} of the held-back fifth"
     facts.add_row("accuracy", Text(accuracy, style="bold green"))
-    facts.add_row("moved", Text(f"{decimal(progress.bytes_sent)}, {progress.rate:.0f} steps/s"))
+    rate = f", {progress.rate:.0f} steps/s" if progress.rate else ""
+    facts.add_row("moved", Text(f"{decimal(progress.bytes_sent)}{rate}"))
     return Panel(Group(bar, facts, _workers(progress)), title="paceline demo", border_style="cyan", width=78)
 
 
@@ -163,7 +177,7 @@ def _workers(progress: Progress) -> Table:
             str(row.pid),
             state,
             f"{row.samples:,}",
-            f"{row.rate:.0f}" if row.rate else "",
+            f"{row.rate:.0f}" if row.rate and row.state == "training" else "",
             decimal(row.bytes_sent),
         )
     return table
