@@ -6,6 +6,7 @@ its members are known to have ended. A view that is void is void for all of its 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from paceline_server.barriers import Barriers
@@ -15,6 +16,7 @@ from paceline_server.evidence import Evidence
 from paceline_server.leases import Leases
 from paceline_server.model import Ending, JobState, Session, Standing, Verdict
 from paceline_server.settings import ServerSettings
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Departures", "rank_of"]
 
@@ -69,7 +71,33 @@ class Departures:
         return [*effects, EndSession(session.member_id, refusal)]
 
     def _judge_if_ripe(self, now: float) -> list[Effect]:
-        return self._void(self._evidence.judge(now, {})) if self._evidence.is_ripe(now) else []
+        if not self._evidence.is_ripe(now):
+            return []
+        verdict = self._evidence.judge(now, {})
+        effects = self._void(verdict)
+        if verdict.reason == ErrorReason.ERROR_REASON_PEER_LOST:
+            effects += self._part_with(verdict.culprits)
+        return effects
+
+    def _part_with(self, culprits: Collection[int]) -> list[Effect]:
+        """Who is at the bad end of a link is out of the line: in the next generation that link would break again.
+
+        It may be well, and comes back as a newcomer when it has links to all. Not if none but it may hold the state.
+        """
+        view = self.state.view
+        if view is None or view.base is None:
+            return []
+        rest = [session for session in self.state.present() if session.rank not in culprits]
+        if all(session.rank in view.newcomers or session.stream is None for session in rest):
+            return []
+        effects: list[Effect] = []
+        for rank in culprits:
+            session = self.state.session_of(rank)
+            if session is not None and session.generation == view.generation:
+                ending = Ending("was cut off from others", orderly=False, sure=False)
+                refusal = SessionEnded(f"the session has ended: the member {ending.how}")
+                effects += self._end(session, ending, refusal)
+        return effects
 
     def _void(self, verdict: Verdict) -> list[Effect]:
         """The view is over; every member of it is told the same, now or when it resumes."""

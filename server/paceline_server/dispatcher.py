@@ -16,12 +16,14 @@ from paceline_server import wire
 from paceline_server.abandonment import Abandonment
 from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
 from paceline_server.events import (
+    AddressRefused,
     Effect,
     EndSession,
     Event,
     ExitReported,
     ForgetView,
     Heard,
+    PushRunning,
     PushView,
     Registered,
     RestartAsked,
@@ -38,6 +40,7 @@ from paceline_server.events import (
 )
 from paceline_server.job import Job
 from paceline_server.keyvalue import KeyValues
+from paceline_server.knock import Knocks
 from paceline_server.membership import Membership
 from paceline_server.model import JobState, Process, View
 from paceline_server.pages import ViewPages
@@ -91,6 +94,7 @@ class Dispatcher:
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
         self._beat: asyncio.TimerHandle | None = None
+        self._knocks = Knocks()
 
     async def start(self) -> None:
         """Takes up the stored jobs.
@@ -117,6 +121,7 @@ class Dispatcher:
             job.store.drain(Draining("the coordinator is stopping"))
             if job.timer is not None:
                 job.timer.cancel()
+        self._knocks.close()
         for stream in self._streams.values():
             stream.close(Draining("the coordinator is stopping"))
 
@@ -182,7 +187,11 @@ class Dispatcher:
             del self._streams[stream.member_id]
         job = self.jobs.get(stream.job)
         if job is not None and not self.draining:
+            session = job.membership.state.sessions.get(stream.member_id)
             self.apply(job, StreamEnded(stream.member_id, stream.number))
+            if session is not None and session.stream is None:
+                gone = functools.partial(self.apply, job, AddressRefused(stream.member_id))
+                self._knocks.at(session.address, gone)
 
     def report_exit(self, name: str, process: Process, exit_code: int) -> bool:
         """A launcher saw a process end. Returns whether a live member of the job is that process."""
@@ -272,6 +281,8 @@ class Dispatcher:
         match effect:
             case PushView(member_id, view, rank):
                 self._push(member_id, pb.SessionResponse(view_formed=self._pages(job, view).formed(rank)))
+            case PushRunning(member_id, view):
+                self._push(member_id, pb.SessionResponse(running=self._pages(job, view).running()))
             case Welcome(member_id, heartbeat_interval):
                 registered = pb.Registered(
                     member_id=member_id,

@@ -13,6 +13,7 @@ from paceline_server.model import Ending, JobSettings, Met, Process, Progress, R
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
+    "AddressRefused",
     "BarrierEntered",
     "DrainAsked",
     "Effect",
@@ -127,6 +128,13 @@ class ExitReported:
 
 
 @dataclass(frozen=True, slots=True)
+class AddressRefused:
+    """A member's stream has ended, and nobody listens at its address: together they tell of its death."""
+
+    member_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeftJob:
     """A member goes for good."""
 
@@ -196,6 +204,7 @@ Event = (
     | BarrierEntered
     | Reported
     | ExitReported
+    | AddressRefused
     | LeftJob
     | MetOthers
     | FinishedLine
@@ -245,8 +254,7 @@ class PushRunning:
     """Tell a candidate that the line runs without it."""
 
     member_id: str
-    generation: int
-    world_size: int
+    view: View
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Leases:
     def __init__(self, state: JobState) -> None:
         self._state = state
         self._unseen_from: float | None = None
+        self._nobody_at = float("-inf")  # when last nobody of the line was heard
         # Heartbeats only move leases on, so a look may come early but never late: no heartbeat has to touch this.
         self.check_at = float("-inf") if state.sessions else float("inf")
 
@@ -65,16 +66,19 @@ class Leases:
                 lapsed.append((session, _how(now, session)))
             else:
                 vouched |= session.standing is Standing.IN_VIEW
-                somebody |= session.standing in _OF_VIEW and session.stream is not None
+                recently = now - session.heard < 2 * session.settings.heartbeat_interval
+                somebody |= session.standing in _OF_VIEW and session.stream is not None and recently
         lapsed += self._lapsed_unseen(now, unseen, vouched)
-        if self._state.view is not None and self._state.view.base is not None and not somebody:
-            # Nobody of the line is here: it is this coordinator that is cut off, perhaps, and they train on. To evict
-            # them would help nobody (I2).
-            kept = [(session, how) for session, how in lapsed if session.standing not in _OF_VIEW]
-            if len(kept) < len(lapsed):
-                self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
-            return kept
-        return lapsed
+        if self._state.view is None or self._state.view.base is None:
+            return lapsed
+        if not somebody:
+            self._nobody_at = now
+        # While nobody of a line is heard it is this coordinator that is cut off, perhaps, and they train on: to evict
+        # them would help nobody (I2). And who is heard first after that shall not be alone: the others have their time.
+        due = [(s, how) for s, how in lapsed if s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]
+        if len(due) < len(lapsed):
+            self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
+        return due
 
     def count_unseen(self, now: float) -> None:
         """From now on nobody vouches for members that have not been seen since the restart."""
@@ -131,3 +135,7 @@ def _how(now: float, session: Session) -> str:
     if session.stream_ended is not None:
         return f"lost its session and did not come back for {now - session.stream_ended:.1f} s"
     return f"was silent for {now - session.heard:.1f} s"
+
+
+def _timeout(session: Session) -> float:
+    return session.settings.failure_timeout

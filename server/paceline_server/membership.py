@@ -22,6 +22,7 @@ from paceline_server import admission
 from paceline_server.departures import rank_of
 from paceline_server.errors import BadRequest, SessionEnded
 from paceline_server.events import (
+    AddressRefused,
     BarrierEntered,
     DrainAsked,
     Effect,
@@ -103,6 +104,8 @@ class Membership(Line):
                 return self._report(now, event)
             case ExitReported():
                 return self._exit_reported(now, event)
+            case AddressRefused():
+                return self._address_refused(now, event)
             case LeftJob():
                 return self._leave(now, event)
             case MetOthers():
@@ -271,7 +274,8 @@ class Membership(Line):
         if event.generation < session.generation:  # it has moved on since
             return []
         if session.verdict is not None:
-            return [PushVerdict(session.member_id, session.verdict)]
+            effects: list[Effect] = [PushVerdict(session.member_id, session.verdict)]
+            return effects + self._second_death(session, report) + self._reconsider(now)
         view = self.state.live
         if view is None or view.generation != session.generation:  # it was dismissed: its view is past
             return []
@@ -281,6 +285,23 @@ class Membership(Line):
             session.progress = Progress(report.operation, now, inside=True)
         self._evidence.add(now, replace(report, reporter=rank_of(session)))
         return self._judge_if_ripe(now) + self._reconsider(now)
+
+    def _second_death(self, session: Session, report: Report) -> list[Effect]:
+        """After the verdict: a link's end says something of a member only if its session's stream has ended too."""
+        view = self.state.view
+        if view is None or view.generation != session.generation or report.accused is None:
+            return []
+        if report.reason != ErrorReason.ERROR_REASON_PEER_LOST or report.accused >= len(view.seats):
+            return []
+        other = self.state.session_of(report.accused)
+        return self._part_with([report.accused]) if other is not None and other.stream is None else []
+
+    def _address_refused(self, now: float, event: AddressRefused) -> list[Effect]:
+        session = self.state.sessions.get(event.member_id)
+        if session is None or session.stream is not None:
+            return []
+        how = "died: its session ended, and nobody listens at its address"
+        return self._lose(now, [(session, Ending(how, orderly=False, sure=False))]) + self._reconsider(now)
 
     def _heard(self, now: float, event: Heard) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)

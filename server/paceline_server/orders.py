@@ -56,7 +56,7 @@ class Orders:
         for session in self._state.candidates():
             if session.met is None and session.told_to_meet != view.generation:
                 session.told_to_meet = view.generation
-                effects.append(PushRunning(session.member_id, view.generation, len(view.seats)))
+                effects.append(PushRunning(session.member_id, view))
             elif session.met is not None and view.base is not None and session.met.manifest != view.manifest:
                 effects += self._misfit(session, self._state.present())
         return effects

@@ -37,6 +37,15 @@ class ViewPages:
         )
         return cls(view, pages, hashlib.sha256(b"".join(pages)).digest())
 
+    def running(self) -> pb.Running:
+        """What a candidate is told."""
+        return pb.Running(
+            generation=self.view.generation,
+            world_size=len(self.view.seats),
+            members_sha256=self.sha256,
+            pages=len(self.pages),
+        )
+
     def formed(self, rank: int) -> pb.ViewFormed:
         """What a member is told."""
         return pb.ViewFormed(

@@ -11,7 +11,6 @@ from paceline_server.events import (
     PushDrain,
     PushFinished,
     PushMisfit,
-    PushRunning,
     PushSummons,
     PushVerdict,
     PushWaiting,
@@ -28,7 +27,6 @@ Push = (
     | PushDrain
     | PushFinished
     | PushMisfit
-    | PushRunning
     | PushSummons
     | PushVerdict
     | PushWaiting
@@ -48,8 +46,6 @@ def to_message(effect: Push) -> pb.SessionResponse:
             return pb.SessionResponse(waiting=pb.Waiting(reason=sentence))
         case PushVerdict(_, verdict):
             return pb.SessionResponse(verdict=wire.write_verdict(verdict))
-        case PushRunning(_, generation, world_size):
-            return pb.SessionResponse(running=pb.Running(generation=generation, world_size=world_size))
         case PushSummons(_, generation):
             return pb.SessionResponse(summons=pb.Summons(generation=generation))
         case PushCatchUp(_, generation, base, donors):

@@ -24,13 +24,14 @@ from paceline.elastic.errand import Errand
 from paceline.elastic.offer import Content
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
+from paceline.elastic.reach import Reach
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step, not_entered
 from paceline.elastic.word import Flag, partial_digest, word
 from paceline.errors import OrphanedError, PacelineError, StepOrderError, StepVoid
 from paceline.links.base import Peer
-from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Letter, Lost, MayGo, Misfits, ViewCame, Waits
+from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Letter, Lost, MayGo, Misfits, Runs, ViewCame, Waits
 
 __all__ = ["Line", "MAX_ATTEMPTS"]
 
@@ -80,6 +81,7 @@ class Line:
         self._blocks = self._furthest = 0  # blocks between this step and the next: here, and at whoever is furthest
         self._large: list[NDArray[Any]] = []
         self._away_since: float | None = None
+        self._reach: Reach | None = None  # while this member is a candidate that has yet to show its links
 
     # What the loop over the steps does --------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ class Line:
         if mesh.peers:
             self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
         else:
-            self._say(self._place.meet())
+            self._reach = Reach()
 
     def wait_until_ready(self) -> None:
         """Waits until a step may begin, or all is done.
@@ -246,9 +248,15 @@ class Line:
                 if self._place.held is None:
                     raise OrphanedError("the state of the line is lost, and this worker's own was not whole")
                 _log.warning("this worker was taken for lost; it comes back with the state %s", self._place.held)
-                self._say(self._place.cast_out())
+                self._place.cast_out()
+                self._reach = Reach()
+            case Runs(_, members):
+                if self._reach is not None:
+                    self._reach.hear(members)
             case Waits(reason):
                 self._waits_for = reason
+                if self._reach is not None and self._reach.is_alone:
+                    self._come_in()
             case Lost(error):
                 raise error
 
@@ -332,8 +340,12 @@ class Line:
         if self._place.phase is not Phase.MEETING:
             return
         now, mail = time.monotonic(), self._port.mail
+        if self._reach is not None:
+            self._try_to_reach(now, self._reach)
         if mail.draining and not self._place.leaving:
             self._place.leaving = True
+            if self._reach is not None:
+                raise Dismissed(mail.draining)
             self._say(self._place.meet())
         if now - self._said_at > _PATIENT_S and self._waits_for:
             _log.info("%s", self._waits_for)
@@ -349,6 +361,22 @@ class Line:
             self._went_on = True
             self._port.go_on()
             self._place.go_on()
+
+    def _try_to_reach(self, now: float, reach: Reach) -> None:
+        """A candidate is ready when it can reach every member of the line."""
+        members = reach.due(now)
+        if members is None:
+            return
+        troubles = self._port.out_of_reach(members)
+        if not troubles:
+            self._come_in()
+            return
+        pause = reach.failed(time.monotonic())
+        _log.warning("cannot come in, trying again in %.0f s: no way to %s", pause, "; ".join(troubles))
+
+    def _come_in(self) -> None:
+        self._reach = None
+        self._say(self._place.meet())
 
     def _flags(self) -> Flag:
         mail, flags = self._port.mail, Flag(0)

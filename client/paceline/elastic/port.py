@@ -9,7 +9,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.offer import Content, Shelf
 from paceline.elastic.place import Meet
-from paceline.elastic.take import get_manifest, take_state
+from paceline.elastic.take import get_manifest, out_of_reach, take_state
 from paceline.group import Group
 from paceline.links.base import Mesh, Peer
 from paceline.links.grpc_mesh import GrpcMesh
@@ -71,6 +71,10 @@ class Port(abc.ABC):
         """
 
     @abc.abstractmethod
+    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
+        """Which of these members cannot be reached, each with why."""
+
+    @abc.abstractmethod
     def manifest_of(self, donor: Peer) -> bytes:
         """Another member's manifest.
 
@@ -130,6 +134,10 @@ class CoordinatedPort(Port):
         """See `Port.take`."""
         return self._connection.run(take_state(self.job, tag, donors, own, self.config.failure_timeout))
 
+    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
+        """See `Port.out_of_reach`."""
+        return self._connection.run(out_of_reach(self.job, members, self.config.failure_timeout))
+
     def manifest_of(self, donor: Peer) -> bytes:
         """See `Port.manifest_of`."""
         return self._connection.run(get_manifest(self.job, donor, self.config.failure_timeout))
@@ -176,6 +184,10 @@ class SoloPort(Port):
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         """See `Port.take`: there is nobody."""
         raise AssertionError("a world of one takes nothing")
+
+    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
+        """See `Port.out_of_reach`: there is nobody."""
+        return []
 
     def manifest_of(self, donor: Peer) -> bytes:
         """See `Port.manifest_of`: there is nobody."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from paceline._grpc import aio
+from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
@@ -17,7 +17,7 @@ from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 
-__all__ = ["get_manifest", "take_state"]
+__all__ = ["get_manifest", "out_of_reach", "take_state"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,9 @@ _BATCH = 16
 
 _ROOM = 4
 """A state may be so many times as large as this member's own, and some."""
+
+_AT_ONCE = 64
+"""Doors that are knocked at at one time."""
 
 _MAX_DESCRIPTION = 64 << 20
 
@@ -73,6 +76,29 @@ async def get_manifest(job: str, donor: Peer, patience: float) -> bytes:
         except aio.AioRpcError as error:
             raise error_from_status(error, f"the manifest of {donor}") from error
         return answer.manifest
+
+
+async def out_of_reach(job: str, members: Sequence[Peer], patience: float) -> list[str]:
+    """Which members do not answer at their doors, each with why: who cannot reach all does no good in a view.
+
+    Args:
+        job: the job.
+        members: whom to ask.
+        patience: seconds for each.
+    """
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def knock(member: Peer) -> str | None:
+        async with at_once, aio.insecure_channel(member.address, options=CHANNEL_OPTIONS) as channel:
+            request = peer_pb2.GetManifestRequest(job=job, to_member=member.member_id)
+            try:
+                await PeerServiceStub(channel).GetManifest(request, timeout=patience, wait_for_ready=True)
+            except aio.AioRpcError as error:
+                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    return f"{member} at {member.address}: {_words(error)}"
+            return None
+
+    return [trouble for trouble in await asyncio.gather(*map(knock, members)) if trouble is not None]
 
 
 async def _describe(channel: aio.Channel, job: str, tag: Tag, peer: Peer, own: Content, patience: float) -> Description:

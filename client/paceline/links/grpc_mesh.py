@@ -17,7 +17,7 @@ from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_dial import dial
 from paceline.links.grpc_link import GrpcLink, Inbox, Outbox
-from paceline.session.wire import CHANNEL_OPTIONS
+from paceline.session.wire import channel_options
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -198,7 +198,7 @@ class GrpcMesh(Mesh):
     async def _serve(self, link: GrpcLink, purpose: Purpose, group: str) -> None:
         rank = link.peer.rank
         if rank not in self._channels:
-            self._channels[rank] = aio.insecure_channel(link.peer.address, options=CHANNEL_OPTIONS)
+            self._channels[rank] = aio.insecure_channel(link.peer.address, options=channel_options(self._patience))
         hello = peer_pb2.HelloRequest(
             protocol_version=PROTOCOL_VERSION,
             job=self._job,

@@ -16,7 +16,7 @@ from typing import Protocol
 from paceline import errors
 from paceline._grpc import EOF, aio, untyped
 from paceline.config import Config
-from paceline.session.wire import CHANNEL_OPTIONS, duration, error_from_status, is_transient
+from paceline.session.wire import channel_options, duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import session_pb2_grpc
@@ -80,7 +80,7 @@ class ControlStream:
         progress: Callable[[], pb.Heartbeat],
     ) -> None:
         self.target = target
-        self.channel = aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self.channel = aio.insecure_channel(target, options=channel_options(config.failure_timeout))
         self.registered: pb.Registered | None = None
         self.generation = 0
         self.rejoins = False
@@ -289,7 +289,7 @@ class ControlStream:
         start = time.monotonic()
         deadline = start + self._config.rejoin_timeout
         for attempt in range(1 << 30):
-            await asyncio.sleep(_backoff(attempt))
+            await asyncio.sleep(min(_backoff(attempt), self._config.heartbeat_interval))
             try:
                 call = await self._connect(request, min(deadline, time.monotonic() + 5.0))
             except aio.AioRpcError as error:

@@ -15,7 +15,19 @@ from paceline.checkpoint.tag import Tag
 from paceline.errors import PacelineError
 from paceline.links.base import Mesh, Peer
 
-__all__ = ["CaughtOut", "CatchUpAsked", "JobDone", "Letter", "Lost", "Mail", "MayGo", "Misfits", "ViewCame", "Waits"]
+__all__ = [
+    "CaughtOut",
+    "CatchUpAsked",
+    "JobDone",
+    "Letter",
+    "Lost",
+    "Mail",
+    "MayGo",
+    "Misfits",
+    "Runs",
+    "ViewCame",
+    "Waits",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,19 @@ class CaughtOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """The line runs without this worker.
+
+    Attributes:
+        generation: its latest.
+        members: who is in it; None while the list is on its way.
+    """
+
+    generation: int
+    members: Sequence[Peer] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Waits:
     """What is being waited for."""
 
@@ -86,7 +111,7 @@ class Lost:
     error: PacelineError
 
 
-Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | JobDone | CaughtOut | Waits | Lost
+Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | JobDone | CaughtOut | Runs | Waits | Lost
 
 
 class Mail:

@@ -34,7 +34,7 @@ from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.identity import process_identity
 from paceline.session.launcher import tell_launcher
-from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Lost, Mail, MayGo, Misfits, ViewCame, Waits
+from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Lost, Mail, MayGo, Misfits, Runs, ViewCame, Waits
 from paceline.session.store import CoordinatorStore
 from paceline.session.view import fetch_peers, read_peer
 from paceline.session.wire import duration
@@ -222,9 +222,7 @@ class MemberConnection:
         self._thread.loop.call_soon_threadsafe(self._end_mesh, old)
 
     def _end_mesh(self, mesh: GrpcMesh | NoMesh) -> None:
-        task = asyncio.ensure_future(mesh.end())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(mesh.end())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the loop and waits for it."""
@@ -309,9 +307,7 @@ class MemberConnection:
             # Whoever went on in the old one while the coordinator was away, and is in a step, stops there.
             stale, text = ErrorReason.ERROR_REASON_STALE_GENERATION, f"generation {view.generation} has formed"
             self.mesh.fault.settle(Verdict(self.mesh.generation, stale, (), 0, text))
-        task = asyncio.create_task(self._adopt(view))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self._adopt(view))
 
     def on_verdict(self, verdict: pb.Verdict) -> None:
         """See `Listener`."""
@@ -378,6 +374,7 @@ class MemberConnection:
                     f"this worker is in no view yet: job {self.job!r} is running with {message.running.world_size} "
                     "members, and it enters at its first step of session.steps()"
                 )
+                self._start(self._learn_members(message.running))
                 self._stand_by(text)
             case "summons":
                 self.mail.summoned = message.summons.generation
@@ -395,6 +392,28 @@ class MemberConnection:
                 self._finish = None
                 self.mail.put(JobDone(message.finished.step))
                 self._stand_by(f"job {self.job!r} is done: its last step was {message.finished.step}")
+
+    async def _learn_members(self, running: pb.Running) -> None:
+        """Who is in the line that runs without this worker: it is to see that it can reach them all."""
+        assert self._control is not None
+        self.mail.put(Runs(running.generation, None))
+        view = pb.ViewFormed(
+            generation=running.generation,
+            world_size=running.world_size,
+            members_sha256=running.members_sha256,
+            pages=running.pages,
+        )
+        try:
+            peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
+        except errors.PacelineError as error:  # another generation has come, which will be told of too
+            _log.info("the members of generation %d cannot be had: %s", view.generation, error)
+        else:
+            self.mail.put(Runs(running.generation, peers))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _stand_by(self, reason: str) -> None:
         """`join` returns without a view: the job goes on, or is done, without this worker."""

@@ -13,7 +13,7 @@ from paceline.links.fault import error_type
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CHANNEL_OPTIONS", "duration", "error_from_status", "is_transient"]
+__all__ = ["CHANNEL_OPTIONS", "channel_options", "duration", "error_from_status", "is_transient"]
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -22,6 +22,18 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 """Of every channel that Paceline opens: gRPC's own backoff grows to 120 s, which no recovery can wait for."""
+
+
+def channel_options(failure_timeout: float) -> list[tuple[str, int]]:
+    """Options of a channel whose connection ends when the other host has acknowledged nothing for that long.
+
+    With a keepalive timeout gRPC sets TCP_USER_TIMEOUT. Its pings are not wanted: a peer that is only busy answers them
+    late, and one that sees many of them closes the connection.
+    """
+    most = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that comes back late is taken for lost
+    reconnect = [(name, most if "max_reconnect" in name else value) for name, value in CHANNEL_OPTIONS]
+    silence = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", round(failure_timeout * 1000))]
+    return reconnect + silence
 
 
 def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineError:

@@ -638,25 +638,35 @@ Global___ViewFormed: _TypeAlias = ViewFormed  # noqa: Y015
 
 @_typing.final
 class Running(_message.Message):
-    """The job's line is running without the receiver, which is a candidate: it prepares its state and then says `meet`."""
+    """The job's line is running without the receiver, which is a candidate: it prepares its state, makes sure that it can
+    reach all members, and then says `meet`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    MEMBERS_SHA256_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The line's latest generation."""
     world_size: _builtins.int
     """Number of its members."""
+    members_sha256: _builtins.bytes
+    """SHA-256 of the concatenated pages of the member list."""
+    pages: _builtins.int
+    """Number of pages to fetch with GetView."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        members_sha256: _builtins.bytes = ...,
+        pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "members_sha256", b"members_sha256", "pages", b"pages", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

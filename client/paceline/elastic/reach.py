@@ -1,0 +1,49 @@
+"""When does a candidate try whether it can reach the members of a line? Pure: time is an argument.
+
+A pair of hosts that cannot talk to each other would break every generation that has both in it. So whoever wants in
+shows first that it has a way to everyone, and tries again later and later until it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.links.base import Peer
+
+__all__ = ["Reach"]
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Between two tries: doubled each time."""
+
+
+class Reach:
+    """One candidate's tries.
+
+    Attributes:
+        is_alone: True while nobody has said that a line is running.
+    """
+
+    def __init__(self) -> None:
+        self.is_alone = True
+        self._members: Sequence[Peer] | None = None
+        self._pause = FIRST_PAUSE_S
+        self._again_at = float("-inf")
+
+    def hear(self, members: Sequence[Peer] | None) -> None:
+        """A line is running; its members, once they are known. Others than before are tried at once."""
+        self.is_alone = False
+        if members is not None:
+            known = {member.member_id for member in self._members or ()}
+            if {member.member_id for member in members} - known:
+                self._again_at = float("-inf")
+            self._members = members
+
+    def due(self, now: float) -> Sequence[Peer] | None:
+        """Whom to try now; None for nobody yet."""
+        return self._members if now >= self._again_at else None
+
+    def failed(self, now: float) -> float:
+        """Some could not be reached; returns the seconds until the next try."""
+        pause, self._pause = self._pause, min(LONGEST_PAUSE_S, 2 * self._pause)
+        self._again_at = now + pause
+        return pause
