@@ -45,8 +45,14 @@ class Case:
 
 
 def has_second_witness(case: Case) -> bool:
-    """True if a report accuses a member that is suspect or has left: nothing more needs to be waited for."""
-    return any(r.reason == _LOST and r.accused in case.suspects | case.left for r in case.reports)
+    """True if every lost link has an end that is suspect or has left: nothing more needs to be waited for.
+
+    One link without such an end, and it is better to wait: when two members die at once, news of the second may be on
+    its way, and until then whoever reported its link looks as guilty as it.
+    """
+    known = case.suspects | case.left
+    lost = [report for report in case.reports if report.reason == _LOST]
+    return bool(lost) and all(report.accused in known or report.reporter in known for report in lost)
 
 
 def judge(now: float, case: Case) -> Verdict:

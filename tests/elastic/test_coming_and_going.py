@@ -93,7 +93,7 @@ def test_a_job_that_is_done_is_done_for_whoever_comes_later(tmp_path: Path) -> N
 
 
 def test_evaluation_between_steps_is_run_again(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=30, pace=0.02, evaluate=True) as c:
+    with cluster(tmp_path, total=120, pace=0.03, evaluate=True) as c:
         c.start(3)
         c.wait_for_step(5)
         c.trainers[1].signal(signal.SIGKILL)

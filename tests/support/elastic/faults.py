@@ -25,7 +25,7 @@ class Fault:
         what: "kill", "freeze", "hold_gil" or "raise".
         at: the phase.
         rank: whom it hits, by its rank in the step; any rank if None (phases without a step: whoever has the plan).
-        step: in which step, at its first attempt; any if None.
+        step: in which step, in the generation that the first view opens; any if None.
         seconds: of a freeze or a hold.
     """
 
@@ -47,7 +47,7 @@ class Fault:
             self.strike()
 
     def _fits(self, step: Any) -> bool:
-        if self.done or (self.step is not None and (step.number, step.attempt) != (self.step, 1)):
+        if self.done or (self.step is not None and (step.number, step.generation) != (self.step, 2)):
             return False
         return self.rank is None or step.rank == self.rank
 
