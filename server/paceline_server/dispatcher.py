@@ -193,13 +193,13 @@ class Dispatcher:
                 gone = functools.partial(self.apply, job, AddressRefused(stream.member_id))
                 self._knocks.at(session.address, gone)
 
-    def report_exit(self, name: str, process: Process, exit_code: int) -> bool:
+    def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
         """A launcher saw a process end. Returns whether a live member of the job is that process."""
         job = self.jobs.get(name)
         if job is None:
             return False
         known = bool(job.membership.find(process))
-        self.apply(job, ExitReported(process, exit_code))  # it may be one that was only silent until now
+        self.apply(job, ExitReported(process, exit_code, found_gone))  # it may be one that was only silent until now
         return known
 
     def authenticate(self, name: str, member_id: str, token: bytes) -> Job:

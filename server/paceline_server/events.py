@@ -32,6 +32,7 @@ __all__ = [
     "PushDrain",
     "PushFinished",
     "PushMisfit",
+    "PushMissing",
     "PushRunning",
     "PushSummons",
     "PushVerdict",
@@ -125,6 +126,8 @@ class ExitReported:
     process: Process
     exit_code: int
     """Exit code, or the negated number of the signal that killed it."""
+    found_gone: bool = False
+    """Nobody saw it end, but another process of its host found it gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +287,14 @@ class PushMisfit:
 
 
 @dataclass(frozen=True, slots=True)
+class PushMissing:
+    """Ask a candidate whether these processes of its host are still there."""
+
+    member_id: str
+    processes: tuple[Process, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PushDrain:
     """Tell a member to leave at its next step boundary."""
 
@@ -389,6 +400,7 @@ Effect = (
     | PushSummons
     | PushCatchUp
     | PushMisfit
+    | PushMissing
     | PushDrain
     | PushDismissed
     | PushFinished

@@ -224,7 +224,8 @@ class Membership(Line):
         return self._judge_if_ripe(now) + self._reconsider(now)
 
     def _exit_reported(self, now: float, event: ExitReported) -> list[Effect]:
-        ending = Ending(describe_exit(event.exit_code), orderly=False)
+        how = "is gone, as a worker on its host found" if event.found_gone else describe_exit(event.exit_code)
+        ending = Ending(how, orderly=False)
         effects = self._lose(now, [(session, ending) for session in self.find(event.process)])
         for seat in self.state.view.seats if self.state.view is not None else ():
             known = self.state.endings.get(seat.rank)

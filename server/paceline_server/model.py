@@ -38,6 +38,13 @@ class Process:
     """The kernel's boot id, empty where unknown."""
     start_ticks: int = 0
     """Start of the process in clock ticks since boot, 0 where unknown."""
+    pid_namespace: int = 0
+    """Number of its pid namespace, 0 where unknown."""
+
+    def can_see(self, other: Process) -> bool:
+        """True if this process can tell whether the other one is still there."""
+        mine, theirs = ((p.host, p.boot_id, p.pid_namespace) for p in (self, other))
+        return mine == theirs and all(mine) and other.start_ticks > 0
 
     def is_same(self, other: Process) -> bool:
         """True if both are one incarnation, as far as both know: an unknown boot id or start matches any."""
@@ -244,6 +251,8 @@ class Session:
     """What it said last about a meeting; it counts while `Met.generation` is its generation."""
     told_to_meet: object = None
     """The last order about a meeting that it was given; given once for each `Met`."""
+    told_missing: frozenset[str] = frozenset()
+    """Members of its host that it was asked to look for."""
     catching_up: bool = False
     """It was told to take the base, and has not said since what it holds: `met` may be less than that."""
     draining: str = ""

@@ -6,7 +6,7 @@ told may have been lost with the old one.
 
 from __future__ import annotations
 
-from paceline_server.events import Effect, PushCatchUp, PushMisfit, PushRunning, PushSummons
+from paceline_server.events import Effect, PushCatchUp, PushMisfit, PushMissing, PushRunning, PushSummons
 from paceline_server.meeting import Meeting
 from paceline_server.model import JobState, Seat, Session, View
 from paceline_server.policy import Decision
@@ -44,7 +44,7 @@ class Orders:
             return []
         effects: list[Effect] = []
         if self._state.is_elastic:
-            effects += self._tell_candidates(view)
+            effects += self._tell_candidates(view) + self._ask_for_missing(view)
         if decision.summon:
             effects += self._summon(view)
         if decision.meeting is not None:
@@ -59,6 +59,22 @@ class Orders:
                 effects.append(PushRunning(session.member_id, view))
             elif session.met is not None and view.base is not None and session.met.manifest != view.manifest:
                 effects += self._misfit(session, self._state.present())
+        return effects
+
+    def _ask_for_missing(self, view: View) -> list[Effect]:
+        """Who is not heard of may be gone, which its host knows: a line need not wait for it then."""
+        silent = {s.member_id for s in self._state.present() if s.stream is None}
+        silent |= {view.seats[rank].member_id for rank, ending in self._state.endings.items() if not ending.sure}
+        if not silent:
+            return []
+        effects: list[Effect] = []
+        seats = [seat for seat in view.seats if seat.member_id in silent]
+        for session in self._state.candidates():
+            visible = [seat for seat in seats if session.process.can_see(seat.process)]
+            names = frozenset(seat.member_id for seat in visible)
+            if not names <= session.told_missing:
+                session.told_missing = names
+                effects.append(PushMissing(session.member_id, tuple(seat.process for seat in visible)))
         return effects
 
     def _summon(self, view: View) -> list[Effect]:

@@ -11,6 +11,7 @@ from paceline_server.events import (
     PushDrain,
     PushFinished,
     PushMisfit,
+    PushMissing,
     PushSummons,
     PushVerdict,
     PushWaiting,
@@ -27,6 +28,7 @@ Push = (
     | PushDrain
     | PushFinished
     | PushMisfit
+    | PushMissing
     | PushSummons
     | PushVerdict
     | PushWaiting
@@ -55,6 +57,9 @@ def to_message(effect: Push) -> pb.SessionResponse:
             return pb.SessionResponse(catch_up=order)
         case PushMisfit(_, donor):
             return pb.SessionResponse(misfit=pb.Misfit(donor=wire.write_member(donor)))
+        case PushMissing(_, processes):
+            missing = pb.Missing(processes=[wire.write_process(process) for process in processes])
+            return pb.SessionResponse(missing=missing)
         case PushDrain(_, why):
             return pb.SessionResponse(drain=pb.Drain(reason=why))
         case PushDismissed(_, last):

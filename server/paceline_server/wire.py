@@ -132,7 +132,8 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
         raise BadRequest("the names in a process identity must be printable and not long")
     if not message.pid:
         raise BadRequest("a process identity needs a pid")
-    return Process(message.host, message.pid, message.boot_id, _storable(message.start_ticks, "start_ticks"))
+    start = _storable(message.start_ticks, "start_ticks")
+    return Process(message.host, message.pid, message.boot_id, start, _storable(message.pid_namespace, "pid_namespace"))
 
 
 def read_settings(message: pb.JobSettings) -> JobSettings:
@@ -208,7 +209,11 @@ def _storable(number: int, name: str) -> int:
 def write_process(process: Process) -> pb.ProcessIdentity:
     """A process as a message."""
     return pb.ProcessIdentity(
-        host=process.host, pid=process.pid, boot_id=process.boot_id, start_ticks=process.start_ticks
+        host=process.host,
+        pid=process.pid,
+        boot_id=process.boot_id,
+        start_ticks=process.start_ticks,
+        pid_namespace=process.pid_namespace,
     )
 
 

@@ -43,3 +43,22 @@ def test_alone(name: str) -> None:
     accuracy = re.search(r"accuracy ([\d.]+)(?: on .*)?$", run(sys.executable, str(EXAMPLES / name)).strip())
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.95
+
+
+@pytest.mark.slow
+def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "run", "-n", "3", "--min", "1", "--max", "4", "--restarts", "1"]
+    script = (EXAMPLES / "digits_elastic.py").read_text()
+    assert "with step:" in script
+    # The example itself, and one line more: a worker that dies in the middle of training.
+    dying = script.replace("        with step:", "        die(step)\n        with step:").replace(
+        "with paceline.join() as session:",
+        "def die(step):\n    import os\n    once = os.path.join(sys.argv[1], 'died')\n"
+        "    if step.number == 40 and step.rank == 1 and not os.path.exists(once):\n"
+        "        open(once, 'x').close()\n        os.kill(os.getpid(), 9)\n\nwith paceline.join() as session:",
+    )
+    (tmp_path / "train.py").write_text(dying)
+    found = re.search(r"accuracy ([\d.]+) after (\d+) steps", run(*command, str(tmp_path / "train.py"), str(tmp_path)))
+    assert found
+    assert int(found[2]) == 30 * 12
+    assert float(found[1]) >= 0.95

@@ -10,6 +10,8 @@ import pytest
 from support.elastic.cluster import cluster
 from support.elastic.faults import abort
 
+pytestmark = pytest.mark.slow
+
 
 def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
     with cluster(tmp_path, total=150, pace=0.04) as c:
@@ -28,7 +30,6 @@ def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
         assert not c.redone(), f"nobody failed, so nothing is redone\n{c}"
 
 
-@pytest.mark.slow
 def test_every_member_is_replaced(tmp_path: Path) -> None:
     with cluster(tmp_path, total=300, pace=0.03) as c:
         first = c.start(3)

@@ -10,6 +10,8 @@ import pytest
 
 from support.elastic.cluster import cluster
 
+pytestmark = pytest.mark.slow
+
 
 def test_killed_and_back_on_its_state_file(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.04) as c:
@@ -23,7 +25,6 @@ def test_killed_and_back_on_its_state_file(tmp_path: Path) -> None:
         assert not c.redone(), str(c)
 
 
-@pytest.mark.slow
 def test_away_for_long_and_a_member_dies_meanwhile(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.04, failure_timeout=1.0) as c:
         c.start(3)
@@ -38,7 +39,6 @@ def test_away_for_long_and_a_member_dies_meanwhile(tmp_path: Path) -> None:
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-@pytest.mark.slow
 def test_its_state_file_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, least=3, total=80, pace=0.05) as c:
         c.start(3)

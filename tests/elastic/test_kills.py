@@ -9,6 +9,8 @@ import pytest
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
 
+pytestmark = pytest.mark.slow
+
 PHASES = ["forward", "in_word", "mid_all_reduce", "late_all_reduce", "before_gate", "behind_gate", "between_steps"]
 
 

@@ -10,6 +10,8 @@ import pytest
 from support.elastic.cluster import Cluster, cluster
 from support.elastic.faults import kill
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("phase", ["joining", "taking", "forward", "mid_all_reduce"])
 def test_a_newcomer_is_killed(phase: str, tmp_path: Path) -> None:
@@ -89,11 +91,24 @@ def test_all_are_killed_and_there_is_no_checkpoint(tmp_path: Path) -> None:
         c.check(count=2)
 
 
-def test_a_silent_dead_member_is_named_and_the_operator_can_go_on(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=1, total=10, pace=0.02, witness=False, failure_timeout=0.6) as c:
-        c.start(1)
+def test_all_are_killed_and_nobody_saw_it_but_their_host(tmp_path: Path) -> None:
+    where = str(tmp_path / "checkpoints")
+    with cluster(tmp_path, least=2, total=40, pace=0.02, witness=False, checkpoint_dir=where, checkpoint_every=5) as c:
+        c.start(2)
+        c.wait_for_step(13)
+        _kill_all(c)
+        c.start(2, model_seed=77)
+        c.wait_until(lambda: len(c.finishers) == 2, "two finishers")
+        assert min(event["step"] for t in c.trainers[2:] for event in t.of("applied")) >= 6, str(c)
+        c.wait()
+        c.check(count=2)
+
+
+def test_a_silent_member_is_named_and_the_operator_can_go_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=1, total=10, pace=0.02, failure_timeout=0.6) as c:
+        (frozen,) = c.start(1)
         c.wait_for_step(4)
-        _kill_all(c)  # and nobody has seen it
+        frozen.signal(signal.SIGSTOP)  # for all that others know it may train on
         (late,) = c.start(1, log=True)
         c.wait_until(lambda: "paceline restart job" in late.stderr, "the way out is said")
         assert "rank 0" in late.stderr, str(c)
@@ -101,6 +116,9 @@ def test_a_silent_dead_member_is_named_and_the_operator_can_go_on(tmp_path: Path
         c.restart_job()
         assert late.process.wait(30) == 0, str(c)
         c.check(count=1)
+        frozen.signal(signal.SIGCONT)
+        assert frozen.process.wait(30) == 0, str(c)
+        assert "is done" in frozen.of("dismissed")[0]["reason"], str(c)
 
 
 def _kill_all(c: Cluster) -> None:

@@ -146,8 +146,9 @@ class Fault:
         with self._lock:
             if self.failed:
                 return
-            self._suspicion = suspicion
+            # In this order: whoever sees the suspicion, without the lock, waits for the verdict.
             self._answer_by = time.monotonic() + self._verdict_timeout
+            self._suspicion = suspicion
         self._wake()
         for report in self._reporters:
             report(suspicion)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["process_identity"]
+__all__ = ["is_gone", "process_identity"]
 
 _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1 (proc(5))
 
@@ -23,7 +23,28 @@ def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
         Boot id and start time are empty and 0 where the system has no /proc, or once the process is gone.
     """
     pid = os.getpid() if pid is None else pid
-    return pb.ProcessIdentity(host=socket.gethostname(), pid=pid, boot_id=_boot_id(), start_ticks=_start_ticks(pid))
+    return pb.ProcessIdentity(
+        host=socket.gethostname(),
+        pid=pid,
+        boot_id=_boot_id(),
+        start_ticks=_start_ticks(pid),
+        pid_namespace=_pid_namespace(),
+    )
+
+
+def is_gone(other: pb.ProcessIdentity) -> bool:
+    """True if that process was on this host and is there no more; False if it is, or this process cannot know."""
+    here = (_boot_id(), _pid_namespace())
+    if not all(here) or here != (other.boot_id, other.pid_namespace) or not other.start_ticks:
+        return False
+    return _start_ticks(other.pid) != other.start_ticks
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _boot_id() -> str:

@@ -136,7 +136,9 @@ class Session(abc.ABC):
         return run_steps(self._line, state, total)
 
     def retry(self) -> Iterator[Attempt]:
-        """Attempts at a block between two steps that changes no state: an evaluation. All members call it alike.
+        """Attempts at a block between two steps that changes no state: an evaluation.
+
+        All members must call it alike: by `step.number`, and not by `step.applied`, which is this member's own.
 
             for attempt in session.retry():
                 with attempt:

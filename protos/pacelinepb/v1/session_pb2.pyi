@@ -30,6 +30,7 @@ class ProcessIdentity(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     START_TICKS_FIELD_NUMBER: _builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Host name, for people."""
     pid: _builtins.int
@@ -38,6 +39,8 @@ class ProcessIdentity(_message.Message):
     """The kernel's boot id (/proc/sys/kernel/random/boot_id), or empty where there is none."""
     start_ticks: _builtins.int
     """Start time of the process in clock ticks since boot (field 22 of /proc/PID/stat), 0 where unknown."""
+    pid_namespace: _builtins.int
+    """Number of its pid namespace (inode of /proc/self/ns/pid), 0 where unknown: pids mean something only within one."""
     def __init__(
         self,
         *,
@@ -45,10 +48,11 @@ class ProcessIdentity(_message.Message):
         pid: _builtins.int = ...,
         boot_id: _builtins.str = ...,
         start_ticks: _builtins.int = ...,
+        pid_namespace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "host", b"host", "pid", b"pid", "start_ticks", b"start_ticks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "host", b"host", "pid", b"pid", "pid_namespace", b"pid_namespace", "start_ticks", b"start_ticks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,6 +591,32 @@ class Waiting(_message.Message):
 Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
+class Missing(_message.Message):
+    """Members of the job's last view that are not heard of, on the receiver's host. It looks whether they are still there,
+    and reports those that are gone (ReportExit with `found_gone`).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessIdentity]:
+        """The processes."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___ProcessIdentity] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Missing: _TypeAlias = Missing  # noqa: Y015
+
+@_typing.final
 class ViewFormed(_message.Message):
     """A view has formed with the receiver in it."""
 
@@ -953,6 +983,7 @@ class SessionResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     DISMISSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The session is live."""
@@ -1009,6 +1040,10 @@ class SessionResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """Nothing is left to do."""
 
+    @_builtins.property
+    def missing(self) -> Global___Missing:
+        """Who is not heard of."""
+
     def __init__(
         self,
         *,
@@ -1026,12 +1061,13 @@ class SessionResponse(_message.Message):
         drain: Global___Drain | None = ...,
         dismissed: Global___Dismissed | None = ...,
         finished: Global___Finished | None = ...,
+        missing: Global___Missing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1100,10 +1136,13 @@ class ReportExitRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    FOUND_GONE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job."""
     exit_code: _builtins.int
     """Its exit code, or the negated number of the signal that killed it."""
+    found_gone: _builtins.bool
+    """True if nobody saw it end, but a process of its host found it gone; `exit_code` says nothing then."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The process that ended."""
@@ -1114,10 +1153,11 @@ class ReportExitRequest(_message.Message):
         job: _builtins.str = ...,
         process: Global___ProcessIdentity | None = ...,
         exit_code: _builtins.int = ...,
+        found_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "job", b"job", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "found_gone", b"found_gone", "job", b"job", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

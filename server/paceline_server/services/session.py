@@ -70,7 +70,9 @@ class SessionHandlers:
     async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
         """A launcher's news of an exit."""
         process = wire.read_process(request.process, self._settings)
-        return pb.ReportExitResponse(known=self._dispatcher.report_exit(request.job, process, request.exit_code))
+        return pb.ReportExitResponse(
+            known=self._dispatcher.report_exit(request.job, process, request.exit_code, request.found_gone)
+        )
 
     async def _read(self, stream: SessionStream, context: _Context) -> None:
         """Takes in messages until the worker closes its side."""

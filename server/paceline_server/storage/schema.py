@@ -51,6 +51,7 @@ CREATE TABLE seat (
     pid INTEGER NOT NULL,
     boot_id TEXT NOT NULL,
     start_ticks INTEGER NOT NULL,
+    pid_namespace INTEGER NOT NULL,
     address TEXT NOT NULL,
     arrival INTEGER NOT NULL,
     ended TEXT,                           -- how the member went, NULL while it is there
@@ -131,14 +132,28 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
 
 def _load_seats(connection: sqlite3.Connection, job: StoredJob) -> tuple[Seat, ...]:
     seats = []
-    for rank, member_id, token, host, pid, boot_id, ticks, address, arrival, ended, orderly, sure in connection.execute(
-        "SELECT rank, member_id, token_sha256, host, pid, boot_id, start_ticks, address, arrival, ended, orderly, sure "
-        "FROM seat WHERE job = ? ORDER BY rank",
+    for (
+        rank,
+        member_id,
+        token,
+        host,
+        pid,
+        boot,
+        ticks,
+        space,
+        address,
+        arrival,
+        how,
+        orderly,
+        sure,
+    ) in connection.execute(
+        "SELECT rank, member_id, token_sha256, host, pid, boot_id, start_ticks, pid_namespace, address, arrival, "
+        "ended, orderly, sure FROM seat WHERE job = ? ORDER BY rank",
         (job.name,),
     ):
-        seats.append(Seat(rank, member_id, token, Process(host, pid, boot_id, ticks), address, arrival))
-        if ended is not None:
-            job.endings[rank] = Ending(ended, bool(orderly), bool(sure))
+        seats.append(Seat(rank, member_id, token, Process(host, pid, boot, ticks, space), address, arrival))
+        if how is not None:
+            job.endings[rank] = Ending(how, bool(orderly), bool(sure))
     return tuple(seats)
 
 
@@ -194,7 +209,7 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(
-        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
+        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
         [
             (
                 job,
@@ -205,6 +220,7 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
                 seat.process.pid,
                 seat.process.boot_id,
                 seat.process.start_ticks,
+                seat.process.pid_namespace,
                 seat.address,
                 seat.arrival,
             )

@@ -1,0 +1,59 @@
+"""While nothing goes wrong: a step costs no message beyond those of its gradients, and the coordinator hears nothing."""
+
+from __future__ import annotations
+
+from paceline.testing import coordinator
+from support.processes import workers
+
+CODE = """
+from paceline.session.control import ControlStream
+
+rng = np.random.default_rng(0)
+model = paceline.nn.Sequential(*[paceline.nn.Linear(16, 16, rng=rng) for _ in range(3)])
+x = np.ones((4, 16), np.float32)
+said = []
+send = ControlStream.send
+def counted(self, request):
+    said.append(request.WhichOneof("event"))
+    send(self, request)
+ControlStream.send = counted
+sent = {"elastic": [], "plain": []}
+frames = {"elastic": [], "plain": []}
+with paceline.join() as session:
+    ddp = paceline.DDP(model, session.group)
+    optimizer = paceline.optim.SGD(model, lr=0.01)
+    state = paceline.TrainState(model=model, optimizer=optimizer)
+    bare = type(optimizer).step
+    def one(update):
+        y = ddp(x)
+        optimizer.zero_grad()
+        ddp.backward(y)
+        update()
+    def count(kind, before):
+        now = session.group.bytes_sent, session.group.progress().operation
+        sent[kind].append(now[0] - before[0])
+        frames[kind].append(now[1] - before[1])
+        return now
+    for step in session.steps(state, total=30):
+        if step.number == 4:
+            said.clear()
+        before = session.group.bytes_sent, session.group.progress().operation
+        with step:
+            one(optimizer.step)
+        before = count("elastic", before)
+        one(lambda: bare(optimizer))
+        count("plain", before)
+        if step.number == 29:
+            told = [what for what in said if what != "heartbeat"]
+    emit("facts", sent={k: v[3:] for k, v in sent.items()}, operations={k: v[3:] for k, v in frames.items()}, told=told)
+"""
+
+
+def test_a_step_sends_what_its_gradients_need_and_not_a_byte_more() -> None:
+    with coordinator() as address, workers(2, CODE, COORDINATOR=address, MIN_WORKERS="2") as started:
+        facts = [worker.expect("facts") for worker in started]
+        assert [worker.wait() for worker in started] == [0, 0]
+    for each in facts:
+        assert each["sent"]["elastic"] == each["sent"]["plain"]
+        assert set(each["operations"]["elastic"]) == {1}
+        assert each["told"] == []
