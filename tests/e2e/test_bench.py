@@ -36,6 +36,7 @@ def bench(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_every_collective_has_a_row() -> None:
     rows = bench("all", "--sizes", "1KiB", "-n", "2", "--links", "local")
     assert [row["collective"] for row in rows] == [name.replace("-", "_") for name in COLLECTIVES]

@@ -45,6 +45,7 @@ def test_a_worker_is_killed_and_replaced() -> None:
     assert re.search(r"a new worker joined; 3 train on after \d+ ms", shown)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nobody_is_killed_if_nobody_shall_be() -> None:
     result, shown = demo("--workers", "2", "--kill-at-step", "0")
@@ -52,6 +53,7 @@ def test_nobody_is_killed_if_nobody_shall_be() -> None:
     assert "killed" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_single_worker_is_not_killed() -> None:
     result, shown = demo("--workers", "1")
@@ -70,6 +72,7 @@ def test_the_demo_is_the_same_run_whoever_dies() -> None:
     assert alone["accuracy"] == pytest.approx(many["accuracy"], abs=0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kill_at_step", "words"), [("0", b"training"), ("40", b"went on after")])
 def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it(kill_at_step: str, words: bytes) -> None:
     master, slave = pty.openpty()

@@ -62,6 +62,7 @@ def test_arguments_environment_and_prefixes(script: Path) -> None:
     assert sorted(run.stderr.splitlines()) == ["[#0] to stderr", "[#1] to stderr"]
 
 
+@pytest.mark.slow
 def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(script, "import sys; print(__name__, sys.argv[1:])")
     monkeypatch.chdir(script.parent)
@@ -70,6 +71,7 @@ def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.stdout == "[#0] __main__ ['one']\n"
 
 
+@pytest.mark.slow
 def test_many_lines_none_lost_and_none_torn(script: Path) -> None:
     code = write(
         script,
@@ -87,6 +89,7 @@ def test_many_lines_none_lost_and_none_torn(script: Path) -> None:
         assert [line[len(prefix) :] for line in run.stdout.splitlines() if line.startswith(prefix)] == expected
 
 
+@pytest.mark.slow
 def test_log_files_keep_every_line(script: Path, tmp_path: Path) -> None:
     code = write(script, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
     with command("run", "-n", "2", "--log-dir", str(tmp_path / "logs"), *NOWHERE, code) as run:
@@ -123,6 +126,7 @@ def test_a_paceline_error_is_one_line(script: Path) -> None:
     assert "Traceback" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("os.abort()", 134)]
 )
@@ -164,6 +168,7 @@ def test_a_signal_stops_all_and_leaves_nothing(script: Path, signum: signal.Sign
     wait_until_gone(pids(run), timeout=1.0)
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_those_that_do_not_listen(script: Path) -> None:
     path = write(script, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(WAITING))
     with command("run", "-n", "2", *NOWHERE, path) as run:
@@ -185,6 +190,7 @@ def test_a_killed_launcher_takes_its_workers_with_it(script: Path) -> None:
     wait_until_gone(pids(run))
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_while_it_starts_leaves_no_worker(script: Path) -> None:
     path = write(script, "import os, signal\nprint('pids', os.getpid(), os.getpid(), flush=True)\nsignal.pause()\n")
     with command("run", "-n", "8", *NOWHERE, path) as run:
@@ -195,6 +201,7 @@ def test_a_launcher_that_is_killed_while_it_starts_leaves_no_worker(script: Path
     wait_until_gone([int(pid) for pid in children])
 
 
+@pytest.mark.slow
 def test_a_paused_reader_holds_up_no_worker(script: Path) -> None:
     path = write(
         script,

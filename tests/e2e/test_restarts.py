@@ -82,6 +82,7 @@ def pids(run: Command) -> list[int]:
     return [int(pid) for pid in re.findall(r"pid (\d+)", run.stdout)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_twice_is_started_three_times(folder: str, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     arguments = ("--restarts", "3", "--log-dir", str(logs), *NOWHERE, write(folder, FAILING), folder, "2")
@@ -104,6 +105,7 @@ def test_restarts_are_used_up(folder: str) -> None:
     assert last == f"paceline: worker #0 (pid {pids(run)[1]}) ended with exit code 3; its only restart is used up"
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_at_once_each_time_is_given_up(folder: str) -> None:
     with command("run", "-n", "1", "--restarts", "9", *NOWHERE, write(folder, FAILING), folder, "9") as run:
         assert run.wait() == 3, str(run)
@@ -124,6 +126,7 @@ def test_the_others_go_on_without_one_that_is_lost(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_job_of_fixed_size_fails_as_before(folder: str) -> None:
     with command("run", "-n", "3", *NOWHERE, write(folder, SURVIVED), folder) as run:
         assert run.wait() == 137, str(run)
@@ -154,6 +157,7 @@ def test_those_who_can_never_be_enough_are_stopped(folder: str) -> None:
     assert re.fullmatch(r"paceline: stopping worker #\d, still there after the first failure", stopping)
 
 
+@pytest.mark.slow
 def test_an_interrupt_starts_nobody_again(folder: str) -> None:
     code = "import os, signal; print('pid', os.getpid()); signal.pause()"
     with command("run", "-n", "2", "--restarts", "5", *NOWHERE, write(folder, code)) as run:
@@ -164,6 +168,7 @@ def test_an_interrupt_starts_nobody_again(folder: str) -> None:
     wait_until_gone(pids(run), timeout=1.0)
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_a_failure_and_its_restart_ends_the_launcher(folder: str) -> None:
     # Each worker tells of a view before it fails, so it is not given up, and pauses grow long enough to come between.
     code = """

@@ -1,4 +1,4 @@
-"""While nothing goes wrong: a step costs no message beyond those of its gradients, and the coordinator hears nothing."""
+"""While nothing goes wrong a step costs no message beyond those of its gradients, and the coordinator hears nothing."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ def test_a_thread_that_is_blocked_wakes_when_its_session_is_left(call: object) -
         b.leave()
 
 
+@pytest.mark.slow
 def test_what_was_sent_reaches_a_peer_that_is_slow_to_take_it() -> None:
     sender = """
 with paceline.join() as session:

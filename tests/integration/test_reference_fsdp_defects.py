@@ -379,6 +379,7 @@ def test_22_what_travels_may_be_narrower_than_what_is_trained(group: Group, **op
 
 
 # What 269 of 300 runs got wrong: several gathers of one size in flight.
+@pytest.mark.slow
 @on_ranks("full_shard 2")
 def test_gathers_of_one_size_in_flight_keep_their_data(group: Group, **_: Any) -> None:
     seen: list[NDArray[Any]] = []

@@ -138,6 +138,7 @@ def test_an_interrupted_update_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(1000).startswith(("I5", "I6"))
 
 
+@pytest.mark.slow
 def test_a_newcomer_speaks_for_those_who_gave_it_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may never have heard of its generation, and have gone on in theirs."""
     monkeypatch.setattr(meeting, "_may_speak", _always)

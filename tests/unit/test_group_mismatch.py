@@ -49,6 +49,7 @@ def outcomes(world: int, first: Any, other: Any, odd: Any) -> Any:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_is_told_of_both_sides(name: Any, world: int) -> None:
