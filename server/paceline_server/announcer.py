@@ -6,7 +6,7 @@ workers changes it, and telling all of them each time would make W^2 messages.
 
 from __future__ import annotations
 
-from paceline_server.events import Effect, PushWaiting
+from paceline_server.effects import Effect, PushWaiting
 from paceline_server.model import Session
 
 __all__ = ["Announcer"]

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from paceline_server.barriers import Barriers
+from paceline_server.effects import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
 from paceline_server.errors import SessionEnded
-from paceline_server.events import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
 from paceline_server.evidence import Evidence
 from paceline_server.leases import Leases
 from paceline_server.model import Ending, JobState, Session, Standing, Verdict

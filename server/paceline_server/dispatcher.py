@@ -1,7 +1,8 @@
-"""The shell around the memberships: it owns the clock, the timers, the streams and the storage, and decides nothing.
+"""The shell around the memberships: it owns the clock, the streams and the jobs, and decides nothing.
 
 Everything runs on one event loop, so nothing is locked. An event goes to its job's `Membership`; the effects that come
-back are performed here, in order, without awaiting anything: pushes go to queues, writes to the storage's thread.
+back are performed here, in order, without awaiting anything: pushes go to queues, writes to the storage's thread
+(`keeper`). `timers` sees to it that no deadline is missed.
 """
 
 from __future__ import annotations
@@ -14,31 +15,32 @@ from collections.abc import Callable
 
 from paceline_server import wire
 from paceline_server.abandonment import Abandonment
-from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
-from paceline_server.events import (
-    AddressRefused,
+from paceline_server.effects import (
     Effect,
     EndSession,
-    Event,
-    ExitReported,
     ForgetView,
-    Heard,
     PushRunning,
     PushView,
-    Registered,
-    RestartAsked,
-    Resumed,
     StoreEnding,
-    StoreFailed,
     StoreFinished,
     StoreVerdict,
     StoreView,
-    StreamEnded,
-    Ticked,
-    ViewStored,
     Welcome,
 )
+from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
+from paceline_server.events import (
+    AddressRefused,
+    Event,
+    ExitReported,
+    Heard,
+    Registered,
+    RestartAsked,
+    Resumed,
+    StreamEnded,
+    Ticked,
+)
 from paceline_server.job import Job
+from paceline_server.keeper import Keeper
 from paceline_server.keyvalue import KeyValues
 from paceline_server.knock import Knocks
 from paceline_server.membership import Membership
@@ -47,29 +49,15 @@ from paceline_server.pages import ViewPages
 from paceline_server.pushes import to_message
 from paceline_server.restore import restore
 from paceline_server.settings import ServerSettings
-from paceline_server.stall import Wakefulness
-from paceline_server.storage.base import (
-    Change,
-    EndingStored,
-    FinishedStored,
-    Storage,
-    VerdictStored,
-    ViewForgotten,
-    ViewFormed,
-)
+from paceline_server.storage.base import Storage
 from paceline_server.storeroom import Storeroom
 from paceline_server.streams import SessionStream
+from paceline_server.timers import Timers
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["Dispatcher", "Job", "Observer"]
 
 _log = logging.getLogger(__name__)
-
-_PULSE = 0.05
-"""Seconds between two beats by which a stall of the loop is noticed; a beat costs some 10 us."""
-
-_LONG_STALL = 0.5
-"""Seconds of stall that an operator should hear of: the default heartbeat interval."""
 
 Observer = Callable[[str, str, float], None]
 """Called with (what, member id, time on the loop's clock): for measuring, and for tests that wait for an event."""
@@ -93,8 +81,9 @@ class Dispatcher:
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
-        self._beat: asyncio.TimerHandle | None = None
         self._knocks = Knocks()
+        self._keeper = Keeper(storage, self.apply)
+        self._timers: Timers | None = None
 
     async def start(self) -> None:
         """Takes up the stored jobs.
@@ -105,22 +94,21 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         stored_jobs = await self.storage.load()
         now = self._loop.time()
-        self._wakefulness = Wakefulness(now, _PULSE)
+        self._timers = Timers(now, self.jobs, self.apply)
         for stored in stored_jobs:
             job = self._make_job(restore(now, stored), KeyValues(stored.name, self.settings, stored.keys))
             self.jobs[stored.name] = job
             self.apply(job, Ticked())
-        self._pulse()
+        self._timers.start()
 
     def drain(self) -> None:
         """Refuses what is new and ends what waits; members keep their sessions for whoever comes after."""
         self.draining = True
-        if self._beat is not None:
-            self._beat.cancel()
+        self._keeper.close()
+        if self._timers is not None:
+            self._timers.stop()
         for job in self.jobs.values():
             job.store.drain(Draining("the coordinator is stopping"))
-            if job.timer is not None:
-                job.timer.cancel()
         self._knocks.close()
         for stream in self._streams.values():
             stream.close(Draining("the coordinator is stopping"))
@@ -277,7 +265,6 @@ class Dispatcher:
         self.apply(job, RestartAsked())
 
     def _perform(self, job: Job, effect: Effect) -> None:
-        name = job.membership.state.name
         match effect:
             case PushView(member_id, view, rank):
                 self._push(member_id, pb.SessionResponse(view_formed=self._pages(job, view).formed(rank)))
@@ -292,18 +279,8 @@ class Dispatcher:
                 self._push(member_id, pb.SessionResponse(registered=registered))
             case EndSession(member_id, refusal):
                 self._end_session(job, member_id, refusal)
-            case StoreView(view):
-                written = self.storage.write([ViewFormed(name, view)])
-                written.add_done_callback(functools.partial(self._view_written, job, view.generation))
-            case ForgetView(generation):
-                self._store_unattended(ViewForgotten(name, generation))
-            case StoreVerdict(verdict):
-                _log.info("job %s: generation %d is void: %s", name, verdict.generation, verdict.text)
-                self._store_unattended(VerdictStored(name, verdict))
-            case StoreEnding(generation, rank, ending):
-                self._store_unattended(EndingStored(name, generation, rank, ending))
-            case StoreFinished(step):
-                self._store_unattended(FinishedStored(name, step))
+            case StoreView() | ForgetView() | StoreVerdict() | StoreEnding() | StoreFinished():
+                self._keeper.keep(job, effect)
             case _:
                 self._push(effect.member_id, to_message(effect))
 
@@ -325,20 +302,7 @@ class Dispatcher:
             job.pages = ViewPages.of(view, self.settings.page_members)
         return job.pages
 
-    def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
-        error = written.exception()
-        if self.draining:
-            return
-        if error is None:
-            self.apply(job, ViewStored(generation))
-        else:
-            _log.error("%s", error)
-            self.apply(job, StoreFailed(generation, str(error)))
-
-    def _store_unattended(self, change: Change) -> None:
-        self.storage.write([change]).add_done_callback(_log_failure)
-
-    # Streams, jobs, timers --------------------------------------------------------------------------------------------
+    # Streams and jobs -------------------------------------------------------------------------------------------------
 
     def _check_running(self) -> None:
         if self.draining:
@@ -378,32 +342,5 @@ class Dispatcher:
             if self.jobs.get(state.name) is job:
                 del self.jobs[state.name]
             deadline = float("inf")  # a job of this name that comes later is another one
-        if job.timer is not None:
-            if job.timer.when() == deadline and not job.timer.cancelled():
-                return
-            job.timer.cancel()
-        job.timer = self._loop.call_at(deadline, self._tick, job) if deadline < float("inf") else None
-
-    def _tick(self, job: Job) -> None:
-        job.timer = None
-        self._note_stall()
-        self.apply(job, Ticked())
-
-    def _pulse(self) -> None:
-        self._note_stall()
-        self._beat = self._loop.call_later(_PULSE, self._pulse)
-
-    def _note_stall(self) -> None:
-        """Tells all jobs if the loop has slept, before any of them looks at a clock."""
-        slept = self._wakefulness.awake(self._loop.time())
-        if slept:
-            level = logging.WARNING if slept > _LONG_STALL else logging.DEBUG
-            _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
-            for job in list(self.jobs.values()):
-                job.abandonment.slept(slept)
-                self.apply(job, Ticked(slept))
-
-
-def _log_failure(written: asyncio.Future[None]) -> None:
-    if not written.cancelled() and (error := written.exception()) is not None:
-        _log.error("%s", error)
+        assert self._timers is not None
+        self._timers.set(job, deadline)

@@ -1,56 +1,33 @@
-"""What happens to a job, and what is to be done about it: the inputs and outputs of `membership.Membership`.
+"""What happens to a job: the inputs of `membership.Membership`. What is to be done about it is in `effects`.
 
-Events carry facts; effects are orders to the shell. Both are plain values, so a test reads: given these events, expect
-exactly these effects.
+Events carry facts, as plain values, so a test reads: given these events, expect exactly these effects.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline_server.errors import Refused
-from paceline_server.model import Ending, JobSettings, Met, Process, Progress, Report, Seat, Tag, Verdict, View
-from pacelinepb.v1.errors_pb2 import ErrorReason
+from paceline_server.model import JobSettings, Met, Process, Progress, Report
 
 __all__ = [
     "AddressRefused",
     "BarrierEntered",
     "DrainAsked",
-    "Effect",
-    "EndSession",
     "Event",
     "ExitReported",
-    "FailBarrier",
+    "FinishStored",
     "FinishedLine",
-    "ForgetView",
     "Heard",
     "LeftJob",
     "MetOthers",
-    "PassBarrier",
-    "PushCatchUp",
-    "PushDismissed",
-    "PushDrain",
-    "PushFinished",
-    "PushMisfit",
-    "PushMissing",
-    "PushRunning",
-    "PushSummons",
-    "PushVerdict",
-    "PushView",
-    "PushWaiting",
     "Registered",
     "Reported",
     "RestartAsked",
     "Resumed",
-    "StoreEnding",
     "StoreFailed",
-    "StoreFinished",
-    "StoreVerdict",
-    "StoreView",
     "StreamEnded",
     "Ticked",
     "ViewStored",
-    "Welcome",
 ]
 
 
@@ -184,6 +161,13 @@ class ViewStored:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishStored:
+    """That the line is done after this step is durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFailed:
     """The view of this generation could not be stored."""
 
@@ -213,195 +197,8 @@ Event = (
     | FinishedLine
     | DrainAsked
     | RestartAsked
+    | FinishStored
     | ViewStored
     | StoreFailed
     | Ticked
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Answer `register` or `resume`."""
-
-    member_id: str
-    heartbeat_interval: float
-
-
-@dataclass(frozen=True, slots=True)
-class PushWaiting:
-    """Tell a candidate what is being waited for."""
-
-    member_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushView:
-    """Tell a member that its view has formed."""
-
-    member_id: str
-    view: View
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushVerdict:
-    """Tell a member why its generation is void."""
-
-    member_id: str
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class PushRunning:
-    """Tell a candidate that the line runs without it."""
-
-    member_id: str
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class PushSummons:
-    """Have a member ask the others to meet."""
-
-    member_id: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushCatchUp:
-    """Tell a member in a meeting what state to take, and who has it."""
-
-    member_id: str
-    generation: int
-    base: Tag
-    donors: tuple[Seat, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PushMisfit:
-    """Tell a member that its manifest is not the line's, and who has that one."""
-
-    member_id: str
-    donor: Seat
-
-
-@dataclass(frozen=True, slots=True)
-class PushMissing:
-    """Ask a candidate whether these processes of its host are still there."""
-
-    member_id: str
-    processes: tuple[Process, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PushDrain:
-    """Tell a member to leave at its next step boundary."""
-
-    member_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushDismissed:
-    """Tell a member that it may go."""
-
-    member_id: str
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PushFinished:
-    """Tell a member that the line is done."""
-
-    member_id: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class PassBarrier:
-    """Answer an arrival: everyone is there."""
-
-    member_id: str
-    call: int
-
-
-@dataclass(frozen=True, slots=True)
-class FailBarrier:
-    """Answer an arrival: it is withdrawn."""
-
-    member_id: str
-    call: int
-    reason: ErrorReason.ValueType
-    text: str
-    culprits: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EndSession:
-    """The session is no more: forget its token and its waiters, close its stream."""
-
-    member_id: str
-    refusal: Refused | None
-    """How the stream ends; None: in good order, with `left`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreView:
-    """Store the view durably, then say `ViewStored`. Nobody may hear of it before."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetView:
-    """Store that the view of this generation is no more: all have gone, or it never began. Its number stays used."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEnding:
-    """Store that a member of the view has gone. Nobody waits for it."""
-
-    generation: int
-    rank: int
-    ending: Ending
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFinished:
-    """Store that the line is done (after that step), or is not (None)."""
-
-    step: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreVerdict:
-    """Store that the view is void. Nobody waits for it: stopping must not wait for a disk."""
-
-    verdict: Verdict
-
-
-Effect = (
-    Welcome
-    | PushWaiting
-    | PushView
-    | PushVerdict
-    | PassBarrier
-    | FailBarrier
-    | EndSession
-    | StoreView
-    | ForgetView
-    | StoreEnding
-    | StoreFinished
-    | StoreVerdict
-    | PushRunning
-    | PushSummons
-    | PushCatchUp
-    | PushMisfit
-    | PushMissing
-    | PushDrain
-    | PushDismissed
-    | PushFinished
 )

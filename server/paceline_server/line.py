@@ -11,21 +11,18 @@ from dataclasses import replace
 from paceline_server.announcer import Announcer
 from paceline_server.barriers import Barriers
 from paceline_server.departures import Departures
-from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import (
-    DrainAsked,
+from paceline_server.effects import (
     Effect,
-    FinishedLine,
     ForgetView,
-    MetOthers,
     PushDismissed,
     PushDrain,
     PushFinished,
     PushView,
-    StoreFailed,
     StoreFinished,
     StoreView,
 )
+from paceline_server.errors import BadRequest, SessionEnded
+from paceline_server.events import DrainAsked, FinishedLine, FinishStored, MetOthers, StoreFailed
 from paceline_server.meeting import Meeting
 from paceline_server.model import Ending, JobState, Progress, Seat, Session, Standing, View
 from paceline_server.orders import Orders
@@ -87,9 +84,16 @@ class Line(Departures):
             return [PushFinished(session.member_id, self.state.finished)]
         if event.generation != session.generation or self.state.view is None or self.state.view.base is None:
             return []
-        self.state.finished = event.step
-        effects: list[Effect] = [StoreFinished(event.step)]
-        effects += [PushFinished(member_id, event.step) for member_id in self.state.sessions]
+        if self.state.finishing is not None:
+            return []
+        self.state.finishing = event.step
+        return [StoreFinished(event.step)]
+
+    def _finish_stored(self, now: float, event: FinishStored) -> list[Effect]:
+        if self.state.finishing != event.step:
+            return []
+        self.state.finishing, self.state.finished = None, event.step
+        effects: list[Effect] = [PushFinished(member_id, event.step) for member_id in self.state.sessions]
         return effects + self._reconsider(now)
 
     def _drain(self, now: float, event: DrainAsked) -> list[Effect]:
@@ -103,8 +107,8 @@ class Line(Departures):
     def _restart(self, now: float) -> list[Effect]:
         """The operator's word counts as each member's own."""
         effects: list[Effect] = []
-        if self.state.finished is not None:
-            self.state.finished = None
+        if self.state.finished is not None or self.state.finishing is not None:
+            self.state.finished = self.state.finishing = None
             effects.append(StoreFinished(None))
         ending = Ending("was taken for dead by the operator (paceline restart)", orderly=False)
         view = self.state.view

@@ -20,24 +20,28 @@ from dataclasses import replace
 
 from paceline_server import admission
 from paceline_server.departures import rank_of
-from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import (
-    AddressRefused,
-    BarrierEntered,
-    DrainAsked,
+from paceline_server.effects import (
     Effect,
-    Event,
-    ExitReported,
     FailBarrier,
-    FinishedLine,
-    Heard,
-    LeftJob,
-    MetOthers,
     PushDismissed,
     PushDrain,
     PushFinished,
     PushVerdict,
     PushView,
+    Welcome,
+)
+from paceline_server.errors import BadRequest, SessionEnded
+from paceline_server.events import (
+    AddressRefused,
+    BarrierEntered,
+    DrainAsked,
+    Event,
+    ExitReported,
+    FinishedLine,
+    FinishStored,
+    Heard,
+    LeftJob,
+    MetOthers,
     Registered,
     Reported,
     RestartAsked,
@@ -46,7 +50,6 @@ from paceline_server.events import (
     StreamEnded,
     Ticked,
     ViewStored,
-    Welcome,
 )
 from paceline_server.line import Line
 from paceline_server.model import Ending, JobState, Process, Progress, Report, Session, Standing
@@ -112,6 +115,8 @@ class Membership(Line):
                 return self._meet(now, event)
             case FinishedLine():
                 return self._finish(now, event)
+            case FinishStored():
+                return self._finish_stored(now, event)
             case DrainAsked():
                 return self._drain(now, event)
             case RestartAsked():

@@ -292,6 +292,8 @@ class JobState:
     """Why the last view could not be stored, empty if it could."""
     finished: int | None = None
     """The last step of the line that is done; None while there is something to do."""
+    finishing: int | None = None
+    """The same, while it is being stored: nobody is told before it is durable."""
     vouched_at: float = float("-inf")
     """When a step word last completed in the view: every member of it was alive then."""
 

@@ -6,7 +6,7 @@ told may have been lost with the old one.
 
 from __future__ import annotations
 
-from paceline_server.events import Effect, PushCatchUp, PushMisfit, PushMissing, PushRunning, PushSummons
+from paceline_server.effects import Effect, PushCatchUp, PushMisfit, PushMissing, PushRunning, PushSummons
 from paceline_server.meeting import Meeting
 from paceline_server.model import JobState, Seat, Session, View
 from paceline_server.policy import Decision

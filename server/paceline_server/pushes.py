@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server import wire
-from paceline_server.events import (
+from paceline_server.effects import (
     FailBarrier,
     PassBarrier,
     PushCatchUp,

@@ -10,25 +10,19 @@ from typing import TYPE_CHECKING, Any
 from simulation.disk import JOB, Disk
 from simulation.network import COORDINATOR, Stream
 
-from paceline_server.errors import Refused
-from paceline_server.events import (
+from paceline_server.effects import (
     EndSession,
-    Event,
     ForgetView,
-    Heard,
     PushFinished,
     PushView,
     PushWaiting,
-    Registered,
-    Resumed,
     StoreEnding,
     StoreFinished,
     StoreVerdict,
     StoreView,
-    StreamEnded,
-    Ticked,
-    ViewStored,
 )
+from paceline_server.errors import Refused
+from paceline_server.events import Event, FinishStored, Heard, Registered, Resumed, StreamEnded, Ticked, ViewStored
 from paceline_server.membership import Membership
 from paceline_server.model import View
 from paceline_server.restore import restore
@@ -181,7 +175,8 @@ class Coordinator:
                     self.disk.write(EndingStored(JOB, generation, rank, ending))
                 case StoreFinished(step):
                     world.note(COORDINATOR, f"stores that the line is finished: {step}")
-                    self.disk.write(FinishedStored(JOB, step))
+                    told = FinishStored(step) if step is not None else None
+                    self.disk.write(FinishedStored(JOB, step), lambda told=told: told and self.receive(None, told))
                 case EndSession(member_id, refusal):
                     stream = self._streams.pop(member_id, None)
                     if stream is not None and refusal is not None:

@@ -11,7 +11,7 @@ from simulation.session import Session
 
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
-from paceline_server.events import (
+from paceline_server.effects import (
     PushCatchUp,
     PushDismissed,
     PushDrain,

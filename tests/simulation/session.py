@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.network import COORDINATOR, Stream
 
-from paceline_server.events import FinishedLine, Heard, LeftJob, MetOthers, Registered, Reported, Resumed, Welcome
+from paceline_server.effects import Welcome
+from paceline_server.events import FinishedLine, Heard, LeftJob, MetOthers, Registered, Reported, Resumed
 from paceline_server.model import Met, Process, Progress, Report, Tag
 
 if TYPE_CHECKING:

@@ -19,16 +19,16 @@ from grpc_status import rpc_status
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import EOF, aio
 from paceline_server.dispatcher import Observer
+from paceline_server.effects import Effect, StoreFinished, StoreView
 from paceline_server.events import (
     BarrierEntered,
-    Effect,
     Event,
+    FinishStored,
     Heard,
     LeftJob,
     Registered,
     Reported,
     Resumed,
-    StoreView,
     StreamEnded,
     Ticked,
     ViewStored,
@@ -260,6 +260,8 @@ class PureJob:
         for effect in list(effects):
             if isinstance(effect, StoreView) and not self.slow_disk:
                 effects += self.do(ViewStored(effect.view.generation))
+            elif isinstance(effect, StoreFinished) and effect.step is not None and not self.slow_disk:
+                effects += self.do(FinishStored(effect.step))
         self.effects = effects
         return effects
 

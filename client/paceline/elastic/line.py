@@ -1,7 +1,7 @@
-"""The shell around a member's place in its line: waits for the coordinator, takes and gives state, begins steps.
+"""The shell around a member's place in its line: reads letters, takes and gives state, begins and ends steps.
 
 Everything here runs on the training thread, between the user's steps. What may happen next is `place`'s to say; what
-the coordinator says comes as letters.
+the coordinator says comes as letters; what is done while none comes is `waiting`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,10 +23,10 @@ from paceline.elastic.errand import Errand
 from paceline.elastic.offer import Content
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
-from paceline.elastic.reach import Reach
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step, not_entered
+from paceline.elastic.waiting import Waiting, await_finish
 from paceline.elastic.word import Flag, partial_digest, word
 from paceline.errors import OrphanedError, PacelineError, StepOrderError, StepVoid
 from paceline.links.base import Peer
@@ -39,9 +38,6 @@ _log = logging.getLogger("paceline.elastic")
 
 MAX_ATTEMPTS = 5
 """A step that fails so often in a row will fail again."""
-
-_PATIENT_S = 1.0
-"""Seconds of waiting before somebody is told what for."""
 
 
 class Line:
@@ -71,17 +67,13 @@ class Line:
         self._manifest = manifest
         self._saver = saver
         self._place = Place(saver.tag)
+        self._waiting = Waiting(port, self._place, self._say)
         self._step: Step | None = None
         self._committed = saver.tag.step
         self._causes: list[str] = []
         self._donors: Sequence[Peer] = ()
-        self._said_at = time.monotonic()
-        self._waits_for = ""
-        self._planned = self._went_on = False
         self._blocks = self._furthest = 0  # blocks between this step and the next: here, and at whoever is furthest
         self._large: list[NDArray[Any]] = []
-        self._away_since: float | None = None
-        self._reach: Reach | None = None  # while this member is a candidate that has yet to show its links
 
     # What the loop over the steps does --------------------------------------------------------------------------------
 
@@ -93,7 +85,7 @@ class Line:
         if mesh.peers:
             self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
         else:
-            self._reach = Reach()
+            self._waiting.as_candidate()
 
     def wait_until_ready(self) -> None:
         """Waits until a step may begin, or all is done.
@@ -111,7 +103,7 @@ class Line:
             elif ready:
                 return
             else:
-                self._look_around()
+                self._waiting.look_around()
 
     def begin(self) -> Step | None:
         """The next step, entered with its word; None if the generation has failed before it began."""
@@ -146,7 +138,7 @@ class Line:
         if not step.applied:
             self._failed(step.cause, meet=not over)
         elif step.flags & (Flag.JOIN | Flag.LEAVE) and not over:
-            self._planned = True
+            self._waiting.planned = True
             self._place.leaving = bool(self._port.mail.draining)
             self._say(self._place.meet())
 
@@ -161,7 +153,7 @@ class Line:
         self.word_completed(self._state.step + 1)
         self._saver.keep(self._place.held, self._state, group)
         self._port.finish(self._total)
-        self._await_finish()
+        await_finish(self._port)
         self.done = True
 
     def drain(self, reason: str) -> None:
@@ -249,14 +241,11 @@ class Line:
                     raise OrphanedError("the state of the line is lost, and this worker's own was not whole")
                 _log.warning("this worker was taken for lost; it comes back with the state %s", self._place.held)
                 self._place.cast_out()
-                self._reach = Reach()
+                self._waiting.as_candidate()
             case Runs(_, members):
-                if self._reach is not None:
-                    self._reach.hear(members)
+                self._waiting.line_runs(members)
             case Waits(reason):
-                self._waits_for = reason
-                if self._reach is not None and self._reach.is_alone:
-                    self._come_in()
+                self._waiting.waits_for(reason)
             case Lost(error):
                 raise error
 
@@ -269,8 +258,7 @@ class Line:
             return
         self._port.move(view.mesh)
         self._donors = [peer for peer in view.mesh.peers if peer.rank not in view.newcomers]
-        self._planned = self._went_on = False
-        self._waits_for = ""
+        self._waiting.view_came()
         self._do(order)
         self._large = self._state.large()
         if view.base is not None:
@@ -325,7 +313,7 @@ class Line:
             if meet.tag == Tag(0, 0):  # members have built this for themselves: the tag does not tell them apart
                 fingerprint = self._state.fingerprint()
             self._port.shelf.offer(meet.tag, Content.of(self._state.content()))
-        self._said_at = time.monotonic()
+        self._waiting.said()
         self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
 
     def _job_done(self, step: int) -> None:
@@ -333,71 +321,17 @@ class Line:
             raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
         self.done = True
 
-    # Waiting ----------------------------------------------------------------------------------------------------------
-
-    def _look_around(self) -> None:
-        """What only time brings, while this member waits."""
-        if self._place.phase is not Phase.MEETING:
-            return
-        now, mail = time.monotonic(), self._port.mail
-        if self._reach is not None:
-            self._try_to_reach(now, self._reach)
-        if mail.draining and not self._place.leaving:
-            self._place.leaving = True
-            if self._reach is not None:
-                raise Dismissed(mail.draining)
-            self._say(self._place.meet())
-        if now - self._said_at > _PATIENT_S and self._waits_for:
-            _log.info("%s", self._waits_for)
-            self._waits_for = ""
-        if mail.connected:
-            self._away_since = None
-            return
-        self._away_since = self._away_since or now
-        alive = not self._port.group.mesh.fault.failed and self._place.holds_base
-        if self._planned and alive and now - self._away_since > self._port.config.failure_timeout:
-            _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
-            self._planned, self._place.leaving = False, False
-            self._went_on = True
-            self._port.go_on()
-            self._place.go_on()
-
-    def _try_to_reach(self, now: float, reach: Reach) -> None:
-        """A candidate is ready when it can reach every member of the line."""
-        members = reach.due(now)
-        if members is None:
-            return
-        troubles = self._port.out_of_reach(members)
-        if not troubles:
-            self._come_in()
-            return
-        pause = reach.failed(time.monotonic())
-        _log.warning("cannot come in, trying again in %.0f s: no way to %s", pause, "; ".join(troubles))
-
-    def _come_in(self) -> None:
-        self._reach = None
-        self._say(self._place.meet())
+    # Around a step ----------------------------------------------------------------------------------------------------
 
     def _flags(self) -> Flag:
         mail, flags = self._port.mail, Flag(0)
         if not mail.connected:
             return flags
-        if mail.summoned == self._place.generation or self._went_on:  # the meeting that did not come about
+        if mail.summoned == self._place.generation or self._waiting.went_on:  # the meeting that did not come about
             flags |= Flag.JOIN
         if mail.draining:
             flags |= Flag.LEAVE
         return flags
-
-    def _await_finish(self) -> None:
-        """The coordinator shall know that the job is done, so that late comers are told; but it may be away."""
-        deadline = time.monotonic() + self._port.config.failure_timeout
-        while (left := deadline - time.monotonic()) > 0:
-            letter = self._port.mail.get(min(left, SLICE))
-            if isinstance(letter, JobDone):
-                return
-            if isinstance(letter, Lost):
-                break
-        _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
         """An attempt has failed: it counts for nothing, and its generation is over (I1)."""

@@ -111,15 +111,15 @@ class CoordinatedPort(Port):
         if meet.tag is not None:
             said.tag.generation, said.tag.step = meet.tag
             said.tag.SetInParent()
-        self._connection.meet(said)
+        self._connection.line.meet(said)
 
     def go_on(self) -> None:
         """See `Port.go_on`."""
-        self._connection.go_on()
+        self._connection.line.go_on()
 
     def finish(self, step: int) -> None:
         """See `Port.finish`."""
-        self._connection.finish(self.group.generation, step)
+        self._connection.line.finish(self.group.generation, step)
 
     def move(self, mesh: Mesh) -> None:
         """See `Port.move`."""
@@ -128,7 +128,7 @@ class CoordinatedPort(Port):
 
     def word_completed(self, step: int) -> None:
         """See `Port.word_completed`."""
-        self._connection.word_completed(step)
+        self._connection.line.word_completed(step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         """See `Port.take`."""

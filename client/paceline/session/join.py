@@ -14,7 +14,8 @@ from paceline._loop import loop_thread
 from paceline.config import Config, checked_timeout
 from paceline.errors import InvalidRank, InvalidWorldSize
 from paceline.session.address import DEFAULT_PORT, parse_endpoint
-from paceline.session.member import MemberConnection, Membership
+from paceline.session.member import MemberConnection
+from paceline.session.membership import Membership
 from paceline.session.session import CoordinatedSession, Session, SoloSession
 
 __all__ = ["join"]

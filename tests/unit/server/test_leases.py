@@ -1,6 +1,7 @@
 """After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen."""
 
-from paceline_server.events import Heard, PushVerdict, StoreVerdict, StoreView
+from paceline_server.effects import PushVerdict, StoreVerdict, StoreView
+from paceline_server.events import Heard
 from paceline_server.model import Ending, JobSettings, Process, Progress, Seat, Standing, Verdict, View
 from paceline_server.restore import restore
 from paceline_server.storage.base import StoredJob

@@ -2,17 +2,8 @@
 
 import pytest
 
-from paceline_server.events import (
-    ExitReported,
-    ForgetView,
-    MetOthers,
-    PushCatchUp,
-    PushDismissed,
-    PushFinished,
-    PushView,
-    Reported,
-    StoreView,
-)
+from paceline_server.effects import ForgetView, PushCatchUp, PushDismissed, PushFinished, PushView, StoreView
+from paceline_server.events import ExitReported, MetOthers, Reported
 from paceline_server.meeting import convene
 from paceline_server.model import (
     Ending,

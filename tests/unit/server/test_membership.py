@@ -2,23 +2,19 @@
 
 import pytest
 
-from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import (
+from paceline_server.effects import (
     EndSession,
-    ExitReported,
     ForgetView,
     PushVerdict,
     PushView,
     PushWaiting,
     StoreEnding,
-    StoreFailed,
     StoreVerdict,
     StoreView,
-    StreamEnded,
-    Ticked,
-    ViewStored,
     Welcome,
 )
+from paceline_server.errors import BadRequest, SessionEnded
+from paceline_server.events import ExitReported, StoreFailed, StreamEnded, Ticked, ViewStored
 from paceline_server.model import Ending, Process, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.events import ExitReported, PushMissing, Registered
+from paceline_server.effects import PushMissing
+from paceline_server.events import ExitReported, Registered
 from paceline_server.model import Process
 from support.coordinator import PureJob
 

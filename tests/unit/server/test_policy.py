@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline_server.events import PushView, PushWaiting, StoreView
+from paceline_server.effects import PushView, PushWaiting, StoreView
 from support.coordinator import PureJob
 
 

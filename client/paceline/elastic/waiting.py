@@ -1,0 +1,133 @@
+"""What a member does while it waits for the coordinator: what only time brings, and no letter.
+
+A candidate tries whether it can reach the line. Whoever wants to leave says so. A member that stopped for a meeting
+without need, and hears nothing because the coordinator is away, goes on with its generation after a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from paceline._wait import SLICE
+from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.place import Meet, Phase, Place
+from paceline.elastic.port import Port
+from paceline.elastic.reach import Reach
+from paceline.links.base import Peer
+from paceline.session.mail import JobDone, Lost
+
+__all__ = ["Waiting", "await_finish"]
+
+_log = logging.getLogger("paceline.elastic")
+
+_PATIENT_S = 1.0
+"""Seconds of waiting before somebody is told what for."""
+
+
+class Waiting:
+    """One member's waits.
+
+    Args:
+        port: the session.
+        place: the member's place.
+        say: tells the coordinator that it has stopped.
+
+    Attributes:
+        planned: the meeting that is waited for was asked for by a step; nothing has failed.
+        went_on: such a meeting did not come about, so it is yet to be had.
+    """
+
+    def __init__(self, port: Port, place: Place, say: Callable[[Meet], None]) -> None:
+        self.planned = self.went_on = False
+        self._port = port
+        self._place = place
+        self._say = say
+        self._said_at = time.monotonic()
+        self._waits_for = ""
+        self._away_since: float | None = None
+        self._reach: Reach | None = None  # while this member is a candidate that has yet to show its links
+
+    def as_candidate(self) -> None:
+        """This member is in no view: it is to reach all members of the line before it comes in."""
+        self._reach = Reach()
+
+    def said(self) -> None:
+        """The coordinator is told of the stop now."""
+        self._said_at = time.monotonic()
+
+    def view_came(self) -> None:
+        """The wait is over."""
+        self.planned = self.went_on = False
+        self._waits_for = ""
+
+    def line_runs(self, members: Sequence[Peer] | None) -> None:
+        """The line runs without this member."""
+        if self._reach is not None:
+            self._reach.hear(members)
+
+    def waits_for(self, reason: str) -> None:
+        """What the coordinator waits for. Where no line runs, a candidate has nobody to reach, and comes in."""
+        self._waits_for = reason
+        if self._reach is not None and self._reach.is_alone:
+            self._come_in()
+
+    def look_around(self) -> None:
+        """What only time brings.
+
+        Raises:
+            Dismissed: a candidate wanted to leave.
+        """
+        if self._place.phase is not Phase.MEETING:
+            return
+        now, mail = time.monotonic(), self._port.mail
+        if self._reach is not None:
+            self._try_to_reach(now, self._reach)
+        if mail.draining and not self._place.leaving:
+            self._place.leaving = True
+            if self._reach is not None:
+                raise Dismissed(mail.draining)
+            self._say(self._place.meet())
+        if now - self._said_at > _PATIENT_S and self._waits_for:
+            _log.info("%s", self._waits_for)
+            self._waits_for = ""
+        if mail.connected:
+            self._away_since = None
+            return
+        self._away_since = self._away_since or now
+        alive = not self._port.group.mesh.fault.failed and self._place.holds_base
+        if self.planned and alive and now - self._away_since > self._port.config.failure_timeout:
+            _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
+            self.planned, self._place.leaving = False, False
+            self.went_on = True
+            self._port.go_on()
+            self._place.go_on()
+
+    def _try_to_reach(self, now: float, reach: Reach) -> None:
+        """A candidate is ready when it can reach every member of the line."""
+        members = reach.due(now)
+        if members is None:
+            return
+        troubles = self._port.out_of_reach(members)
+        if not troubles:
+            self._come_in()
+            return
+        pause = reach.failed(time.monotonic())
+        _log.warning("cannot come in, trying again in %.0f s: no way to %s", pause, "; ".join(troubles))
+
+    def _come_in(self) -> None:
+        self._reach = None
+        self._say(self._place.meet())
+
+
+def await_finish(port: Port) -> None:
+    """The coordinator shall know that the job is done, so that late comers are told; but it may be away."""
+    deadline = time.monotonic() + port.config.failure_timeout
+    while (left := deadline - time.monotonic()) > 0:
+        letter = port.mail.get(min(left, SLICE))
+        if isinstance(letter, JobDone):
+            return
+        if isinstance(letter, Lost):
+            break
+    _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")

@@ -1,0 +1,113 @@
+"""A member's generations at its own side: the one that its group is in, one that has come, and what ends each.
+
+A verdict may arrive before the links of its generation are made, and a report may be lost with the stream that it went
+out on: so both are kept until they have done their work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from paceline._loop import LoopThread
+from paceline.config import Config
+from paceline.links.base import Peer
+from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.grpc_mesh import GrpcMesh
+from paceline.links.nowhere import NoMesh
+from paceline.session.control import ControlStream
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["Generations"]
+
+
+class Generations:
+    """One member's.
+
+    Args:
+        job: name of the job.
+        config: timeouts.
+        thread: the loop.
+
+    Attributes:
+        control: the stream; set once there is one.
+        mesh: the links that the group uses; None until `join` has got that far.
+        coming: links of a view that the group has yet to move to.
+    """
+
+    control: ControlStream
+
+    def __init__(self, job: str, config: Config, thread: LoopThread) -> None:
+        self.mesh: GrpcMesh | NoMesh | None = None
+        self.coming: GrpcMesh | None = None
+        self._job = job
+        self._config = config
+        self._thread = thread
+        self._early: Verdict | None = None  # on a view that is being adopted
+        self._reported: pb.SessionRequest | None = None
+
+    def move(self, mesh: GrpcMesh) -> None:
+        """The group goes on in the next generation; on the training thread."""
+        self.mesh = mesh
+        if self.coming is mesh:
+            self.coming = None
+        self._reported = None
+
+    # On the loop.
+
+    def formed(self, generation: int) -> None:
+        """A view has formed: the generation that the group is in is over."""
+        self._early = None
+        if self.mesh is not None:
+            self.mesh.retire()
+            # Whoever went on in the old one while the coordinator was away, and is in a step, stops there.
+            self.outdate(f"generation {generation} has formed")
+
+    def make(self, view: pb.ViewFormed, peers: Sequence[Peer]) -> GrpcMesh:
+        """The links of a view."""
+        fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
+        fault.on_suspicion(functools.partial(self._report, view.generation))
+        if self._early is not None and self._early.generation == view.generation:
+            fault.settle(self._early)
+        return GrpcMesh(self._job, view.generation, view.rank, peers, fault, self._thread, self._config.failure_timeout)
+
+    def settle(self, verdict: Verdict) -> bool:
+        """Ends a generation. Returns whether there are links of it yet; if not, the verdict waits for them."""
+        for mesh in (self.coming, self.mesh):
+            if mesh is not None and verdict.generation == mesh.generation:
+                mesh.fault.settle(verdict)
+                return True
+        self._early = verdict
+        return False
+
+    def outdate(self, text: str, culprits: tuple[int, ...] = ()) -> None:
+        """Ends the generation that the group is in, if any: nobody accepts what this member sends there any more."""
+        if self.mesh is not None:
+            stale = ErrorReason.ERROR_REASON_STALE_GENERATION
+            self.mesh.fault.settle(Verdict(self.mesh.generation, stale, culprits, 0, text))
+
+    def report_again(self) -> None:
+        """A report that has had no answer goes out again: it may have been lost with the old stream."""
+        if self.mesh is not None and self.mesh.fault.verdict is None and self._reported is not None:
+            self.control.send(self._reported)
+
+    async def end(self) -> None:
+        """Ends all links."""
+        for mesh in (self.coming, self.mesh):
+            if mesh is not None:
+                await mesh.end()
+
+    def _report(self, generation: int, suspicion: Suspicion) -> None:
+        """Tells the coordinator; from any thread."""
+        if suspicion.relayed or generation != self.control.generation:
+            return
+        report = pb.Report(
+            generation=generation,
+            operation=suspicion.operation,
+            reason=suspicion.reason,
+            accused=suspicion.accused,
+            text=suspicion.text[:2000],
+        )
+        self._reported = pb.SessionRequest(report=report)
+        self._thread.loop.call_soon_threadsafe(self.control.send, self._reported)

@@ -1,0 +1,173 @@
+"""The line on the loop side of a session: what the training thread says about it, and what the coordinator says back.
+
+What was said is lost if the stream breaks, so the last word about a meeting and about the end goes out again after a
+reconnect. What is heard becomes letters; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from paceline import errors
+from paceline._grpc import aio
+from paceline._loop import LoopThread
+from paceline.checkpoint.tag import Tag
+from paceline.config import Config
+from paceline.session.control import ControlStream
+from paceline.session.identity import is_gone
+from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Misfits, Runs
+from paceline.session.view import fetch_peers, read_peer
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
+
+__all__ = ["LineSide"]
+
+_log = logging.getLogger("paceline.session")
+
+
+class LineSide:
+    """One member's.
+
+    Args:
+        job: name of the job.
+        config: timeouts.
+        thread: the loop.
+        mail: where letters go.
+        start: begins work on the loop that ends with the session.
+        stand_by: has `join` return without a view; called with why there is none.
+
+    Attributes:
+        control: the stream; set once there is one.
+        step: the last step whose word has completed in this generation, for heartbeats; 0 for none.
+        step_at: when that was.
+    """
+
+    control: ControlStream
+
+    def __init__(
+        self,
+        job: str,
+        config: Config,
+        thread: LoopThread,
+        mail: Mail,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        stand_by: Callable[[str], None],
+    ) -> None:
+        self.step, self.step_at = 0, 0.0
+        self._job = job
+        self._config = config
+        self._thread = thread
+        self._mail = mail
+        self._start = start
+        self._stand_by = stand_by
+        self._meet: pb.SessionRequest | None = None  # what was said last about a meeting, until a view has formed
+        self._finish: pb.SessionRequest | None = None
+
+    # For the training thread.
+
+    def meet(self, meet: pb.Meet) -> None:
+        """Says that this member has stopped; again after a reconnect, until a view has formed."""
+        request = pb.SessionRequest(meet=meet)
+
+        def send() -> None:
+            if meet.generation in (0, self.control.generation):  # else the session is a new one: so it is told anew
+                self._meet = request
+                self.control.send(request)
+
+        self._thread.loop.call_soon_threadsafe(send)
+
+    def go_on(self) -> None:
+        """What was said about a meeting is not to be said again."""
+        self._thread.loop.call_soon_threadsafe(self.forget_meeting)
+
+    def finish(self, generation: int, step: int) -> None:
+        """Says that the line is done; again after a reconnect."""
+        request = pb.SessionRequest(finish=pb.Finish(generation=generation, step=step))
+
+        def send() -> None:
+            self._finish = request
+            self.control.send(request)
+
+        self._thread.loop.call_soon_threadsafe(send)
+
+    def word_completed(self, step: int) -> None:
+        """The word of this step has completed: every member was there. For heartbeats."""
+        self.step_at = time.monotonic()
+        self.step = step
+
+    def generation_began(self) -> None:
+        """No word has completed in it yet."""
+        self.step = 0
+
+    # On the loop.
+
+    def forget_meeting(self) -> None:
+        """The meeting is over, or will not be: what was said about it is not to be said again."""
+        self._meet = None
+
+    def say_again(self) -> None:
+        """What may have been lost with the old stream goes out again."""
+        for said in (self._meet, self._finish):
+            if said is not None:
+                self.control.send(said)
+
+    def hear(self, message: pb.SessionResponse) -> None:
+        """What the coordinator says about the line; see `Listener.on_line`."""
+        match message.WhichOneof("event"):
+            case "running":
+                text = (
+                    f"this worker is in no view yet: job {self._job!r} is running with {message.running.world_size} "
+                    "members, and it enters at its first step of session.steps()"
+                )
+                self._start(self._learn_members(message.running))
+                self._stand_by(text)
+            case "summons":
+                self._mail.summoned = message.summons.generation
+            case "catch_up":
+                order = message.catch_up
+                base = Tag(order.base.generation, order.base.step)
+                self._mail.put(CatchUpAsked(order.generation, base, [read_peer(donor) for donor in order.donors]))
+            case "misfit":
+                self._mail.put(Misfits(read_peer(message.misfit.donor)))
+            case "drain":
+                self._mail.draining = message.drain.reason or "somebody asked for it"
+            case "dismissed":
+                self._mail.put(MayGo(message.dismissed.last))
+            case "missing":
+                gone = [process for process in message.missing.processes if is_gone(process)]
+                if gone:
+                    self._start(self._report_gone(gone))
+            case "finished":
+                self._finish = None
+                self._mail.put(JobDone(message.finished.step))
+                self._stand_by(f"job {self._job!r} is done: its last step was {message.finished.step}")
+
+    async def _report_gone(self, processes: list[pb.ProcessIdentity]) -> None:
+        """Members that are not heard of were on this host, and are there no more: nobody need wait for them."""
+        stub = SessionServiceStub(self.control.channel)
+        for process in processes:
+            _log.info("the worker with pid %d of job %r is gone from this host", process.pid, self._job)
+            request = pb.ReportExitRequest(job=self._job, process=process, found_gone=True)
+            try:
+                await stub.ReportExit(request, timeout=self._config.call_timeout, wait_for_ready=True)
+            except aio.AioRpcError as error:  # the coordinator asks again when this worker comes back
+                _log.warning("the coordinator could not be told that pid %d is gone: %s", process.pid, error.details())
+
+    async def _learn_members(self, running: pb.Running) -> None:
+        """Who is in the line that runs without this worker: it is to see that it can reach them all."""
+        self._mail.put(Runs(running.generation, None))
+        view = pb.ViewFormed(
+            generation=running.generation,
+            world_size=running.world_size,
+            members_sha256=running.members_sha256,
+            pages=running.pages,
+        )
+        try:
+            peers = await fetch_peers(self.control.channel, self._job, view, self._config.call_timeout)
+        except errors.PacelineError as error:  # another generation has come, which will be told of too
+            _log.info("the members of generation %d cannot be had: %s", view.generation, error)
+        else:
+            self._mail.put(Runs(running.generation, peers))

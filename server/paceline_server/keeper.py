@@ -1,0 +1,88 @@
+"""Has the storage keep what a job has decided. Nobody waits, but for a view: that forms once it is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+
+from paceline_server.effects import ForgetView, StoreEnding, StoreFinished, StoreVerdict, StoreView
+from paceline_server.events import Event, FinishStored, StoreFailed, ViewStored
+from paceline_server.job import Job
+from paceline_server.storage.base import (
+    Change,
+    EndingStored,
+    FinishedStored,
+    Storage,
+    VerdictStored,
+    ViewForgotten,
+    ViewFormed,
+)
+
+__all__ = ["Keeper", "Kept"]
+
+_log = logging.getLogger(__name__)
+
+Kept = StoreView | ForgetView | StoreVerdict | StoreEnding | StoreFinished
+"""Effects that are performed here."""
+
+
+class Keeper:
+    """Writes for all jobs.
+
+    Args:
+        storage: what outlives the process.
+        apply: gives an event to a job and performs what follows.
+    """
+
+    def __init__(self, storage: Storage, apply: Callable[[Job, Event], None]) -> None:
+        self._storage = storage
+        self._apply = apply
+        self._closed = False
+
+    def close(self) -> None:
+        """Jobs are not told any more of what is written."""
+        self._closed = True
+
+    def keep(self, job: Job, effect: Kept) -> None:
+        """Hands a change to the storage; awaits nothing."""
+        name = job.membership.state.name
+        match effect:
+            case StoreView(view):
+                written = self._storage.write([ViewFormed(name, view)])
+                written.add_done_callback(functools.partial(self._view_written, job, view.generation))
+            case ForgetView(generation):
+                self._write(ViewForgotten(name, generation))
+            case StoreVerdict(verdict):
+                _log.info("job %s: generation %d is void: %s", name, verdict.generation, verdict.text)
+                self._write(VerdictStored(name, verdict))
+            case StoreEnding(generation, rank, ending):
+                self._write(EndingStored(name, generation, rank, ending))
+            case StoreFinished(step):
+                written = self._storage.write([FinishedStored(name, step)])
+                written.add_done_callback(functools.partial(self._finish_written, job, step))
+
+    def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
+        error = written.exception()
+        if self._closed:
+            return
+        if error is None:
+            self._apply(job, ViewStored(generation))
+        else:
+            _log.error("%s", error)
+            self._apply(job, StoreFailed(generation, str(error)))
+
+    def _finish_written(self, job: Job, step: int | None, written: asyncio.Future[None]) -> None:
+        """Of a disk that refuses nobody has any use: the job is done, and that is told."""
+        _log_failure(written)
+        if step is not None and not self._closed:
+            self._apply(job, FinishStored(step))
+
+    def _write(self, change: Change) -> None:
+        self._storage.write([change]).add_done_callback(_log_failure)
+
+
+def _log_failure(written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and (error := written.exception()) is not None:
+        _log.error("%s", error)

@@ -1,0 +1,80 @@
+"""When jobs are to look at the clock: one timer each, and a pulse that notices when the loop itself did not run.
+
+Whoever was asleep judges nobody (`stall`): so every job hears of a stall before any of them acts on a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from paceline_server.events import Event, Ticked
+from paceline_server.job import Job
+from paceline_server.stall import Wakefulness
+
+__all__ = ["Timers"]
+
+_log = logging.getLogger(__name__)
+
+_PULSE = 0.05
+"""Seconds between two beats by which a stall of the loop is noticed; a beat costs some 10 us."""
+
+_LONG_STALL = 0.5
+"""Seconds of stall that an operator should hear of: the default heartbeat interval."""
+
+
+class Timers:
+    """The timers of all jobs, on the running loop.
+
+    Args:
+        now: time of construction on the loop's clock.
+        jobs: all jobs; looked at, not changed.
+        apply: gives an event to a job and performs what follows.
+    """
+
+    def __init__(self, now: float, jobs: Mapping[str, Job], apply: Callable[[Job, Event], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs = jobs
+        self._apply = apply
+        self._wakefulness = Wakefulness(now, _PULSE)
+        self._beat: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """From now on stalls are noticed."""
+        self._pulse()
+
+    def stop(self) -> None:
+        """No clock is looked at any more."""
+        if self._beat is not None:
+            self._beat.cancel()
+        for job in self._jobs.values():
+            if job.timer is not None:
+                job.timer.cancel()
+
+    def set(self, job: Job, deadline: float) -> None:
+        """The job is to look at the clock then, and not before; infinity for never."""
+        if job.timer is not None:
+            if job.timer.when() == deadline and not job.timer.cancelled():
+                return
+            job.timer.cancel()
+        job.timer = self._loop.call_at(deadline, self._tick, job) if deadline < float("inf") else None
+
+    def _tick(self, job: Job) -> None:
+        job.timer = None
+        self._note_stall()
+        self._apply(job, Ticked())
+
+    def _pulse(self) -> None:
+        self._note_stall()
+        self._beat = self._loop.call_later(_PULSE, self._pulse)
+
+    def _note_stall(self) -> None:
+        """Tells all jobs if the loop has slept, before any of them looks at a clock."""
+        slept = self._wakefulness.awake(self._loop.time())
+        if slept:
+            level = logging.WARNING if slept > _LONG_STALL else logging.DEBUG
+            _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
+            for job in list(self._jobs.values()):
+                job.abandonment.slept(slept)
+                self._apply(job, Ticked(slept))
