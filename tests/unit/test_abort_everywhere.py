@@ -304,7 +304,11 @@ def frames(worlds: Worlds, at: int) -> list[str]:
     return counter.ways
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] if way[1] in ("direct", "halving_doubling") else []) for way in WAYS],
+    ids="-".join,
+)
 def test_a_link_that_ends_or_a_rank_that_raises_at_any_frame(way: tuple[str, str, str]) -> None:
     with worlds_of(way, SMALL) as worlds:
         for at in AT:

@@ -67,7 +67,9 @@ def check(ranks: list[Result], expected: Result, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("kind", "units"), [("sgd", "some"), ("adam", "some"), ("adam", "one")])
-@pytest.mark.parametrize(("world", "name"), CASES)
+@pytest.mark.parametrize(
+    ("world", "name"), [pytest.param(*case, marks=[pytest.mark.slow] if case[0] == 8 else []) for case in CASES]
+)
 def test_same_as_one_process(world: int, name: str, kind: str, units: str) -> None:
     """Each rank starts from weights of its own; rank 0's must prevail."""
 

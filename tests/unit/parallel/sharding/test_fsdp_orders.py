@@ -317,6 +317,7 @@ def program(text: str) -> Any:
     return example([(kind, int(number or 0)) for kind, _, number in words])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), [(w, name) for w in (2, 3) for name in strategies(w)])
 @pytest.mark.parametrize("units", ["each", "some"])
 @settings(max_examples=10, deadline=None, derandomize=True)
