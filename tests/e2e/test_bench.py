@@ -10,6 +10,8 @@ import pytest
 from paceline.cli.bench.plan import COLLECTIVES
 from support.command import command
 
+pytestmark = pytest.mark.slow
+
 KEYS = {
     "collective",
     "impl",

@@ -16,7 +16,10 @@ import pytest
 
 from support.command import Command, command, wait_until_gone
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl"),
+]
 
 NOWHERE = ("--coordinator", "127.0.0.1:1")
 

@@ -24,6 +24,8 @@ from paceline.links.base import Peer
 from paceline.parallel.sharding.strategy import place
 from support.worlds import run_over
 
+pytestmark = pytest.mark.slow
+
 FULL, GRAD_OP, NO_SHARD, HYBRID = ShardingStrategy
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

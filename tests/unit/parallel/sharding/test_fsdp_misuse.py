@@ -27,6 +27,8 @@ from paceline.parallel import FSDP, Parameter, ShardingStrategy
 from paceline.parallel.sharding.reduction import MAX_SCATTERING
 from paceline.testing import local_groups, run_groups, run_ranks
 
+pytestmark = pytest.mark.slow
+
 HASTY = Config(step_timeout=5.0)
 each_strategy = pytest.mark.parametrize("name", strategies(2))
 gathering = pytest.mark.parametrize("name", ["full", "hybrid2"])
