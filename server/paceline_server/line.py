@@ -59,6 +59,8 @@ class Line(Departures):
         if session is None or session.standing is Standing.DISMISSED:
             return []
         session.heard = session.lease_from = now
+        if self.state.finished is not None:
+            return [PushFinished(session.member_id, self.state.finished)]
         met, view = event.met, self.state.view
         if met.generation > session.last_generation:
             raise BadRequest(f"a meeting after generation {met.generation}, which the member is not in")

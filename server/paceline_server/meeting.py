@@ -25,6 +25,10 @@ from paceline_server.model import JobState, Met, Seat, Session, Tag, View
 __all__ = ["Meeting", "convene", "way_out"]
 
 
+_NAMED = 8
+"""So many members are listed; a sentence is for people."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """What is to be done about the members of a generation that is over.
@@ -116,7 +120,8 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
         lacking = needed - count
         why = f" ({state.verdict.text})" if state.verdict is not None else ""
         text = f"waiting for {lacking} more worker{'s'[: lacking != 1]} ({count} of at least {needed}){why}"
-        return _with(meeting, text)
+        # Who stays holds the base by now, and a notice to leave does not wait.
+        return _with(meeting, text, dismissed=tuple(session for session in present if session not in staying))
     members = staying + incoming
     if view.explicit:
         members.sort(key=lambda session: session.claimed_rank or 0)
@@ -169,7 +174,9 @@ def _met(session: Session) -> Met:
 
 
 def _names(view: View, sessions: Sequence[Session]) -> str:
-    return ", ".join(view.seats[s.rank].short_label if s.rank is not None else s.process.host for s in sessions)
+    named = [view.seats[s.rank].short_label if s.rank is not None else s.process.host for s in sessions[:_NAMED]]
+    more = len(sessions) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def _with(meeting: Meeting, reason: str, **changes: object) -> Meeting:

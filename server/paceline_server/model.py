@@ -210,7 +210,7 @@ class Verdict:
     text: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """One member's registration, from `register` to its end."""
 

@@ -63,7 +63,12 @@ def write_folder(directory: Path, tag: Tag, files: Mapping[str, bytes], facts: M
         folder = directory / str(tag)
         if folder.exists():  # of an attempt before, and damaged: whoever calls this has looked
             os.rename(folder, directory / hidden_name(f"{tag}-damaged"))
-        os.rename(hidden, folder)
+        try:
+            os.rename(hidden, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(hidden, ignore_errors=True)  # another has just written it: equal tags are equal states
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise

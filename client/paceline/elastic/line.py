@@ -30,11 +30,16 @@ from paceline.elastic.waiting import Waiting, await_finish
 from paceline.elastic.word import Flag, partial_digest, word
 from paceline.errors import OrphanedError, PacelineError, StepOrderError, StepVoid
 from paceline.links.base import Peer
+from paceline.links.fault import Suspicion
 from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Letter, Lost, MayGo, Misfits, Runs, ViewCame, Waits
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Line", "MAX_ATTEMPTS"]
 
 _log = logging.getLogger("paceline.elastic")
+
+_UPDATED = 0x9E3779B9
+"""What a word's digest is changed by if the optimizer ran in the step before: any number but 0."""
 
 MAX_ATTEMPTS = 5
 """A step that fails so often in a row will fail again."""
@@ -50,13 +55,16 @@ class Line:
         seed: of `Step.rng`.
         manifest: what all members must have alike, as canonical JSON.
         saver: keeps checkpoints.
+        held: the tag of the state.
 
     Attributes:
         done: True once the last step is committed.
         left: True once the loop over the steps is over.
     """
 
-    def __init__(self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver) -> None:
+    def __init__(
+        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, held: Tag
+    ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
         self.on_view: list[Callable[[], None]] = []
@@ -66,14 +74,19 @@ class Line:
         self._seed = seed
         self._manifest = manifest
         self._saver = saver
-        self._place = Place(saver.tag)
+        self._place = Place(held)
         self._waiting = Waiting(port, self._place, self._say)
         self._step: Step | None = None
-        self._committed = saver.tag.step
+        self._committed = held.step
         self._causes: list[str] = []
         self._donors: Sequence[Peer] = ()
+        self._last_update = 0
         self._blocks = self._furthest = 0  # blocks between this step and the next: here, and at whoever is furthest
         self._large: list[NDArray[Any]] = []
+
+    def held_of(self, state: TrainState) -> Tag | None:
+        """The tag of a state, if it is this line's; None if it is another, or does not count."""
+        return self._place.held if state is self._state else None
 
     # What the loop over the steps does --------------------------------------------------------------------------------
 
@@ -83,6 +96,10 @@ class Line:
         self._port.open()
         mesh = self._port.group.mesh
         if mesh.peers:
+            if self._port.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
+                text = f"{mesh.peers[mesh.rank]} began its steps anew"
+                operation = self._port.group.progress().operation
+                mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
             self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._waiting.as_candidate()
@@ -110,7 +127,7 @@ class Line:
         if self._port.mail.draining and not self._place.leaving:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
-        digest = partial_digest(self._large, number)
+        digest = partial_digest(self._large, number) ^ self._last_update
         # Once gradients have gone out in this generation, the word rides with them; all members know that alike.
         rides = group.boarding
         self._place.begin()
@@ -134,6 +151,8 @@ class Line:
         if not step.entered:
             self._place.spoiled()
             raise not_entered(step)
+        # Whether the optimizer ran goes into the next word: a member that skipped it is found out at once.
+        self._last_update = _UPDATED if step.applied and step.updated else 0
         over = step.generation != self._place.generation  # a block between the steps was cut short since, and run again
         if not step.applied:
             self._failed(step.cause, meet=not over)
@@ -212,6 +231,7 @@ class Line:
         if self._step is None or not self._step.entered:
             raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
         self._step.open_gate()
+        self._step.updated = True
 
     def spoil(self) -> None:
         """See `state.Gate`."""
@@ -232,6 +252,9 @@ class Line:
                 raise difference(self._manifest, self._port.manifest_of(donor), donor)
             case MayGo(last):
                 if last:
+                    if not self._saver.keeps:
+                        number = self._state.step
+                        _log.warning("nobody goes on, and without checkpoint_dir the state of step %d is lost", number)
                     self._saver.keep(self._place.held, self._state, self._port.group)
                 raise Dismissed(self._port.mail.draining or "this worker was drained")
             case JobDone(step):
@@ -261,6 +284,7 @@ class Line:
         self._waiting.view_came()
         self._do(order)
         self._large = self._state.large()
+        self._last_update = 0
         if view.base is not None:
             self._port.group.vouch()
             if not view.newcomers and not self._compare_blocks():
@@ -319,6 +343,11 @@ class Line:
     def _job_done(self, step: int) -> None:
         if self._state.step < step or self._place.held is None:
             raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
+        if step < self._total:
+            raise StepOrderError(
+                f"job {self._port.job!r} is done: its last step was {step}, and {self._total} are asked for; "
+                f"to train on: paceline restart {self._port.job}, or another name for the job"
+            )
         self.done = True
 
     # Around a step ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterator
 from types import TracebackType
 
-from paceline.elastic.line import Line
-from paceline.errors import PacelineError
+from paceline.elastic.line import MAX_ATTEMPTS, Line
+from paceline.errors import PacelineError, StepVoid
 from paceline.group import Group
 
 __all__ = ["Attempt", "attempts"]
@@ -56,6 +56,7 @@ class Attempt:
 def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
     """Attempts until one completes; see `Session.retry`."""
     number = 0
+    causes: list[str] = []
     while True:
         number += 1
         attempt = Attempt(number, group)
@@ -63,6 +64,10 @@ def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
         if not attempt.completed:
             if line is None or line.done or line.left:
                 raise group.mesh.fault.error()
+            causes.append(str(group.mesh.fault.error()))
+            if len(causes) >= MAX_ATTEMPTS:
+                text = f"a block between steps failed {len(causes)} times in a row: " + "; ".join(causes)
+                raise StepVoid(text)
             passed = line.retry()
             attempt.completed = passed and attempt.ended
         if attempt.completed:

@@ -30,6 +30,7 @@ class Saver:
 
     Attributes:
         tag: of the state that was loaded, Tag(0, 0) for none.
+        keeps: True if there is a directory.
 
     Raises:
         ValueError: `every` is below 1, or came without a directory.
@@ -39,6 +40,7 @@ class Saver:
         if every is not None and (every < 1 or directory is None):
             raise ValueError(f"checkpoint_every is a number of steps from 1, with checkpoint_dir, not {every!r}")
         self.tag = Tag(0, 0)
+        self.keeps = directory is not None
         self._directory = directory
         self._every = every
         self._pending: tuple[Tag, Any] | None = None
@@ -70,7 +72,7 @@ class Saver:
             return
         if _is_lowest(group):
             self._pending = held, state.state_dict()
-        self._last = held
+            self._last = held
 
     def commit(self, step: int) -> None:
         """A step is committed: what was copied of it may be written."""
@@ -86,7 +88,8 @@ class Saver:
 
     def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """Writes what is held now: nothing comes after it."""
-        if self._directory is None or held is None or not _is_lowest(group):
+        alone = group.mesh.fault.failed  # whoever was the lowest may be gone
+        if self._directory is None or held is None or not (alone or _is_lowest(group)):
             return
         self.wait()
         self._write(held, state.state_dict())

@@ -74,6 +74,7 @@ class Step:
         self.cause: BaseException | None = None
         self.spoiled = False
         self.entered = False
+        self.updated = False
         self._group = group
         self._mesh = group.mesh
         self._state = state
@@ -145,7 +146,7 @@ class Step:
         if error is None:
             try:
                 self.open_gate()  # a step in which no optimizer ran: it may have been skipped by all
-            except PacelineError as failure:
+            except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group.bar("")
         self._word.drop()
@@ -160,7 +161,7 @@ class Step:
                 self._state.undo(self._small)
         if error is None:
             return True
-        if failed and isinstance(error, Exception):
+        if failed and isinstance(error, Exception) and not isinstance(error, DivergenceError):
             if self.applied:
                 _log.warning("step %d counts, though its block ended with an error", self.number, exc_info=error)
             return True
@@ -193,7 +194,11 @@ class Step:
 
     def _diverged(self) -> DivergenceError:
         mine = np.array([self._digest], np.uint64)
-        found: Any = self._group.all_gather(mine)
+        try:
+            found: Any = self._group.all_gather(mine)
+        except PacelineError:  # somebody was faster, and has raised this already
+            text = f"before step {self.number}, members did not hold the same bits"
+            return DivergenceError(text, generation=self.generation)
         values, counts = np.unique(found, return_counts=True)
         most = values[np.argmax(counts)]
         odd = tuple(int(rank) for rank in np.flatnonzero(found != most))

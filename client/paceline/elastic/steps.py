@@ -29,6 +29,7 @@ def line_of(
     checkpoint_dir: str | os.PathLike[str] | None,
     checkpoint_every: int | None,
     seed: int,
+    before: Line | None,
 ) -> Line:
     """Makes a member's line; communicates nothing.
 
@@ -41,9 +42,12 @@ def line_of(
         raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
     state.check_round_trip()
     saver = Saver(checkpoint_dir, checkpoint_every)
-    saver.load(state)
+    held = before.held_of(state) if before is not None else None
+    if held is None:
+        saver.load(state)
+        held = saver.tag
     manifest = state.manifest(total=total, seed=seed, **{"the script": _script()})
-    return Line(port, state, total, seed, manifest, saver)
+    return Line(port, state, total, seed, manifest, saver, held)
 
 
 def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
@@ -91,4 +95,6 @@ def _draining_on_sigterm(line: Line) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is drain
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

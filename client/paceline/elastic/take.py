@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
@@ -48,6 +49,7 @@ async def take_state(job: str, tag: Tag, donors: Sequence[Peer], own: Content, p
     Raises:
         LinkUnavailable: nobody gave it; the text says what each one answered.
     """
+    donors = random.sample(donors, len(donors))  # many who come at once shall not all ask the first
     channels = {peer: aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS) for peer in donors}
     try:
         failures: list[str] = []
@@ -137,7 +139,8 @@ async def _fetch(
 
     async def pull(peer: Peer, channel: aio.Channel) -> None:
         while missing:
-            wanted = [missing.popleft() for _ in range(min(_BATCH, len(missing)))]
+            share = -(-len(missing) // max(1, len(giving)))
+            wanted = [missing.popleft() for _ in range(min(_BATCH, share))]
             try:
                 await _pull(channel, job, tag, peer, wanted, content, described, patience)
             except (aio.AioRpcError, TimeoutError, PacelineError) as error:

@@ -147,6 +147,7 @@ class MemberConnection:
         Args:
             cause: this member's own error in words, for the others; empty for an orderly end.
         """
+        self.mail.put(Lost(errors.SessionClosed("this member has left the job")))
         try:
             if self._generations.mesh is not None:
                 if cause and self.mesh.peers:

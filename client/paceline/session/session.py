@@ -130,6 +130,7 @@ class Session(abc.ABC):
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             seed=seed,
+            before=self._line,
         )
         self._line.on_commit = self._on_commit
         self._line.on_view = self._on_view
