@@ -122,6 +122,7 @@ class Lane:
         self._issued = 0
         self._owner: threading.Thread | None = None
         self._thread: threading.Thread | None = None
+        self._running: Work[Any] | None = None  # on that thread
         self.progress = Progress(0, monotonic(), False)
 
     def run(self, begin: Begin[T], deadline: float) -> T:
@@ -180,8 +181,12 @@ class Lane:
         """Waits until nothing is under way or in line. What is aborted ends too, with its error at whoever waits."""
         me = threading.current_thread()
         with self._lock:
-            while self._working(me):
+            while self._working(me) and not self._only_ends():
                 self._changed.wait(SLICE)
+
+    def _only_ends(self) -> bool:
+        """True if the last operation is over, and the thread that ran it has yet to say that its turn is."""
+        return not self._queue and self._running is not None and self._running.done()
 
     def hand_over(self) -> None:
         """The next thread that issues an operation owns the lane."""
@@ -251,9 +256,11 @@ class Lane:
                 self._busy = me
                 work = self._queue.popleft()
             self.progress = Progress(work.operation, monotonic(), True)
+            self._running = work
             work._run()
             del work  # its result belongs to the caller, not to an idle thread
             self._frees()
+            self._running = None
 
     def _frees(self) -> None:
         """The next in line may begin."""

@@ -119,7 +119,7 @@ class Line:
                 self._read(letter)
             elif ready:
                 return
-            else:
+            if self._place.phase is not Phase.READY and not self.done:
                 self._waiting.look_around()
 
     def begin(self) -> Step | None:
