@@ -261,7 +261,7 @@ def draw_call(data: Any, collective: str, variant: str) -> tuple[Call, list[Plac
 
 
 @pytest.mark.parametrize(("collective", "schedule", "variant"), WAYS)
-@quick(max_examples=60)
+@quick(max_examples=30)
 @given(data=st.data(), segment=st.sampled_from([16, 64, 1 << 20]))
 def test_against_numpy(collective: str, schedule: str, variant: str, data: Any, segment: int) -> None:
     call, places = draw_call(data, collective, variant)
@@ -305,7 +305,7 @@ def random_values(rng: Any, n: int, dtype: Any) -> Any:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["all_reduce"])
-@quick(max_examples=60)
+@quick(max_examples=30)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + COMPLEX))
 def test_all_ranks_hold_the_same_bits(schedule: str, data: Any, world: int, dtype: Any) -> None:
     op = data.draw(st.sampled_from(ops_of(dtype)))
@@ -334,7 +334,7 @@ def test_zeros_of_both_signs_come_out_alike(schedule: str, op: str, dtype: Any) 
 
 
 @pytest.mark.parametrize(("collective", "schedule"), REDUCING)
-@quick(max_examples=50)
+@quick(max_examples=25)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + INTEGERS))
 def test_in_rank_order(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
     op = data.draw(st.sampled_from([op for op in ("sum", "prod", "mean") if op in ops_of(dtype)]))
@@ -408,7 +408,7 @@ def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, worl
 
 
 @pytest.mark.parametrize(("collective", "schedule"), REDUCING)
-@quick(max_examples=60)
+@quick(max_examples=30)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + COMPLEX))
 def test_a_mean_that_fits_is_never_infinite(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
     largest = float(limits(dtype).max)
