@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 
-class Session:
+class Session(abc.ABC):
     """One worker process, as far as its talk with the coordinator goes. `Member` says what it makes of what it hears.
 
     Args:
@@ -94,21 +95,21 @@ class Session:
 
     # The stream -------------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def generation(self) -> int:
         """The generation that it knows to be in."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def welcome(self) -> None:
         """The session is there (again)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def session_ended(self, why: str) -> None:
         """The coordinator refuses the session."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def take(self, message: Any) -> None:
         """A message from the coordinator."""
-        raise NotImplementedError
 
     def _connect(self) -> None:
         if self.stream is not None:

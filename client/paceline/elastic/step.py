@@ -194,12 +194,15 @@ class Step:
 
     def _diverged(self) -> DivergenceError:
         mine = np.array([self._digest], np.uint64)
+        text = f"before step {self.number}, members did not hold the same bits"
+        unknown = DivergenceError(text, generation=self.generation)
         try:
             found: Any = self._group.all_gather(mine)
         except PacelineError:  # somebody was faster, and has raised this already
-            text = f"before step {self.number}, members did not hold the same bits"
-            return DivergenceError(text, generation=self.generation)
+            return unknown
         values, counts = np.unique(found, return_counts=True)
+        if 2 * counts.max() <= self.world:  # no majority: nobody can tell who is right
+            return unknown
         most = values[np.argmax(counts)]
         odd = tuple(int(rank) for rank in np.flatnonzero(found != most))
         members = ", ".join(str(self._mesh.peers[rank]) for rank in odd)
