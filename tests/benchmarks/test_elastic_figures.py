@@ -64,11 +64,16 @@ def test_a_freeze(tmp_path: Path) -> None:
 
 
 def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
-    """W=2: a step of `session.steps` and the same without it, turn and turn about in one run."""
+    """W=2: a step of `session.steps` and the same without it, turn and turn about in one run: 1 % or 0.1 ms more.
+
+    By the wall clock, where the difference is small beside what the machine does to it: it must not be shown to be
+    more. And by the CPU time of the training thread, which is where all of it is spent, and which is quieter.
+    """
     code = """
     rng = np.random.default_rng(0)
     model = paceline.nn.Sequential(*[paceline.nn.Linear(512, 512, rng=rng) for _ in range(10)])
     x = rng.standard_normal((256, 512)).astype(np.float32)
+    clock = lambda: np.array([time.perf_counter(), time.thread_time()])
     times = {"elastic": [], "plain": []}
     with paceline.join() as session:
         ddp = paceline.DDP(model, session.group)
@@ -80,29 +85,33 @@ def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
             optimizer.zero_grad()
             ddp.backward(y)
             update()
-        start = time.perf_counter()
-        for step in session.steps(state, total=250):
+        start = clock()
+        for step in session.steps(state, total=420):
             with step:
                 one(optimizer.step)
-            now = time.perf_counter()
+            now = clock()
             times["elastic"].append(now - start)
             one(lambda: bare(optimizer))
-            start = time.perf_counter()
+            start = clock()
             times["plain"].append(start - now)
-        emit("facts", **{kind: values[20:] for kind, values in times.items()})
+        emit("facts", **{kind: np.array(values[20:]).tolist() for kind, values in times.items()})
     """
     with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
         found = [worker.expect("facts", timeout=200.0) for worker in started]
         assert [worker.wait() for worker in started] == [0, 0]
-    for facts in found:
-        elastic, plain = np.array(facts["elastic"]), np.array(facts["plain"])
-        extra = float(np.median(elastic - plain))
-        print(
-            f"\nstep at W=2: plain {1e3 * np.median(plain):.2f} ms, elastic {1e3 * np.median(elastic):.2f} ms, "
-            f"paired difference {1e3 * extra:.3f} ms ({extra / np.median(plain):.1%})"
-        )
-        # What we want is 1 % or 0.1 ms; what we have is 0.4 to 0.6 ms (DESIGN.md 14). This holds that it grows no more.
-        assert extra <= 1.5e-3
+    plain = np.array([facts["plain"] for facts in found])  # by rank, step, clock
+    extra = np.array([facts["elastic"] for facts in found]) - plain
+    limit = max(1e-4, 0.01 * float(np.median(plain[..., 0])))
+    wall = float(np.median(extra[..., 0].mean(0)))
+    quartiles = np.percentile(extra[..., 0].mean(0), [25, 75])
+    error = float(0.93 * np.ptp(quartiles) / np.sqrt(plain.shape[1]))  # of a median, from the spread of the middle half
+    busy = float(np.median(extra[..., 1]))
+    print(
+        f"\nstep at W=2: {1e3 * np.median(plain[..., 0]):.2f} ms plain; elastic {1e3 * wall:.3f} ms more, give or take "
+        f"{1e3 * error:.3f}; {1e3 * busy:.3f} ms more of CPU time; limit {1e3 * limit:.3f} ms"
+    )
+    assert wall - 2 * error <= limit
+    assert busy <= limit
 
 
 def _alive(c: Cluster) -> list[Trainer]:

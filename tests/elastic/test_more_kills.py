@@ -27,7 +27,7 @@ def test_a_newcomer_is_killed(phase: str, tmp_path: Path) -> None:
 
 def test_a_donor_is_killed_while_it_gives(tmp_path: Path) -> None:
     with cluster(tmp_path, total=30, pace=0.05) as c:
-        c.start(2, [kill(at="giving", rank=0)])
+        c.start(2, [kill(at="giving", once=tmp_path / "killed")])  # whichever of them the newcomer asks
         c.wait_for_step(2)
         c.start(1, model_seed=99)  # its state differs from theirs, so it must be given something
         codes = c.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Errand:
         self.values = values
         self._group = group
         self._label = f"step-{step}"
-        self._sums: NDArray[Any] | None = None
+        self._sums: Sequence[float] | None = None
         self._work: Work[NDArray[Any]] | None = None
         if rides:
             group.mesh.fault.check()
@@ -42,9 +43,9 @@ class Errand:
 
     def arrive(self, sums: NDArray[Any]) -> None:
         """See `Passenger.arrive`."""
-        self._sums = sums.copy()
+        self._sums = sums.tolist()
 
-    def wait(self) -> NDArray[Any]:
+    def wait(self) -> Sequence[float]:
         """The sums over all members, once all have entered the step.
 
         Raises:
@@ -52,9 +53,9 @@ class Errand:
             PacelineError: the generation has failed.
         """
         if self._work is not None:
-            return self._work.wait()
+            return self._work.wait().tolist()  # type: ignore[no-any-return]
         if self._sums is None and self._group.leave_behind(self):  # there were no gradients in this step
-            self._sums = self._group.all_reduce(self.values, label=self._label)
+            self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
         if self._sums is None:
             self._group.mesh.fault.check()
             raise StepOrderError("the gradients of this step were given up, and its word with them")

@@ -26,11 +26,13 @@ __all__ = ["WORD_SIZE", "Flag", "agrees", "flags_of", "partial_digest", "word"]
 _DIGITS = 3 + 8
 """Of 4 bits: 3 of the step's number, 8 of the digest. Their squares add up exactly in float32 for 70,000 members."""
 
+_SHIFTS = range(0, 4 * _DIGITS, 4)
+
 WORD_SIZE = 2 + 2 * _DIGITS
 """Numbers in a word."""
 
-_WINDOW_BYTES = 1 << 14
-"""Bytes of state that go into one digest: 5 us of CRC-32."""
+_WINDOW_BYTES = 1 << 12
+"""Bytes of state that go into one digest: few, for they come from memory in every step."""
 
 
 class Flag(enum.IntFlag):
@@ -44,21 +46,22 @@ class Flag(enum.IntFlag):
 
 def word(flags: Flag, step: int, digest: int) -> NDArray[np.float64]:
     """What one member puts in, shape [WORD_SIZE]: to be added up over all members."""
-    digits = [(number >> shift) & 15 for number, top in ((step, 12), (digest, 32)) for shift in range(0, top, 4)]
-    asked = [float(Flag.JOIN in flags), float(Flag.LEAVE in flags)]
-    return np.array([*asked, *digits, *(digit * digit for digit in digits)], np.float64)
+    asked, both = int(flags), (step & 0xFFF) | digest << 12  # 3 digits of the step, 8 of the digest
+    digits = [both >> shift & 15 for shift in _SHIFTS]
+    return np.array([asked & 1, asked >> 1, *digits, *[digit * digit for digit in digits]], np.float64)
 
 
-def flags_of(sums: NDArray[Any]) -> Flag:
+def flags_of(sums: Sequence[float]) -> Flag:
     """What any member asked."""
-    return (Flag.JOIN if sums[0] else Flag(0)) | (Flag.LEAVE if sums[1] else Flag(0))
+    return Flag((sums[0] > 0) + 2 * (sums[1] > 0))
 
 
-def agrees(sums: NDArray[Any], world: int) -> bool:
+def agrees(sums: Sequence[float], world: int) -> bool:
     """True if all members put the same step and digest in."""
-    numbers = np.rint(np.asarray(sums, np.float64)).astype(np.int64)
+    # Plain numbers: after a pass over a model nothing of NumPy is in the cache, and they are few.
+    numbers = [round(number) for number in sums]
     plain, squared = numbers[2 : 2 + _DIGITS], numbers[2 + _DIGITS :]
-    return bool(np.array_equal(world * squared, plain * plain))
+    return all(world * x_x == x * x for x, x_x in zip(plain, squared, strict=True))
 
 
 def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
@@ -74,7 +77,8 @@ def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
     array = arrays[which]
     if not array.nbytes:
         return 0
-    count = _WINDOW_BYTES // array.itemsize
-    start = turn % -(-array.size // count) * count
-    values = array.reshape(-1) if array.flags.c_contiguous else array.flat  # in either case in C order
-    return zlib.crc32(np.asarray(values[start : start + count]).view(np.uint8).data)
+    start = turn % -(-array.nbytes // _WINDOW_BYTES) * _WINDOW_BYTES
+    if array.flags.c_contiguous:
+        return zlib.crc32(array.reshape(-1).view(np.uint8)[start : start + _WINDOW_BYTES].data)
+    first, count = start // array.itemsize, _WINDOW_BYTES // array.itemsize
+    return zlib.crc32(np.asarray(array.flat[first : first + count]).view(np.uint8).data)  # in C order too

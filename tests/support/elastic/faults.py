@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Fault", "abort", "freeze", "hold_gil", "inflict", "kill"]
@@ -27,6 +28,7 @@ class Fault:
         rank: whom it hits, by its rank in the step; any rank if None (phases without a step: whoever has the plan).
         step: in which step, in the generation that the first view opens; any if None.
         seconds: of a freeze or a hold.
+        once: a file that whoever comes first makes: it hits one process only, of all that have the fault before them.
     """
 
     what: str
@@ -34,6 +36,7 @@ class Fault:
     rank: int | None = None
     step: int | None = None
     seconds: float = 0.0
+    once: str = ""
     done: bool = False
     emit: Callable[..., None] = field(default=print, repr=False)
 
@@ -56,6 +59,8 @@ class Fault:
         if self.done:
             return
         self.done = True
+        if self.once and not _is_first(self.once):
+            return
         self.emit("fault", what=self.what, phase=self.at)
         match self.what:
             case "kill":
@@ -75,9 +80,9 @@ class Fault:
                 raise AssertionError(f"no such fault: {other}")
 
 
-def kill(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+def kill(at: str, rank: int | None = None, step: int | None = None, once: Path | None = None) -> Fault:
     """SIGKILL."""
-    return Fault("kill", at, rank, step)
+    return Fault("kill", at, rank, step, once=str(once or ""))
 
 
 def freeze(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
@@ -145,6 +150,14 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(Line, "close", lambda *_: strike("closing"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))
+
+
+def _is_first(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def _before(owner: Any, name: str, do: Callable[..., Any]) -> None:
