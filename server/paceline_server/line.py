@@ -45,6 +45,7 @@ class Line(Departures):
 
     Attributes:
         decision: the policy's last word, with its sentence.
+        waits_since: since when there are workers and no view that goes on; None while there is one, or nobody.
     """
 
     def __init__(self, state: JobState, settings: ServerSettings) -> None:
@@ -53,6 +54,7 @@ class Line(Departures):
         self._retry_at = _NEVER
         self._orders = Orders(state)
         self.decision = decide(-_NEVER, state, settings.settle_time)
+        self.waits_since: float | None = None
 
     def _meet(self, now: float, event: MetOthers) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -135,6 +137,10 @@ class Line(Departures):
             effects += self._begin_anew(now)
             self.decision = decide(now, self.state, self._settings.settle_time)
             meeting = self.decision.meeting
+        if self.decision.members is not None or self.state.live is not None or not self.state.sessions:
+            self.waits_since = None
+        elif self.waits_since is None:
+            self.waits_since = now
         if self.decision.members is not None:
             return effects + self._form(self.decision.members, meeting)
         if self.state.forming is not None:  # the view will say more

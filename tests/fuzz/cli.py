@@ -117,12 +117,23 @@ def _news_seeds() -> Sequence[bytes]:
 
 
 def _progress_seeds() -> Sequence[bytes]:
-    step = {"kind": "step", "step": 3, "samples": 96, "rate": 7.5, "bytes_sent": 4096, "total": 100}
-    epoch = {"kind": "epoch", "of": 5, "loss": 0.25, "accuracy": 0.5}
+    plan = {"kind": "plan", "samples": 6, "steps_per_epoch": 2, "total": 4}
+    share = {"kind": "share", "step": 3, "generation": 1, "samples": [3, 1, 4]}
+    applied = {"kind": "applied", "step": 3, "generation": 1, "loss": 0.5, "samples": 3, "bytes_sent": 9, "at": 1.5}
+    epoch = {"kind": "epoch", "epoch": 1, "accuracy": 0.5}
+    killing = {"kind": "killing", "generation": 1, "step": 3, "rank": 0, "at": 2.0}
+    faults = [
+        killing,
+        {"kind": "undone", "generation": 1, "at": 2.0},
+        {"kind": "formed", "generation": 2, "world": 1, "at": 2.1},
+        {"kind": "joined", "began": 2.2, "at": 2.5},
+        {"kind": "pauses", "pause_ms": 20},
+    ]
+    result = {"kind": "result", "accuracy": 0.9, "steps": 4, "seconds": 1.5, "world_size": 2}
     return [
-        _lines(_VIEW, step, epoch, epoch, {"kind": "result", "accuracy": 0.9}),
-        _lines(_VIEW, {**epoch, "loss": float("nan")}, {**epoch, "loss": float("inf")}),
-        _lines({}, {"kind": "step"}, {"kind": ["view"]}),
+        _lines(_VIEW, plan, share, applied, epoch, *faults, result),
+        _lines(plan, {**applied, "loss": float("nan")}, {**epoch, "epoch": -1}, {**killing, "at": float("inf")}),
+        _lines({}, {"kind": "applied"}, {"kind": ["view"]}, {**share, "samples": "x"}),
     ]
 
 

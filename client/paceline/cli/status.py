@@ -55,6 +55,7 @@ def job_as_dict(job: JobSummary) -> dict[str, Any]:
         "world_size": job.world_size,
         "waiting": job.waiting,
         "reason": job.reason,
+        "waited_s": round(seconds(job.waited), 3) if job.HasField("waited") else None,
     }
 
 
@@ -106,9 +107,13 @@ def jobs_table(jobs: list[JobSummary]) -> Table:
     for job in jobs:
         phase = Text(_phase(job), style=_PHASE_STYLE.get(_phase(job), ""))
         # Text, not str: a job may be called "[bold]".
-        row = (str(job.generation), str(job.world_size), str(job.waiting), Text(job.reason))
+        row = (str(job.generation), str(job.world_size), str(job.waiting), Text(_why(job)))
         table.add_row(Text(job.name), phase, *row)
     return table
+
+
+def _why(job: JobSummary) -> str:
+    return f"{job.reason}; for {seconds(job.waited):.0f} s now" if job.HasField("waited") else job.reason
 
 
 def members_table(detail: GetJobResponse) -> Table:

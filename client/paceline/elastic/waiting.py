@@ -23,7 +23,10 @@ __all__ = ["Waiting", "await_finish"]
 _log = logging.getLogger("paceline.elastic")
 
 _PATIENT_S = 1.0
-"""Seconds of waiting before somebody is told what for."""
+"""Seconds of waiting before somebody is told what for, and since when."""
+
+_AGAIN_S = 30.0
+"""Seconds until that is said again."""
 
 
 class Waiting:
@@ -44,8 +47,9 @@ class Waiting:
         self._port = port
         self._place = place
         self._say = say
-        self._said_at = time.monotonic()
-        self._waits_for = ""
+        self._said_at = self._waits_since = time.monotonic()
+        self._waits_for = self._told = ""
+        self._tell_at = 0.0
         self._away_since: float | None = None
         self._reach: Reach | None = None  # while this member is a candidate that has yet to show its links
 
@@ -60,7 +64,7 @@ class Waiting:
     def view_came(self) -> None:
         """The wait is over."""
         self.planned = self.went_on = False
-        self._waits_for = ""
+        self._waits_for = self._told = ""
 
     def line_runs(self, members: Sequence[Peer] | None) -> None:
         """The line runs without this member."""
@@ -69,6 +73,8 @@ class Waiting:
 
     def waits_for(self, reason: str) -> None:
         """What the coordinator waits for. Where no line runs, a candidate has nobody to reach, and comes in."""
+        if not self._waits_for:
+            self._waits_since = time.monotonic()
         self._waits_for = reason
         if self._reach is not None and self._reach.is_alone:
             self._come_in()
@@ -89,9 +95,9 @@ class Waiting:
             if self._reach is not None:
                 raise Dismissed(mail.draining)
             self._say(self._place.meet())
-        if now - self._said_at > _PATIENT_S and self._waits_for:
-            _log.info("%s", self._waits_for)
-            self._waits_for = ""
+        if now - self._said_at > _PATIENT_S and (self._waits_for != self._told or now > self._tell_at):
+            self._told, self._tell_at = self._waits_for, now + _AGAIN_S
+            _log.warning("%s; for %.0f s now", self._waits_for, now - self._waits_since)
         if mail.connected:
             self._away_since = None
             return

@@ -65,6 +65,7 @@ class JobSummary(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     phase: Global___JobPhase.ValueType
@@ -77,6 +78,10 @@ class JobSummary(_message.Message):
     """Members that wait for a view."""
     reason: _builtins.str
     """Why the job stands where it does: the policy's sentence."""
+    @_builtins.property
+    def waited(self) -> _duration_pb2.Duration:
+        """For how long no view has been there though workers wait for one; absent if none is waited for."""
+
     def __init__(
         self,
         *,
@@ -86,10 +91,11 @@ class JobSummary(_message.Message):
         world_size: _builtins.int = ...,
         waiting: _builtins.int = ...,
         reason: _builtins.str = ...,
+        waited: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name", "phase", b"phase", "reason", b"reason", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name", "phase", b"phase", "reason", b"reason", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,8 @@ class AdminHandlers(AdminServiceServicer):
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
         """All jobs by name."""
-        return pb.ListJobsResponse(jobs=[_summary(self._jobs[name].membership) for name in sorted(self._jobs)])
+        now = asyncio.get_running_loop().time()
+        return pb.ListJobsResponse(jobs=[_summary(now, self._jobs[name].membership) for name in sorted(self._jobs)])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
         """One job with its members."""
@@ -45,7 +46,7 @@ class AdminHandlers(AdminServiceServicer):
         in_view = sorted((s for s in concerned if s.rank is not None), key=lambda s: s.rank or 0)
         waiting = [s for s in concerned if s.standing is Standing.WAITING]
         return pb.GetJobResponse(
-            summary=_summary(job.membership),
+            summary=_summary(now, job.membership),
             settings=wire.write_settings(concerned[0].settings) if concerned else None,
             members=[_member(now, session) for session in in_view + waiting],
             verdict=wire.write_verdict(state.verdict) if state.verdict is not None else None,
@@ -88,7 +89,7 @@ class AdminHandlers(AdminServiceServicer):
         return job
 
 
-def _summary(membership: Membership) -> pb.JobSummary:
+def _summary(now: float, membership: Membership) -> pb.JobSummary:
     state = membership.state
     if state.finished is not None:
         phase = pb.JOB_PHASE_FINISHED
@@ -105,6 +106,7 @@ def _summary(membership: Membership) -> pb.JobSummary:
         world_size=len(state.live.seats) if state.live is not None else 0,
         waiting=sum(session.standing is Standing.WAITING for session in state.sessions.values()),
         reason=membership.decision.reason,
+        waited=None if membership.waits_since is None else wire.to_duration(now - membership.waits_since),
     )
 
 

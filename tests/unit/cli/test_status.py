@@ -39,7 +39,15 @@ def test_a_job() -> None:
         "world_size": 4,
         "waiting": 1,
         "reason": "4 of at most 4 workers are in the view",
+        "waited_s": None,
     }
+
+
+def test_a_job_that_waits_tells_for_how_long() -> None:
+    summary = admin_pb2.JobSummary(name="digits", reason="waiting for 1 more worker", waited=duration(12.25))
+    assert job_as_dict(summary)["waited_s"] == 12.25
+    (cell,) = jobs_table([summary]).columns[-1].cells
+    assert str(cell) == "waiting for 1 more worker; for 12 s now"
 
 
 @pytest.mark.parametrize(("in_view", "rank"), [(True, 0), (False, None)])

@@ -44,6 +44,20 @@ def test_a_view_is_stored_before_anyone_hears_of_it() -> None:
     assert kinds(job.do(ViewStored(1)))[0] == "PushView"
 
 
+def test_since_when_a_view_is_waited_for() -> None:
+    job = PureJob()
+    assert job.membership.waits_since is None
+    first = job.join(2, 2)
+    assert job.membership.waits_since == job.now
+    job.pass_time(5.0, [first])
+    other = job.join(2, 2)
+    assert job.membership.waits_since is None
+    job.cut(other)
+    job.pass_time(60.0, [first])
+    assert job.membership.waits_since is not None
+    assert job.membership.waits_since >= job.now - 60.0
+
+
 def test_a_number_is_above_what_any_member_has_seen() -> None:
     job = PureJob()
     job.join(2, 2, floor=7)
