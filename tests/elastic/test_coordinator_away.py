@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.elastic.cluster import cluster
+from support.relay import relay
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +24,36 @@ def test_killed_and_back_on_its_state_file(tmp_path: Path) -> None:
         assert set(c.wait().values()) == {0}, str(c)
         c.check(count=3)
         assert not c.redone(), str(c)
+
+
+@pytest.mark.timeout(120)
+def test_away_for_half_a_minute_while_all_go_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=380, pace=0.1) as c:
+        c.start(2)
+        c.wait_for_step(5)
+        c.kill_coordinator()
+        time.sleep(30)
+        before = max(event["step"] for trainer in c.trainers for event in trainer.of("applied"))
+        assert before > 200, "they trained all the time"
+        c.start_coordinator()
+        assert set(c.wait(60.0).values()) == {0}, str(c)
+        c.check(count=2)
+        assert not c.redone(), str(c)
+        assert len(set(c.line().values())) == 1, "one generation from the first step to the last"
+
+
+def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=4, total=60, pace=0.05, failure_timeout=1.0) as c, relay(c.address) as between:
+        c.environment["PACELINE_COORDINATOR"] = between.address
+        c.start(4)
+        for step in (5, 20, 35):
+            c.wait_for_step(step)
+            between.reset_all()
+        assert set(c.wait().values()) == {0}, str(c)
+        assert between.resets >= 12
+        c.check(count=4)
+        assert not c.redone(), str(c)
+        assert len(set(c.line().values())) == 1, "one generation from the first step to the last"
 
 
 def test_away_for_long_and_a_member_dies_meanwhile(tmp_path: Path) -> None:

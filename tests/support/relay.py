@@ -1,0 +1,92 @@
+"""A TCP relay between clients and a server, whose connections a test can reset all at once."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["Relay", "relay"]
+
+
+class Relay:
+    """Listens on a free port of loopback and passes bytes on.
+
+    Args:
+        target: where to, "host:port".
+
+    Attributes:
+        address: where clients connect to.
+        resets: connections that were reset so far, counted at the client's side.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.resets = 0
+        self._lock = threading.Lock()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def reset_all(self) -> None:
+        """Both ends of every connection see a reset."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for end in pair:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+        for pair in pairs:
+            for end in pair:
+                end.close()
+        self.resets += len(pairs)
+
+    def close(self) -> None:
+        """Ends everything."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.reset_all()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._target, 5)
+            except OSError:
+                client.close()
+                continue
+            server.settimeout(None)
+            with self._lock:
+                self._pairs.append((client, server))
+            for source, sink in ((client, server), (server, client)):
+                thread = threading.Thread(target=_pass_on, args=(source, sink))
+                self._threads.append(thread)
+                thread.start()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def relay(target: str) -> Iterator[Relay]:
+    """A relay for the block."""
+    made = Relay(target)
+    try:
+        yield made
+    finally:
+        made.close()
