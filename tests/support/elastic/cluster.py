@@ -97,7 +97,9 @@ class Trainer:
     def _complain(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.stderr += line
+            with self._changed:
+                self.stderr += line
+                self._changed.notify_all()
 
 
 class Cluster:
@@ -194,7 +196,7 @@ class Cluster:
         return started
 
     def wait_until(self, happened: Callable[[], bool], what: str, timeout: float = 45.0) -> None:
-        """Waits for something that the trainers' events show."""
+        """Waits for something that the trainers' events show, or what they complain of."""
         with self._changed:
             assert self._changed.wait_for(happened, timeout), f"not within {timeout} s: {what}\n{self}"
 
