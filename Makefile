@@ -46,7 +46,7 @@ test-slow: $(VENV)/.installed  ## the slow tests
 	$(BIN)/pytest -m 'slow and not root and not containers' $(APART)
 
 test-root: $(VENV)/.installed  ## the tests that need root
-	$(BIN)/pytest -m 'root and not containers'
+	$(BIN)/pytest -m 'root and not containers and not benchmark'
 
 test-containers: $(VENV)/.installed  ## the tests that need a Docker engine
 	$(BIN)/pytest -m containers

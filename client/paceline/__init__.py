@@ -25,6 +25,8 @@ from paceline.errors import (
     InvalidWorldSize,
     LimitExceeded,
     LinkUnavailable,
+    NotAuthenticated,
+    NotPermitted,
     OperationTimeout,
     OrphanedError,
     PacelineError,
@@ -38,6 +40,7 @@ from paceline.errors import (
     StepOrderError,
     StepVoid,
     StoreConflict,
+    TlsFailed,
     UnsupportedOp,
     ViewChanged,
 )
@@ -45,6 +48,7 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline import checkpoint, nn, optim, testing
     from paceline.config import Config
+    from paceline.credentials import Credentials
     from paceline.elastic.dismissed import Dismissed
     from paceline.elastic.sampler import ElasticSampler
     from paceline.elastic.state import TrainState
@@ -69,6 +73,7 @@ __all__ = [
     "Group",
     "Work",
     "Config",
+    "Credentials",
     # training
     "DDP",
     "FSDP",
@@ -95,6 +100,8 @@ __all__ = [
     "InvalidWorldSize",
     "LimitExceeded",
     "LinkUnavailable",
+    "NotAuthenticated",
+    "NotPermitted",
     "OperationTimeout",
     "OrphanedError",
     "PacelineError",
@@ -108,6 +115,7 @@ __all__ = [
     "StepOrderError",
     "StepVoid",
     "StoreConflict",
+    "TlsFailed",
     "UnsupportedOp",
     "ViewChanged",
 ]
@@ -119,6 +127,7 @@ _HOME = {
     "Group": "paceline.group",
     "Work": "paceline.work",
     "Config": "paceline.config",
+    "Credentials": "paceline.credentials",
     "DDP": "paceline.parallel.ddp",
     "FSDP": "paceline.parallel.fsdp",
     "ShardingStrategy": "paceline.parallel.sharding.strategy",

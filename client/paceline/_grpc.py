@@ -2,6 +2,9 @@
 
 Fork support is switched off before grpc is first imported: with it on, a forked child of a process with a live aio
 stream crashed in 4 of 6 runs (grpcio 1.85.1). `_fork.py` does for the child what is needed instead.
+
+Names are looked up as the system does it. grpc's own resolver asks DNS for IPv6 addresses of names that /etc/hosts has
+an IPv4 address of, and where no DNS server answers (a network without a way out) each look-up takes 11 s.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 from typing import Any
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own C log; what matters reaches us as a status
 
 import grpc

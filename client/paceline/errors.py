@@ -15,6 +15,9 @@ PacelineError
         PeerRaised                      a member's own code raised, or was interrupted, inside a collective
     OperationTimeout (TimeoutError)     what was waited for did not come in time
     CoordinatorUnreachable (ConnectionError)   nobody, or no Paceline coordinator, answers at the address
+        TlsFailed                       TLS with the coordinator cannot be had: its certificate, ours, or no TLS at all
+    NotAuthenticated (PermissionError)  the coordinator wants a token, or does not know the one that it was shown
+    NotPermitted (PermissionError)      the token is good for another job
     StaleGeneration                     an act on a generation that is over
     ViewChanged                         a barrier or wait that the end of its generation has ended
     StepVoid                            a step whose generation was voided
@@ -40,6 +43,8 @@ __all__ = [
     "InvalidWorldSize",
     "LimitExceeded",
     "LinkUnavailable",
+    "NotAuthenticated",
+    "NotPermitted",
     "OperationTimeout",
     "OrphanedError",
     "PacelineError",
@@ -53,6 +58,7 @@ __all__ = [
     "StepOrderError",
     "StepVoid",
     "StoreConflict",
+    "TlsFailed",
     "UnsupportedOp",
     "ViewChanged",
 ]
@@ -128,6 +134,18 @@ class OperationTimeout(PacelineError, TimeoutError):
 
 class CoordinatorUnreachable(PacelineError, ConnectionError):
     """Nobody, or no Paceline coordinator, answers at the address."""
+
+
+class TlsFailed(CoordinatorUnreachable):
+    """TLS with the coordinator cannot be had, and trying again will not help; the text says why and what to do."""
+
+
+class NotAuthenticated(PacelineError, PermissionError):
+    """The coordinator wants a token, or does not know the one that it was shown."""
+
+
+class NotPermitted(PacelineError, PermissionError):
+    """The token is good for another job."""
 
 
 class StaleGeneration(PacelineError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
 from paceline_server.serve import serve
-from paceline_server.settings import ServerSettings
+from paceline_server.settings import ServerSettings, token_settings
 
 
 def main() -> int:
@@ -16,10 +17,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="paceline_server", description="Paceline's coordinator.")
     parser.add_argument("--listen", default=ServerSettings().listen, metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--state", type=Path, metavar="FILE", help="keep state in this SQLite file")
+    parser.add_argument(
+        "--restart-after",
+        type=float,
+        metavar="SECONDS",
+        help="take the members of a generation for dead when none of them has been connected for so long and new "
+        "workers wait; default: never",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="serve TLS with this certificate")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE.key", help="the key of the certificate")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="callers need a certificate of this authority")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="callers need a token of this file, TOKEN or TOKEN JOB on a line; default: PACELINE_TOKEN_FILE, or "
+        "PACELINE_TOKEN for a token itself",
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = ServerSettings(listen=arguments.listen, state_path=arguments.state)
+        settings = ServerSettings(
+            listen=arguments.listen,
+            state_path=arguments.state,
+            restart_after=arguments.restart_after,
+            tls_cert=arguments.tls_cert,
+            tls_key=arguments.tls_key,
+            tls_ca=arguments.tls_ca,
+            **token_settings(arguments.token_file, os.environ),
+        )
         serve(settings, announce=_announce)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")

@@ -10,7 +10,10 @@ from paceline_server.events import Registered, Reported
 from paceline_server.model import JobSettings, JobState, Session, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["check", "check_report"]
+__all__ = ["check", "check_report", "is_loopback"]
+
+_LOOPBACK = ("127.", "[::1]:", "localhost:")
+"""How addresses begin that only their own machine reaches. A test of text: it is made for each pair of members."""
 
 _REPORTABLE = {
     ErrorReason.ERROR_REASON_PEER_LOST,
@@ -31,7 +34,8 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     Raises:
         InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.
         InvalidRank: the rank is outside the world.
-        SettingsDisagree: another member has another min, max, failure timeout or way to get its rank.
+        SettingsDisagree: another member has another min, max, failure timeout or way to get its rank; or one of the two
+            advertises a loopback address, which the other cannot reach.
         RankTaken: a live member claims the same rank.
     """
     _check_alone(claim)
@@ -39,6 +43,9 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     others = [other for other in state.concerned() if other not in ghosts]
     if others:
         _check_agreement(claim, others[0])
+    for other in others:
+        if _is_out_of_reach(claim, other):
+            raise SettingsDisagree(_why_out_of_reach(claim, other))
     for holder in others:
         if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank or holder.stream is None:
             continue
@@ -80,7 +87,43 @@ def _check_alone(claim: Registered) -> None:
 def _in_the_way(claim: Registered, ghost: Session) -> bool:
     if claim.settings != ghost.settings or (claim.claimed_rank is None) != (ghost.claimed_rank is None):
         return True
+    if _is_out_of_reach(claim, ghost):
+        return True
     return claim.claimed_rank is not None and claim.claimed_rank == ghost.claimed_rank
+
+
+def is_loopback(address: str) -> bool:
+    """True if only its own machine reaches "host:port". A name other than localhost is not looked up."""
+    return address.startswith(_LOOPBACK)
+
+
+def _is_out_of_reach(one: Registered | Session, other: Registered | Session) -> bool:
+    """True if one of the two advertises a loopback address that the other cannot reach.
+
+    Where both advertise one it is the machine that counts: its boot id, or its name where that is not known. Where one
+    does not, it is on a network of its own (a container beside its host, say) if its host has another name.
+    """
+    here, there = one.process, other.process
+    if here.host == there.host and here.boot_id == there.boot_id:  # the common case first: this is asked of each pair
+        return False
+    loops = is_loopback(one.address) + is_loopback(other.address)
+    if not loops:
+        return False
+    if here.boot_id and there.boot_id and here.boot_id != there.boot_id:
+        return True
+    if loops == 2 and here.boot_id and there.boot_id:
+        return False
+    return here.host != there.host
+
+
+def _why_out_of_reach(claim: Registered, other: Session) -> str:
+    local, far = (claim, other) if is_loopback(claim.address) else (other, claim)
+    return (
+        f"the worker at {local.process.host} (pid {local.process.pid}) is to be reached at {local.address}, a loopback "
+        f"address, which the one at {far.process.host} (pid {far.process.pid}, {far.address}) cannot reach: start all "
+        "workers with an address of the coordinator that every host reaches (--coordinator, PACELINE_COORDINATOR), or "
+        "tell peers another address (PACELINE_ADVERTISE)"
+    )
 
 
 def _check_agreement(claim: Registered, other: Session) -> None:

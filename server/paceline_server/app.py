@@ -6,6 +6,7 @@ It runs on whatever event loop starts it and installs no signal handlers, so tha
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -13,9 +14,15 @@ import socket
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline_server._grpc import aio
+from paceline_server._grpc import aio, grpc
 from paceline_server.dispatcher import Dispatcher, Observer
+from paceline_server.security.authenticate import AuthenticationInterceptor
+from paceline_server.security.exposure import exposure
+from paceline_server.security.tls import server_credentials
+from paceline_server.security.token_file import TokenKeeper, read_tokens
+from paceline_server.security.tokens import Tokens
 from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.paced import PacingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
 from paceline_server.services.store import StoreHandlers
@@ -67,6 +74,7 @@ class Coordinator:
         self._dispatcher = Dispatcher(self._settings, self._storage, observer)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         self._server: aio.Server | None = None
+        self._tokens: TokenKeeper | None = None
 
     async def start(self) -> str:
         """Takes up the stored state and serves.
@@ -77,17 +85,23 @@ class Coordinator:
         Raises:
             PortInUse: somebody listens there already.
             StateUnusable: the state file cannot be used.
+            TlsUnusable, TokensUnusable: of the files that the settings name.
             OSError: the address cannot be listened at for another reason.
         """
         assert self._server is None, "a coordinator starts once"
-        server = aio.server(interceptors=[RefusalInterceptor()], options=self._options())
+        credentials = await asyncio.to_thread(server_credentials, self._settings)
+        self._tokens = await asyncio.to_thread(_keeper, self._settings)
+        interceptors: list[aio.ServerInterceptor] = [PacingInterceptor(self._settings), RefusalInterceptor()]  # type: ignore[type-arg]
+        if self._tokens is not None:
+            interceptors.append(AuthenticationInterceptor(self._tokens))
+        server = aio.server(interceptors=interceptors, options=self._options())
         SessionHandlers(self._dispatcher).add_to(server)
         add_StoreServiceServicer_to_server(StoreHandlers(self._dispatcher), server)
         add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host, _, _ = self._settings.listen.rpartition(":")
-        port = _bind(server, self._settings.listen)
+        port = _bind(server, self._settings.listen, credentials)
         self._server = server
         try:
             await self._dispatcher.start()
@@ -99,6 +113,8 @@ class Coordinator:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         address = f"{host}:{port}"
         _log.info("listening on %s", address)
+        if (warning := exposure(self._settings)) is not None:
+            _log.warning("%s", warning)
         return address
 
     async def stop(self, grace: float = 1.0) -> None:
@@ -113,6 +129,8 @@ class Coordinator:
         await self._health.enter_graceful_shutdown()
         self._dispatcher.drain()
         await server.stop(grace)
+        if self._tokens is not None:
+            await self._tokens.close()
         await self._storage.close()
         _log.info("stopped")
 
@@ -129,16 +147,30 @@ class Coordinator:
             # A worker may ask whether we are there as often as it likes; heartbeats decide who is silent, not pings.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.max_concurrent_streams", self._settings.max_calls),
+            ("grpc.server_handshake_timeout_ms", round(1000 * self._settings.first_message_time)),
             # Connections of hosts that are gone without a word must not stay for ever.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
         ]
 
 
-def _bind(server: aio.Server, address: str) -> int:
+def _keeper(settings: ServerSettings) -> TokenKeeper | None:
+    """The tokens that the settings name; None if nobody needs one."""
+    if settings.token is not None:
+        return TokenKeeper(Tokens.single(settings.token))
+    if (path := settings.token_file) is not None:
+        return TokenKeeper(read_tokens(path), lambda: read_tokens(path))
+    return None
+
+
+def _bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     _check_free(address)
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from None
     if not port:

@@ -13,6 +13,8 @@ Refused
     Draining             the coordinator is stopping
     TimedOut             what was waited for did not come in time
     VersionMismatch      the versions of the protocol differ
+    Unauthenticated      no token came, or one that is unknown here
+    PermissionDenied     the token is good for another job
 
 Handlers raise these and pick no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
 """
@@ -32,6 +34,7 @@ __all__ = [
     "InvalidWorldSize",
     "LimitMet",
     "NotFound",
+    "PermissionDenied",
     "RankTaken",
     "Refused",
     "SessionEnded",
@@ -39,6 +42,7 @@ __all__ = [
     "StaleGeneration",
     "STATUS",
     "TimedOut",
+    "Unauthenticated",
     "VersionMismatch",
 ]
 
@@ -125,6 +129,18 @@ class VersionMismatch(Refused):
     reason = ErrorReason.ERROR_REASON_VERSION
 
 
+class Unauthenticated(Refused):
+    """No token came, or one that is unknown here; the text says what to do and never what came."""
+
+    reason = ErrorReason.ERROR_REASON_UNAUTHENTICATED
+
+
+class PermissionDenied(Refused):
+    """The token is good for another job."""
+
+    reason = ErrorReason.ERROR_REASON_PERMISSION_DENIED
+
+
 STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
     NotFound: grpc.StatusCode.NOT_FOUND,
@@ -138,5 +154,7 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     Draining: grpc.StatusCode.UNAVAILABLE,
     TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
     VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
 }
 """The gRPC status of each refusal (the comments of errors.proto promise these)."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import ipaddress
+import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 __all__ = ["Knocks", "is_refused"]
 
 _TIMEOUT_S = 1.0
 """A process that is gone is known in microseconds; of a host that is gone, silence says nothing anyway."""
+
+_MOST_LOOK_UPS = 16
+"""So many names are looked up at a time: each has a thread, which a resolver in trouble holds for many seconds."""
+
+_look_ups = threading.BoundedSemaphore(_MOST_LOOK_UPS)
 
 
 async def is_refused(address: str) -> bool:
@@ -24,13 +34,10 @@ async def is_refused(address: str) -> bool:
         return False
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError, OverflowError):
+            refused = [await _refuses(ip, int(port)) for ip in await _addresses(host.strip("[]"))]
+    except (OSError, ValueError, OverflowError):  # TimeoutError is an OSError
         return False
-    writer.close()
-    return False
+    return bool(refused) and all(refused)
 
 
 class Knocks:
@@ -53,3 +60,44 @@ class Knocks:
     async def _knock(self, address: str, refused: Callable[[], None]) -> None:
         if await is_refused(address):
             refused()
+
+
+async def _refuses(ip: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(ip, port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
+
+
+async def _addresses(host: str) -> set[str]:
+    """Of a name, by a daemon thread: asyncio's pool would be held by a stalled resolver, and so would our end.
+
+    Raises:
+        OSError: it does not resolve, or too many names are being looked up.
+        ValueError: it is no name.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return {host}
+    if not _look_ups.acquire(blocking=False):
+        raise OSError("too many names are being looked up")
+    answer: Future[set[str]] = Future()
+    answer.set_running_or_notify_cancel()
+    threading.Thread(target=functools.partial(_look_up, host, answer), name="paceline-lookup", daemon=True).start()
+    return await asyncio.wrap_future(answer)
+
+
+def _look_up(host: str, answer: Future[set[str]]) -> None:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it
+        answer.set_exception(error)
+    else:
+        answer.set_result({str(target[0]) for *_, target in found})
+    finally:
+        _look_ups.release()

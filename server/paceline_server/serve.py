@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from paceline_server._memory import share_one_heap
 from paceline_server.app import Coordinator
 from paceline_server.settings import ServerSettings
 
@@ -24,6 +25,7 @@ def serve(settings: ServerSettings, announce: Callable[[str], None] | None = Non
         PortInUse: somebody listens at the address already.
         StateUnusable: the state file cannot be used.
     """
+    share_one_heap()
     asyncio.run(_serve(settings, announce, grace))
 
 

@@ -5,10 +5,12 @@ Everything that follows from a job's `failure_timeout` is computed where it is u
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ServerSettings"]
+__all__ = ["ServerSettings", "token_settings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,14 +18,30 @@ class ServerSettings:
     """Settings of a coordinator; checked at construction.
 
     Raises:
-        ValueError: a number is not above 0, or the address is not host:port; the text names the setting.
+        ValueError: a number is not above 0, the address is not host:port, or settings do not go together; the text
+            names the setting.
     """
 
     listen: str = "127.0.0.1:7400"
-    """Where to listen, host:port. Loopback by default: nothing is authenticated yet. Port 0 takes a free one."""
+    """Where to listen, host:port. Loopback by default: a token and TLS are yours to set. Port 0 takes a free one."""
 
     state_path: Path | None = None
     """SQLite file for what must outlive the process; None keeps it in memory."""
+
+    tls_cert: Path | None = None
+    """Certificate (PEM) for the name or address that callers know the coordinator by; with it TLS is served alone."""
+
+    tls_key: Path | None = None
+    """The key of the certificate (PEM)."""
+
+    tls_ca: Path | None = None
+    """Authority (PEM): callers must have a certificate of it. None asks for none."""
+
+    token: str | None = field(default=None, repr=False)
+    """One token, good for all jobs; None and no `token_file`: nobody needs one."""
+
+    token_file: Path | None = None
+    """File of tokens, `TOKEN` or `TOKEN JOB` on a line, read again when it changes."""
 
     restart_after: float | None = None
     """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream
@@ -84,14 +102,59 @@ class ServerSettings:
     max_waiters: int = 20_000
     """Store calls of all jobs that wait at one time."""
 
+    message_rate: float = 1_000
+    """Messages a second of one session; beyond `message_burst` at once they are read no faster."""
+
+    message_burst: float = 5_000
+    """See `message_rate`."""
+
+    call_rate: float = 2_000
+    """Calls a second of one connection; beyond `call_burst` at once they are served no faster."""
+
+    call_burst: float = 10_000
+    """See `call_rate`."""
+
+    max_calls: int = 1_000
+    """Calls of one connection that are open at one time; more of them wait with the caller."""
+
+    first_message_time: float = 10.0
+    """Seconds within which a session's stream must say who it is, and a connection must have been made."""
+
     page_members: int = 1_000
     """Members in one page of GetView: about 0.1 MB."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not value > 0:
-                raise ValueError(f"{field.name} must be above 0, not {value!r}")
+                raise ValueError(f"{each.name} must be above 0, not {value!r}")
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65_535):
             raise ValueError(f"listen must be host:port, not {self.listen!r}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both, or neither")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_ca asks callers for certificates, which needs TLS: give tls_cert and tls_key too")
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file: give one of them")
+
+    @property
+    def wants_token(self) -> bool:
+        """True if callers must show a token."""
+        return self.token is not None or self.token_file is not None
+
+
+def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    """`token` or `token_file` of the settings: the file that was named, else PACELINE_TOKEN or PACELINE_TOKEN_FILE.
+
+    Raises:
+        ValueError: both variables are set.
+    """
+    if token_file is not None:
+        return {"token_file": token_file}
+    token, path = environ.get("PACELINE_TOKEN"), environ.get("PACELINE_TOKEN_FILE")
+    if token and path:
+        raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
+    if path:
+        return {"token_file": Path(path)}
+    return {"token": token} if token else {}

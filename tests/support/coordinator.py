@@ -274,6 +274,8 @@ class PureJob:
         host: str | None = None,
         timeout: float = 3.0,
         floor: int = 0,
+        address: str | None = None,
+        boot_id: str = "",
     ) -> str:
         """A worker registers; returns its member id. `effects` has what followed."""
         self._count += 1
@@ -282,8 +284,8 @@ class PureJob:
             member_id=f"m{number}",
             token_sha256=b"token-%d" % number,
             stream=number,
-            process=Process(host or f"host-{number}", 1000 + number),
-            address=f"host-{number}:1",
+            process=Process(host or f"host-{number}", 1000 + number, boot_id),
+            address=address or f"host-{number}:1",
             settings=JobSettings(least, most, timeout),
             claimed_rank=rank,
             generation_floor=floor,

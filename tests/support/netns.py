@@ -1,8 +1,9 @@
-"""Several hosts on one machine: Linux network namespaces on a bridge, each with an address and a name of its own.
+"""Several hosts on one machine: Linux network namespaces on a bridge, each with addresses and a name of its own.
 
 Cables are pulled without a word to either side, for that is what makes partitions hard: nothing is refused or reset,
-packets only stop coming. Needs root and iproute2, and neither a packet filter nor netem. The bridge is in a namespace
-too, so that nothing of this is seen on the machine's own network, and two tests may run side by side.
+packets only stop coming. Needs root and iproute2, and neither a packet filter nor netem (`tapnet` has cables that lose
+and delay). The bridge is in a namespace too, so that nothing of this is seen on the machine's own network, and two
+tests may run side by side.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
-__all__ = ["Host", "Network", "network"]
+__all__ = ["Host", "Network", "network", "up"]
 
 _NOBODY = "02:00:00:00:00:fe"
 """A hardware address that no host has: what is sent there is lost silently."""
@@ -30,18 +32,28 @@ class Host:
 
     Attributes:
         name: of the host; that of its namespace too.
-        address: its IP address.
+        address, address6: its IP addresses.
+        etc: files that programs there find in /etc in place of the machine's own, by name ("hosts"); what is written
+            into one while they run is seen by them.
     """
 
-    def __init__(self, name: str, address: str, port: str) -> None:
+    def __init__(self, name: str, number: int) -> None:
         self.name = name
-        self.address = address
-        self._port = port  # its side of the cable at the bridge
+        self.address = f"10.77.0.{number}"
+        self.address6 = f"fd77::{number}"
+        self.etc: dict[str, Path] = {}
+        self._port = f"port{number}"  # its side of the cable at the bridge
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line that runs a program there; its process id is that of the process which is started."""
-        rename = f'echo {self.name} >/proc/sys/kernel/hostname && exec "$@"'
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", rename, "sh", *words]
+        mounts = "".join(f"mount --bind '{file}' /etc/{name} && " for name, file in self.etc.items())
+        script = f'echo {self.name} >/proc/sys/kernel/hostname && {mounts}exec "$@"'
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount", "sh", "-c", script, "sh", *words]
+
+    def limit(self, megabits: int) -> None:
+        """Sends no faster than that from now on, as an interface of that speed would."""
+        _tool("tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", f"{megabits}mbit",
+              "burst", "256k", "latency", "50ms")  # fmt: skip
 
     def kill(self) -> None:
         """SIGKILL to everything that runs there."""
@@ -60,20 +72,47 @@ class Network:
     def __init__(self, count: int) -> None:
         stem = f"pl{os.getpid()}n{next(_numbers)}"
         self._switch = f"{stem}sw"
-        self.hosts = [Host(f"{stem}h{n}", f"10.77.0.{n}", f"port{n}") for n in range(1, count + 1)]
+        self._routers: list[str] = []
+        self.hosts = [Host(f"{stem}h{n}", n) for n in range(1, count + 1)]
 
     def build(self) -> None:
         """Makes the namespaces."""
-        _ip("netns", "add", self._switch)
+        for name in (self._switch, *(host.name for host in self.hosts)):
+            _ip("netns", "add", name)
+        self._lay_cables()
+        for host in self.hosts:
+            for device in ("lo", "eth0"):
+                _ip("-n", host.name, "link", "set", device, "up")
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", host.name, "address", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
+
+    def _lay_cables(self) -> None:
+        """Gives each host its eth0."""
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
         for host in self.hosts:
-            _ip("netns", "add", host.name)
             _ip("link", "add", host._port, "netns", self._switch, "type", "veth", "peer", "eth0", "netns", host.name)
             _ip("-n", self._switch, "link", "set", host._port, "master", "bridge", "up")
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", host.name, "link", "set", device, "up")
+
+    def add_interface(self, host: Host, device: str, address: str, router: str) -> None:
+        """Gives a host another interface, on a network of its own, with the default route.
+
+        Args:
+            host: which.
+            device: name of the interface.
+            address: with the length of its prefix, "10.1.1.1/24".
+            router: the same for the other end of the cable, which passes nothing on, and where nobody listens.
+        """
+        far = f"{host._port}{device}"
+        space = f"{host.name}r"
+        self._routers.append(space)
+        _ip("netns", "add", space)
+        _ip("link", "add", far, "netns", space, "type", "veth", "peer", device, "netns", host.name)
+        _ip("-n", space, "link", "set", far, "up")
+        _ip("-n", space, "address", "add", router, "dev", far)
+        _ip("-n", host.name, "address", "add", address, "dev", device)
+        _ip("-n", host.name, "link", "set", device, "up")
+        _ip("-n", host.name, "route", "add", "default", "via", router.partition("/")[0], "dev", device)
 
     def cut(self, host: Host) -> None:
         """Nobody reaches that host any more, nor it anybody."""
@@ -101,15 +140,22 @@ class Network:
             if host.name in there:
                 host.kill()
                 _ip("netns", "del", host.name)
-        if self._switch in there:
-            _ip("netns", "del", self._switch)
+        for name in (self._switch, *self._routers):
+            if name in there:
+                _ip("netns", "del", name)
 
 
 @contextmanager
 def network(count: int) -> Iterator[Network]:
     """So many hosts for the block; skips the test, or fails it, where there can be none."""
+    with up(Network(count)) as made:
+        yield made
+
+
+@contextmanager
+def up(made: Network) -> Iterator[Network]:
+    """That network for the block."""
     _require_root()
-    made = Network(count)
     try:
         made.build()
         yield made
@@ -118,7 +164,7 @@ def network(count: int) -> Iterator[Network]:
 
 
 def _require_root() -> None:
-    if os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("unshare") is not None:
+    if os.geteuid() == 0 and all(shutil.which(tool) is not None for tool in ("ip", "tc", "unshare")):
         return
     text = "network namespaces need root, iproute2 and util-linux"
     if os.environ.get("REQUIRE_ROOT") == "1":
@@ -127,7 +173,11 @@ def _require_root() -> None:
 
 
 def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    return _tool("ip", *words)
+
+
+def _tool(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from support.netns import Host
+
 __all__ = ["Worker", "workers"]
 
 _PRELUDE = """
@@ -37,11 +39,15 @@ def wait_for_go():
 
 
 class Worker:
-    """One process. Its code may call `emit(event, **facts)`, `emit_error(error)` and `wait_for_go()`."""
+    """One process, on a host of the test's network or on this one.
 
-    def __init__(self, code: str, environment: dict[str, str]) -> None:
+    Its code may call `emit(event, **facts)`, `emit_error(error)` and `wait_for_go()`.
+    """
+
+    def __init__(self, code: str, environment: dict[str, str], host: Host | None = None) -> None:
+        command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)],
+            command if host is None else host.command(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

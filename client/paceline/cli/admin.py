@@ -9,7 +9,10 @@ from typing import TypeVar
 
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline.cli.credentials import own_credentials
+from paceline.credentials import Credentials
 from paceline.errors import CoordinatorUnreachable
+from paceline.session.handshake import check_tls
 from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
 from pacelinepb.v1.admin_pb2 import (
     DrainMembersRequest,
@@ -38,12 +41,13 @@ def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
 
     Raises:
         CoordinatorUnreachable: nobody, or no coordinator, answers.
+        NotAuthenticated, NotPermitted: it wants a token, or another one.
     """
 
     async def call(channel: aio.Channel, left: float) -> list[JobSummary]:
         return list((await AdminServiceStub(channel).ListJobs(ListJobsRequest(), timeout=left)).jobs)
 
-    return loop_thread().run(_ask(coordinator, timeout, call))
+    return _run(coordinator, timeout, call)
 
 
 def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
@@ -57,7 +61,7 @@ def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
     async def call(channel: aio.Channel, left: float) -> GetJobResponse:
         return await AdminServiceStub(channel).GetJob(GetJobRequest(job=job), timeout=left)
 
-    return loop_thread().run(_ask(coordinator, timeout, call))
+    return _run(coordinator, timeout, call)
 
 
 def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) -> list[str]:
@@ -81,7 +85,7 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
     async def call(channel: aio.Channel, left: float) -> list[str]:
         return list((await AdminServiceStub(channel).DrainMembers(request, timeout=left)).member_ids)
 
-    return loop_thread().run(_ask(coordinator, timeout, call))
+    return _run(coordinator, timeout, call)
 
 
 def restart(coordinator: str, job: str, timeout: float) -> list[str]:
@@ -98,13 +102,20 @@ def restart(coordinator: str, job: str, timeout: float) -> list[str]:
     async def call(channel: aio.Channel, left: float) -> list[str]:
         return list((await AdminServiceStub(channel).RestartJob(RestartJobRequest(job=job), timeout=left)).members)
 
-    return loop_thread().run(_ask(coordinator, timeout, call))
+    return _run(coordinator, timeout, call)
 
 
-async def _ask(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
+def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
+    return loop_thread().run(_ask(address, timeout, own_credentials(), call))
+
+
+async def _ask(
+    address: str, timeout: float, credentials: Credentials, call: Callable[[aio.Channel, float], Awaitable[T]]
+) -> T:
     """Asks until there is an answer or the time is up: a coordinator that restarts is away for a moment only."""
     start = time.monotonic()
-    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    attempt = 0
+    async with credentials.coordinator_channel(address, CHANNEL_OPTIONS) as channel:
         while True:
             left = timeout - (time.monotonic() - start)
             try:
@@ -113,6 +124,9 @@ async def _ask(address: str, timeout: float, call: Callable[[aio.Channel, float]
                 spent = time.monotonic() - start
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise error_from_status(error, f"the coordinator at {address}") from None
+                if attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
+                    await check_tls(address, credentials.files, timeout - spent)
+                attempt += 1
                 if spent + _PAUSE_S >= timeout:
                     raise CoordinatorUnreachable(
                         f"no coordinator answers at {address} (tried for {spent:.1f} s): {error.details()}"

@@ -48,6 +48,21 @@ def coordinator(
         Path | None,
         typer.Option(metavar="FILE.db", help="Keep generations here, so that they grow across restarts."),
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE.pem", help="Serve TLS with this certificate (paceline certs).")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE.key", help="The key of the certificate.")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE.pem", help="Callers need a certificate of this authority too.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Callers need a token of this file: TOKEN or TOKEN JOB on a line, read again when it changes. "
+            "Default: PACELINE_TOKEN_FILE, or PACELINE_TOKEN for a token itself; without any, everybody may come in.",
+        ),
+    ] = None,
     restart_after: Annotated[
         float | None,
         typer.Option(
@@ -61,7 +76,35 @@ def coordinator(
     with one_line_errors():
         from paceline.cli.coordinator import run_coordinator
 
-        run_coordinator(listen, state, restart_after)
+        run_coordinator(
+            listen,
+            state,
+            restart_after,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            token_file=token_file,
+        )
+
+
+@app.command()
+def certs(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; made if it is not there.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name or IP address by which workers reach the coordinator; repeatable."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="For how long the certificates are good.")] = 365,
+) -> None:
+    """Make certificates for a cluster: an authority, and of it one for the coordinator and one for all members.
+
+    Where there is an authority already, it is kept, and the two certificates are made anew from it; that of the
+    coordinator keeps its names.
+    """
+    with one_line_errors():
+        from paceline.cli.certs import make_certificates
+
+        make_certificates(directory, host or [], days)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

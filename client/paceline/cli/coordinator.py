@@ -3,35 +3,78 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.address import endpoint
 from paceline.cli.output import UsageError, say
 
+if TYPE_CHECKING:
+    from paceline_server.settings import ServerSettings
+
 __all__ = ["run_coordinator"]
 
 
-def run_coordinator(listen: str, state: Path | None, restart_after: float | None = None) -> None:
+def run_coordinator(
+    listen: str,
+    state: Path | None,
+    restart_after: float | None = None,
+    *,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    tls_ca: Path | None = None,
+    token_file: Path | None = None,
+) -> None:
     """Serves until SIGINT or SIGTERM, which is how a coordinator ends: with exit code 0.
 
     Raises:
-        UsageError: the address is malformed, or a number cannot be.
+        UsageError: the address is malformed, a number cannot be, or certificates or tokens cannot be used.
         OSError: the port is in use, or the state file cannot be used.
     """
+    from paceline_server.security.tls import TlsUnusable
+    from paceline_server.security.tokens import TokensUnusable
     from paceline_server.serve import serve
-    from paceline_server.settings import ServerSettings
+    from paceline_server.settings import ServerSettings, token_settings
 
     where = endpoint(listen)
     if restart_after is not None and not restart_after > 0:
         raise UsageError(f"--restart-after must be above 0, not {restart_after:g}")
+    try:
+        settings = ServerSettings(
+            listen=str(where),
+            state_path=state,
+            restart_after=restart_after,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            **token_settings(token_file, os.environ),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     # Jobs, views and losses, as they come: what whoever started this wants to see.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("paceline_server.app").setLevel(logging.WARNING)  # start and stop are said below
 
     def announce(address: str) -> None:
-        say(f"the coordinator listens on {address}")
+        say(f"the coordinator listens on {address}{_terms(settings)}")
         if where.is_loopback:
-            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets others in, authenticating nobody")
+            lets_in = "" if settings.wants_token or settings.tls_ca else ", authenticating nobody"
+            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets others in{lets_in}")
 
-    serve(ServerSettings(listen=str(where), state_path=state, restart_after=restart_after), announce)
+    try:
+        serve(settings, announce)
+    except (TlsUnusable, TokensUnusable) as error:
+        raise UsageError(str(error)) from None
     say("the coordinator has stopped")
+
+
+def _terms(settings: ServerSettings) -> str:
+    """Whom it lets in, in words."""
+    wants = []
+    if settings.tls_ca is not None:
+        wants.append("a certificate")
+    if settings.wants_token:
+        wants.append("a token")
+    tls = " with TLS" if settings.tls_cert is not None else ""
+    return tls + (f"; callers need {' and '.join(wants)}" if wants else "")

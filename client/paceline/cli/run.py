@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.cli.address import endpoint
+from paceline.cli.credentials import worker_credentials
+from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.output import UsageError
 from paceline.config import Config
-from paceline.embedded import coordinator as embedded_coordinator
 
 __all__ = ["launch", "run_workers"]
 
@@ -91,7 +92,7 @@ def launch(
         alone=alone,
         restarts=restarts,
     )
-    with ExitReports(settings.coordinator, settings.job) as reports:
+    with ExitReports(settings.coordinator, settings.job, worker_credentials()) as reports:
         return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report).run()
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 
-from paceline._loop import loop_thread
+from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import WorkerSettings
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch
@@ -27,10 +25,8 @@ _RESTARTS = 1
 
 
 _SETTLE_S = 10.0
-"""After the last arrival: how long to wait for workers that are slow to start before the others begin."""
-
-_STOP_GRACE_S = 1.0
-"""For sessions to end by themselves."""
+"""After the last arrival: how long to wait for workers that are slow to start before the others begin. A job may begin
+with fewer than it may have at most; the demo should not."""
 
 
 def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
@@ -56,7 +52,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
         kill_at_step = 0
     view: View = LiveView(console) if console.is_terminal else PlainView(console)
     listener = DemoListener(view)
-    with _coordinator() as address, view:
+    with embedded_coordinator(settle_time=_SETTLE_S) as address, view:
         settings = WorkerSettings(address, "demo", max(1, workers - 1), workers)
         command = ["-m", "paceline.demo.worker", str(workers), str(kill_at_step)]
         code = launch(command, workers, settings, listener, restarts=_RESTARTS)
@@ -71,20 +67,6 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
     if as_json:
         print_json(result)
     return 1 if wrong else 0
-
-
-@contextmanager
-def _coordinator() -> Iterator[str]:
-    """As `paceline.embedded`, but one that waits for all workers: a job may begin with fewer, the demo should not."""
-    from paceline_server.app import Coordinator
-    from paceline_server.settings import ServerSettings
-
-    server, thread = Coordinator(ServerSettings(listen="127.0.0.1:0", settle_time=_SETTLE_S)), loop_thread()
-    address = thread.run(server.start())
-    try:
-        yield address
-    finally:
-        thread.run(server.stop(_STOP_GRACE_S))
 
 
 def as_result(progress: Progress) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class CoordinatedPort(Port):
         self.shelf = Shelf()
         self.config = config
         self._connection = connection
+        self._how = config.failure_timeout, connection.credentials
 
     def open(self) -> None:
         """See `Port.open`."""
@@ -132,15 +133,15 @@ class CoordinatedPort(Port):
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         """See `Port.take`."""
-        return self._connection.run(take_state(self.job, tag, donors, own, self.config.failure_timeout))
+        return self._connection.run(take_state(self.job, tag, donors, own, *self._how))
 
     def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
         """See `Port.out_of_reach`."""
-        return self._connection.run(out_of_reach(self.job, members, self.config.failure_timeout))
+        return self._connection.run(out_of_reach(self.job, members, *self._how))
 
     def manifest_of(self, donor: Peer) -> bytes:
         """See `Port.manifest_of`."""
-        return self._connection.run(get_manifest(self.job, donor, self.config.failure_timeout))
+        return self._connection.run(get_manifest(self.job, donor, *self._how))
 
 
 class SoloPort(Port):

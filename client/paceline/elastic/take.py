@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
+from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
@@ -36,7 +37,14 @@ _AT_ONCE = 64
 _MAX_DESCRIPTION = 64 << 20
 
 
-async def take_state(job: str, tag: Tag, donors: Sequence[Peer], own: Content, patience: float) -> Content:
+async def take_state(
+    job: str,
+    tag: Tag,
+    donors: Sequence[Peer],
+    own: Content,
+    patience: float,
+    credentials: Credentials = IN_THE_CLEAR,
+) -> Content:
     """A state that others hold.
 
     Args:
@@ -45,12 +53,13 @@ async def take_state(job: str, tag: Tag, donors: Sequence[Peer], own: Content, p
         donors: who holds it.
         own: what this member holds: chunks that are alike are not asked for. Not changed.
         patience: seconds that a member may be silent.
+        credentials: by what members know each other.
 
     Raises:
         LinkUnavailable: nobody gave it; the text says what each one answered.
     """
     donors = random.sample(donors, len(donors))  # many who come at once shall not all ask the first
-    channels = {peer: aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS) for peer in donors}
+    channels = {peer: credentials.member_channel(peer.address, options=CHANNEL_OPTIONS) for peer in donors}
     try:
         failures: list[str] = []
         for peer in donors:
@@ -65,13 +74,13 @@ async def take_state(job: str, tag: Tag, donors: Sequence[Peer], own: Content, p
         await asyncio.gather(*(channel.close(None) for channel in channels.values()))
 
 
-async def get_manifest(job: str, donor: Peer, patience: float) -> bytes:
-    """The manifest of a member.
+async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials = IN_THE_CLEAR) -> bytes:
+    """The manifest of a member; arguments as for `take_state`.
 
     Raises:
         PacelineError: it did not give it.
     """
-    async with aio.insecure_channel(donor.address, options=CHANNEL_OPTIONS) as channel:
+    async with credentials.member_channel(donor.address, options=CHANNEL_OPTIONS) as channel:
         request = peer_pb2.GetManifestRequest(job=job, to_member=donor.member_id)
         try:
             answer = await PeerServiceStub(channel).GetManifest(request, timeout=patience, wait_for_ready=True)
@@ -80,18 +89,21 @@ async def get_manifest(job: str, donor: Peer, patience: float) -> bytes:
         return answer.manifest
 
 
-async def out_of_reach(job: str, members: Sequence[Peer], patience: float) -> list[str]:
+async def out_of_reach(
+    job: str, members: Sequence[Peer], patience: float, credentials: Credentials = IN_THE_CLEAR
+) -> list[str]:
     """Which members do not answer at their doors, each with why: who cannot reach all does no good in a view.
 
     Args:
         job: the job.
         members: whom to ask.
         patience: seconds for each.
+        credentials: by what members know each other.
     """
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def knock(member: Peer) -> str | None:
-        async with at_once, aio.insecure_channel(member.address, options=CHANNEL_OPTIONS) as channel:
+        async with at_once, credentials.member_channel(member.address, options=CHANNEL_OPTIONS) as channel:
             request = peer_pb2.GetManifestRequest(job=job, to_member=member.member_id)
             try:
                 await PeerServiceStub(channel).GetManifest(request, timeout=patience, wait_for_ready=True)

@@ -38,6 +38,8 @@ _TYPES: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: errors.CollectiveMismatch,
     ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
     ErrorReason.ERROR_REASON_VERSION: errors.CoordinatorUnreachable,
+    ErrorReason.ERROR_REASON_UNAUTHENTICATED: errors.NotAuthenticated,
+    ErrorReason.ERROR_REASON_PERMISSION_DENIED: errors.NotPermitted,
 }
 
 

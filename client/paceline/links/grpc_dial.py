@@ -13,7 +13,7 @@ import time
 from paceline._grpc import EOF, aio, untyped
 from paceline.links.base import LinkEnded
 from paceline.links.grpc_link import GrpcLink
-from paceline.session.address import parse_endpoint
+from paceline.session.address import is_refused, parse_endpoint
 from paceline.session.wire import error_from_status, is_transient
 from pacelinepb.v1 import peer_pb2
 
@@ -21,6 +21,9 @@ __all__ = ["dial"]
 
 _RETRY = 0.05
 """Seconds between knocks at a door that did not answer."""
+
+_KNOCK = 1.0
+"""Seconds for a peer's host to say that nobody listens there."""
 
 
 async def dial(link: GrpcLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, patience: float) -> LinkEnded:
@@ -69,25 +72,12 @@ async def _knock(link: GrpcLink, channel: aio.Channel, hello: peer_pb2.HelloRequ
             return bytes(answer.ticket)
         except aio.AioRpcError as error:
             waited = time.monotonic() - start
-            refused = is_transient(error) and await _refuses(link.peer.address)
+            refused = is_transient(error) and await is_refused(parse_endpoint(link.peer.address), _KNOCK)
             if refused or not is_transient(error) or waited > patience:
                 typed = error_from_status(error, f"{link.peer} at {link.peer.address}")
                 why = "its address refuses connections" if refused else f"its door stays shut: {typed}"
                 raise LinkEnded(f"{link.peer}: {why} (tried {waited:.1f} s)") from error
         await asyncio.sleep(_RETRY)
-
-
-async def _refuses(address: str) -> bool:
-    """True if nothing listens at the address: the process is gone, not slow."""
-    endpoint = parse_endpoint(address)
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(endpoint.host, endpoint.port), timeout=1.0)
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # unreachable or slow (TimeoutError is an OSError): no proof of anything
-        return False
-    writer.close()
-    return False
 
 
 async def _watch(link: GrpcLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from paceline._grpc import EOF, aio, grpc
+from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import LinkUnavailable
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameError, FrameKind, decode
 from paceline.links.grpc_link import Inbox
+from paceline.links.grpc_methods import unary_method
 from paceline.links.grpc_refusal import refuse
 from paceline.links.grpc_state import StateWindow
 from pacelinepb import PROTOCOL_VERSION
@@ -73,13 +75,15 @@ class Door:
 
     Args:
         job: the job whose members may knock.
+        credentials: by what members know each other: with TLS nobody gets in without a certificate of theirs.
 
     Attributes:
         window: where state is handed out.
     """
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, credentials: Credentials = IN_THE_CLEAR) -> None:
         self._job = job
+        self._credentials = credentials
         self.window = StateWindow(job)
         self._server: aio.Server | None = None
         self._starting: asyncio.Future[None] | None = None
@@ -100,14 +104,14 @@ class Door:
             LinkUnavailable: the address cannot be bound.
         """
         # A frame that is too long is ours to refuse, by name of its sender; of a far longer one grpc breaks the stream.
-        options = [("grpc.max_receive_message_length", 16 * MAX_FRAME_BYTES), ("grpc.so_reuseport", 0)]
+        options = [
+            ("grpc.max_receive_message_length", 16 * MAX_FRAME_BYTES),
+            ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", round(1000 * TICKET_LIFETIME)),
+        ]
         self._server = aio.server(options=options)
         handlers = {
-            "Hello": grpc.unary_unary_rpc_method_handler(
-                self._hello,
-                request_deserializer=peer_pb2.HelloRequest.FromString,
-                response_serializer=peer_pb2.HelloResponse.SerializeToString,
-            ),
+            "Hello": unary_method(peer_pb2.HelloRequest, peer_pb2.HelloResponse, self._hello),
             # No deserializer: frames are decoded without a copy (frame.py).
             "Frames": grpc.stream_stream_rpc_method_handler(
                 self._frames, response_serializer=peer_pb2.FramesResponse.SerializeToString
@@ -118,7 +122,7 @@ class Door:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         _check_free(host, port, where)
         try:
-            bound = self._server.add_insecure_port(where)
+            bound = self._credentials.add_port(self._server, where)
         except RuntimeError as error:
             raise LinkUnavailable(f"cannot listen for peers on {where}: {error}") from error
         self._starting = asyncio.ensure_future(self._server.start())
@@ -153,7 +157,7 @@ class Door:
             text = "this worker is leaving" if self._closing.is_set() else "this worker has not heard of that view yet"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
         if request.to_member != inside.member_id:
-            text = f"this is member {inside.member_id}, not {request.to_member}"
+            text = f"this is not member {request.to_member}"  # whose door it is, is no stranger's business
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if request.generation != inside.generation:
             text = f"generation {request.generation} is over; this worker is in {inside.generation}"

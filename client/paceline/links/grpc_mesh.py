@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from paceline._grpc import aio
 from paceline._loop import LoopThread
+from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import SessionClosed
 from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
@@ -49,6 +50,7 @@ class GrpcMesh(Mesh):
         fault: how the generation ends.
         thread: the loop that links run on.
         patience: seconds to knock at a door that does not answer before its owner counts as lost.
+        credentials: by what members know each other.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GrpcMesh(Mesh):
         fault: Fault,
         thread: LoopThread,
         patience: float,
+        credentials: Credentials = IN_THE_CLEAR,
     ) -> None:
         self.generation = generation
         self.rank = rank
@@ -69,6 +72,7 @@ class GrpcMesh(Mesh):
         self._job = job
         self._thread = thread
         self._patience = patience
+        self._credentials = credentials
         self._by_id = {peer.member_id: peer for peer in self.peers}
         self._lock = threading.Lock()
         self._links: dict[_Key, GrpcLink] = {}
@@ -198,7 +202,8 @@ class GrpcMesh(Mesh):
     async def _serve(self, link: GrpcLink, purpose: Purpose, group: str) -> None:
         rank = link.peer.rank
         if rank not in self._channels:
-            self._channels[rank] = aio.insecure_channel(link.peer.address, options=channel_options(self._patience))
+            options = channel_options(self._patience)
+            self._channels[rank] = self._credentials.member_channel(link.peer.address, options)
         hello = peer_pb2.HelloRequest(
             protocol_version=PROTOCOL_VERSION,
             job=self._job,

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 from paceline._grpc import grpc
 from paceline.checkpoint.tag import Tag
 from paceline.errors import PacelineError
+from paceline.links.grpc_methods import streaming_method, unary_method
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -63,21 +64,11 @@ class StateWindow:
     def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """By the names of the methods."""
         return {
-            "DescribeState": grpc.unary_stream_rpc_method_handler(
-                self._describe,
-                request_deserializer=peer_pb2.DescribeStateRequest.FromString,
-                response_serializer=peer_pb2.DescribeStateResponse.SerializeToString,
+            "DescribeState": streaming_method(
+                peer_pb2.DescribeStateRequest, peer_pb2.DescribeStateResponse, self._describe
             ),
-            "GetState": grpc.unary_stream_rpc_method_handler(
-                self._get,
-                request_deserializer=peer_pb2.GetStateRequest.FromString,
-                response_serializer=peer_pb2.GetStateResponse.SerializeToString,
-            ),
-            "GetManifest": grpc.unary_unary_rpc_method_handler(
-                self._manifest,
-                request_deserializer=peer_pb2.GetManifestRequest.FromString,
-                response_serializer=peer_pb2.GetManifestResponse.SerializeToString,
-            ),
+            "GetState": streaming_method(peer_pb2.GetStateRequest, peer_pb2.GetStateResponse, self._get),
+            "GetManifest": unary_method(peer_pb2.GetManifestRequest, peer_pb2.GetManifestResponse, self._manifest),
         }
 
     async def _describe(
@@ -112,7 +103,7 @@ class StateWindow:
 
     async def _check(self, job: str, to_member: str, context: Any) -> StateSource:
         if job != self._job or to_member != self.member_id or not to_member:
-            text = f"this is member {self.member_id} of job {self._job!r}, not {to_member} of {job!r}"
+            text = f"this is not member {to_member} of job {job!r}"  # whose else is no stranger's business
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if self.source is None:
             await _gone(context, PacelineError("this member has no state yet"))

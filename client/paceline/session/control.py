@@ -16,6 +16,8 @@ from typing import Protocol
 from paceline import errors
 from paceline._grpc import EOF, aio, untyped
 from paceline.config import Config
+from paceline.credentials import Credentials
+from paceline.session.handshake import check_tls
 from paceline.session.wire import channel_options, duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
@@ -69,6 +71,7 @@ class ControlStream:
         config: timeouts.
         listener: hears what the coordinator pushes.
         progress: returns the heartbeat to send.
+        credentials: by what this worker and the coordinator know each other.
     """
 
     def __init__(
@@ -78,9 +81,10 @@ class ControlStream:
         config: Config,
         listener: Listener,
         progress: Callable[[], pb.Heartbeat],
+        credentials: Credentials,
     ) -> None:
         self.target = target
-        self.channel = aio.insecure_channel(target, options=channel_options(config.failure_timeout))
+        self.channel = credentials.coordinator_channel(target, channel_options(config.failure_timeout))
         self.registered: pb.Registered | None = None
         self.generation = 0
         self.rejoins = False
@@ -89,6 +93,7 @@ class ControlStream:
         self._config = config
         self._listener = listener
         self._progress = progress
+        self._credentials = credentials
         self._stub = session_pb2_grpc.SessionServiceStub(self.channel)
         self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._left = asyncio.Event()
@@ -100,6 +105,7 @@ class ControlStream:
 
         Raises:
             CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator.
+            TlsFailed: it will never answer like this.
             PacelineError: the coordinator refused.
         """
         start = time.monotonic()
@@ -114,6 +120,8 @@ class ControlStream:
                 if not is_transient(error):
                     raise typed from error
                 last: Exception = typed
+                if attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
+                    await check_tls(self.target, self._credentials.files, start + timeout - time.monotonic())
             except TimeoutError:
                 last = TimeoutError("no answer")
             waited = time.monotonic() - start
@@ -144,7 +152,7 @@ class ControlStream:
 
     async def _connect(self, first: pb.SessionRequest, deadline: float) -> _Call:
         """Opens a stream and introduces this member. Returns it with `registered` set."""
-        call: _Call = untyped(self._stub.Session)()
+        call: _Call = untyped(self._stub.Session)(metadata=await self._credentials.metadata())
         try:
             async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
                 await call.write(first)
@@ -288,6 +296,7 @@ class ControlStream:
         _log.warning("lost the stream to the coordinator at %s; reconnecting", self.target)
         start = time.monotonic()
         deadline = start + self._config.rejoin_timeout
+        last = "no answer"
         for attempt in range(1 << 30):
             await asyncio.sleep(min(_backoff(attempt), self._config.heartbeat_interval))
             try:
@@ -299,6 +308,7 @@ class ControlStream:
                 elif not is_transient(error):
                     self._end(typed)
                     return None
+                last = str(typed)
             except TimeoutError:
                 pass  # this attempt; the deadline below ends them
             except errors.PacelineError as error:
@@ -310,7 +320,8 @@ class ControlStream:
             if time.monotonic() >= deadline:
                 self._end(
                     errors.OrphanedError(
-                        f"the coordinator at {self.target} did not come back in {self._config.rejoin_timeout:.0f} s"
+                        f"the coordinator at {self.target} did not come back in {self._config.rejoin_timeout:.0f} s; "
+                        f"the last time: {last}"
                     )
                 )
                 return None

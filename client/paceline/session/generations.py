@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from paceline._loop import LoopThread
 from paceline.config import Config
+from paceline.credentials import Credentials
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.grpc_mesh import GrpcMesh
@@ -29,6 +30,7 @@ class Generations:
         job: name of the job.
         config: timeouts.
         thread: the loop.
+        credentials: by what members know each other.
 
     Attributes:
         control: the stream; set once there is one.
@@ -38,12 +40,13 @@ class Generations:
 
     control: ControlStream
 
-    def __init__(self, job: str, config: Config, thread: LoopThread) -> None:
+    def __init__(self, job: str, config: Config, thread: LoopThread, credentials: Credentials) -> None:
         self.mesh: GrpcMesh | NoMesh | None = None
         self.coming: GrpcMesh | None = None
         self._job = job
         self._config = config
         self._thread = thread
+        self._credentials = credentials
         self._early: Verdict | None = None  # on a view that is being adopted
         self._reported: pb.SessionRequest | None = None
 
@@ -70,7 +73,16 @@ class Generations:
         fault.on_suspicion(functools.partial(self._report, view.generation))
         if self._early is not None and self._early.generation == view.generation:
             fault.settle(self._early)
-        return GrpcMesh(self._job, view.generation, view.rank, peers, fault, self._thread, self._config.failure_timeout)
+        return GrpcMesh(
+            self._job,
+            view.generation,
+            view.rank,
+            peers,
+            fault,
+            self._thread,
+            self._config.failure_timeout,
+            self._credentials,
+        )
 
     def settle(self, verdict: Verdict) -> bool:
         """Ends a generation. Returns whether there are links of it yet; if not, the verdict waits for them."""

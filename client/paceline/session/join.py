@@ -12,6 +12,7 @@ from paceline._fork import check_process
 from paceline._interrupt import quiet_interrupt
 from paceline._loop import loop_thread
 from paceline.config import Config, checked_timeout
+from paceline.credentials import Credentials
 from paceline.errors import InvalidRank, InvalidWorldSize
 from paceline.session.address import DEFAULT_PORT, parse_endpoint
 from paceline.session.member import MemberConnection
@@ -36,6 +37,7 @@ def join(
     timeout: float | None = None,
     advertise: str | None = None,
     config: Config | None = None,
+    credentials: Credentials | None = None,
 ) -> Session:
     """Joins a job and waits for its first view.
 
@@ -52,16 +54,19 @@ def join(
         timeout: seconds to wait for the view.
         advertise: host or host:port at which peers reach this worker; found by itself if left out.
         config: timeouts and limits.
+        credentials: certificates for TLS, and a token.
 
     Returns:
         The session; a context manager that leaves at its end.
 
     Raises:
         CoordinatorUnreachable: nobody, or no Paceline coordinator, answers there.
+        TlsFailed: TLS with the coordinator cannot be had; the text says why.
+        NotAuthenticated, NotPermitted: the coordinator wants a token, or another one.
         OperationTimeout: no view formed in time; the text says what was waited for.
         SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
         InvalidRank, InvalidWorldSize: of the arguments.
-        ValueError: the address, the job's name or a PACELINE_* variable is malformed.
+        ValueError: the address, the job's name or a PACELINE_* variable is malformed; credentials do not go together.
         ForkedSession: this process was forked from one that has joined.
     """
     check_process()
@@ -97,6 +102,7 @@ def join(
         advertise or environ.get("PACELINE_ADVERTISE"),
         config,
         loop_thread(),
+        credentials or Credentials.from_environment(environ),
     )
     connection.open(checked_timeout(config.join_timeout))
     return CoordinatedSession(connection, config)

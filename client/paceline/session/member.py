@@ -20,19 +20,21 @@ from paceline._loop import LoopThread
 from paceline._wait import wait_in_slices
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
+from paceline.credentials import Credentials
 from paceline.group import Group
 from paceline.links.fault import Suspicion, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.grpc_state import StateSource
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, parse_endpoint, reachable_endpoint, resolve
+from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.generations import Generations
 from paceline.session.launcher import tell_launcher
 from paceline.session.line_side import LineSide
+from paceline.session.lookup import look_up_all
 from paceline.session.mail import CaughtOut, Lost, Mail, ViewCame, Waits
 from paceline.session.membership import Membership
 from paceline.session.store import CoordinatorStore
@@ -63,8 +65,10 @@ class MemberConnection:
         advertise: host or host:port at which peers reach this worker; None to find it.
         config: timeouts.
         thread: the loop.
+        credentials: by what this worker, the coordinator and other members know each other.
 
     Attributes:
+        credentials: the same.
         group: from the end of `open` on, as is `store`.
         store: the job's key-value store.
         mail: what the coordinator says, for the training thread.
@@ -75,15 +79,22 @@ class MemberConnection:
     store: CoordinatorStore
 
     def __init__(
-        self, coordinator: Endpoint, wanted: Membership, advertise: str | None, config: Config, thread: LoopThread
+        self,
+        coordinator: Endpoint,
+        wanted: Membership,
+        advertise: str | None,
+        config: Config,
+        thread: LoopThread,
+        credentials: Credentials,
     ) -> None:
         self.job = wanted.job
+        self.credentials = credentials.for_worker()
         self._coordinator = coordinator
         self._wanted = wanted
         self._advertise = advertise
         self._config = config
         self._thread = thread
-        self._door = Door(wanted.job)
+        self._door = Door(wanted.job, credentials)
         self._barriers = Barriers()
         self._joined: futures.Future[None] = futures.Future()
         self._reason = f"no coordinator answers at {coordinator} yet"
@@ -92,9 +103,11 @@ class MemberConnection:
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
+        self._dialled: list[Endpoint] = []
+        self._addresses: dict[str, set[str]] = {}  # of names
         self.mail = Mail()
         self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
-        self._generations = Generations(wanted.job, config, thread)
+        self._generations = Generations(wanted.job, config, thread, credentials)
         self._caller = store_pb2.Caller(job=wanted.job)
 
     @property
@@ -201,19 +214,29 @@ class MemberConnection:
         if not self._joined.done():
             tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}"})
 
+    def _on_trouble(self, text: str) -> None:
+        """A name does not resolve yet, or there is no route: mostly a slip, so it is said at once."""
+        self._reason = text
+        _log.warning("job %r: %s", self.job, text)
+        self._tell_waiting()
+
     async def _register(self, timeout: float) -> None:
         self._tasks.update(filter(None, [asyncio.current_task()]))  # an interrupted `open` does not wait for its end
         self._opened = time.monotonic()
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
-        where = await reachable_endpoint(self._coordinator, self._advertise)
-        port = await self._door.start("0.0.0.0" if self._advertise else where.host, where.port)  # noqa: S104  # asked for
+        unanswered = self._reason
+        where = await reachable_endpoint(self._coordinator, self._advertise, timeout, self._on_trouble)
+        self._reason = unanswered
+        port = await self._door.start(listening_host(where, self._advertise), where.port)
         me = Endpoint(where.host, where.port or port)
         self._listening_port = port
-        await self._protect([])
+        self._protect([])
         register = self._wanted.register(str(me), self._config.failure_timeout)
-        self._control = ControlStream(str(self._coordinator), register, self._config, self, self._progress)
+        self._control = ControlStream(
+            str(self._coordinator), register, self._config, self, self._progress, self.credentials
+        )
         self.line.control = self._generations.control = self._control
-        await self._control.open(timeout)
+        await self._control.open(max(0.0, self._opened + timeout - time.monotonic()))
         self._know_member()
 
     def _know_member(self) -> None:
@@ -313,7 +336,7 @@ class MemberConnection:
         mesh: GrpcMesh | None = None
         try:
             peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
-            await self._protect([parse_endpoint(peer.address) for peer in peers])
+            self._protect([parse_endpoint(peer.address) for peer in peers])
         except Exception as error:  # noqa: BLE001  whoever waits in join shall hear of it, whatever it is
             _log.info("the members of generation %d cannot be had: %s", view.generation, error)
             self._fail_join(error)
@@ -354,9 +377,22 @@ class MemberConnection:
             return pb.Heartbeat()
         return heartbeat(*self.group.progress(), self.line.step, self.line.step_at)
 
-    async def _protect(self, peers: Sequence[Endpoint]) -> None:
-        """Names the sockets that a forked child must let go of, by the IP addresses that the kernel knows them by."""
-        endpoints = [self._coordinator, *peers]
-        addresses = await resolve({endpoint.host for endpoint in endpoints})
-        dialled = {(address, endpoint.port) for endpoint in endpoints for address in addresses[endpoint.host]}
+    def _protect(self, peers: Sequence[Endpoint]) -> None:
+        """Names the sockets that a forked child must let go of, by the IP addresses that the kernel knows them by.
+
+        Those of names follow when they are looked up: a view must not wait for a slow resolver.
+        """
+        self._dialled = [self._coordinator, *peers]
+        self._name_sockets()
+        if names := {endpoint.host for endpoint in self._dialled if endpoint.ip is None}:
+            self._start(self._learn(names))
+
+    async def _learn(self, names: set[str]) -> None:
+        found = await look_up_all(names)
+        self._addresses.update({name: addresses for name, addresses in found.items() if addresses})
+        self._name_sockets()
+
+    def _name_sockets(self) -> None:
+        known = [(self._addresses.get(e.host, set()) if e.ip is None else {e.ip}, e.port) for e in self._dialled]
+        dialled = {(address, port) for addresses, port in known for address in addresses}
         protect(id(self), listening_port=self._listening_port, dialled=dialled)

@@ -19,9 +19,11 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-"""Of every channel that Paceline opens: gRPC's own backoff grows to 120 s, which no recovery can wait for."""
+"""Of every channel that Paceline opens: gRPC's own backoff grows to 120 s, which no recovery can wait for, and it would
+look for a coordinator that has moved to another address once in 30 s."""
 
 
 def channel_options(failure_timeout: float) -> list[tuple[str, int]]:
@@ -46,7 +48,10 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
     name = _reason(error)
     if name is not None:
         reason = ErrorReason.Value(name) if name in ErrorReason.keys() else 0  # noqa: SIM118  # not a dict
-        return error_type(reason)(error.details() or name)
+        kind, text = error_type(reason), error.details() or name
+        if issubclass(kind, (errors.NotAuthenticated, errors.NotPermitted)):
+            text = f"{doing}: {text}"  # whose tokens, is the question
+        return kind(text)
     text = f"{doing}: {error.details() or error.code().name}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.OperationTimeout(text)

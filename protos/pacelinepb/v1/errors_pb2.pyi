@@ -58,6 +58,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A member's own code raised inside a collective, or was interrupted there (ABORTED)."""
     ERROR_REASON_VERSION: _ErrorReason.ValueType  # 17
     """The versions of the protocol differ (FAILED_PRECONDITION). The text names both."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 18
+    """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
+    """The caller's token is good for another job (PERMISSION_DENIED)."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. The name of the value (without its prefix) is the `reason` of the `google.rpc.ErrorInfo`
@@ -100,4 +104,8 @@ ERROR_REASON_PEER_RAISED: ErrorReason.ValueType  # 16
 """A member's own code raised inside a collective, or was interrupted there (ABORTED)."""
 ERROR_REASON_VERSION: ErrorReason.ValueType  # 17
 """The versions of the protocol differ (FAILED_PRECONDITION). The text names both."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
+"""The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
+"""The caller's token is good for another job (PERMISSION_DENIED)."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

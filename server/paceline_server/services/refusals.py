@@ -13,14 +13,16 @@ from grpc_status import rpc_status
 
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import STATUS, Refused
+from paceline_server.services.reading import ReadableContext, check_readable, forgiving
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["RefusalInterceptor"]
+__all__ = ["OURS", "RefusalInterceptor", "refuse"]
 
 _log = logging.getLogger(__name__)
 
-_OURS = "/pacelinepb."
+OURS = "/pacelinepb."
+"""How the full names of our services begin."""
 
 _Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
@@ -40,16 +42,33 @@ class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # no
         """Wraps the handlers of our services; leaves health and reflection alone."""
         handler = await continuation(handler_call_details)
         # grpc gives None for a method that nobody serves; its stubs do not say so.
-        if not handler or not handler_call_details.method.startswith(_OURS):
+        if not handler or not handler_call_details.method.startswith(OURS):
             return handler
         make: Any = grpc.stream_stream_rpc_method_handler
-        inner: Any = handler.stream_stream
+        inner: Any = _reading_stream(handler.stream_stream)
         if handler.unary_unary is not None:
-            make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+            make, inner = grpc.unary_unary_rpc_method_handler, _reading(handler.unary_unary)  # type: ignore[arg-type]
+        parse = handler.request_deserializer
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            _refusing(inner, handler_call_details.method), handler.request_deserializer, handler.response_serializer
+            _refusing(inner, handler_call_details.method),
+            forgiving(parse) if parse is not None else None,
+            handler.response_serializer,
         )
         return wrapped
+
+
+def _reading(handler: _Handler) -> _Handler:
+    async def handle(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        return await handler(check_readable(request), context)
+
+    return handle
+
+
+def _reading_stream(handler: Any) -> Any:
+    async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        return await handler(requests, ReadableContext(context))
+
+    return handle
 
 
 def _refusing(handler: _Handler, method: str) -> _Handler:
@@ -57,7 +76,7 @@ def _refusing(handler: _Handler, method: str) -> _Handler:
         try:
             return await handler(request, context)
         except Refused as refused:
-            await _refuse(context, refused)
+            await refuse(context, refused)
         except Exception:  # noqa: BLE001 - a bug in one call must not look like a lost connection
             _log.exception("%s failed", method)
             await context.abort(grpc.StatusCode.INTERNAL, "the coordinator failed; its log has more")
@@ -65,7 +84,8 @@ def _refusing(handler: _Handler, method: str) -> _Handler:
     return handle
 
 
-async def _refuse(context: aio.ServicerContext[Any, Any], refused: Refused) -> NoReturn:
+async def refuse(context: aio.ServicerContext[Any, Any], refused: Refused) -> NoReturn:
+    """Ends a call with the status of a refusal and a `google.rpc.ErrorInfo`."""
     detail = AnyMessage()
     reason = ErrorReason.Name(refused.reason).removeprefix("ERROR_REASON_")
     detail.Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))

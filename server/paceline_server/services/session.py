@@ -8,8 +8,9 @@ from typing import Any
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
-from paceline_server.errors import BadRequest
+from paceline_server.errors import BadRequest, TimedOut
 from paceline_server.events import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
+from paceline_server.pacing import Pacer
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -45,7 +46,7 @@ class SessionHandlers:
 
     async def session(self, requests: object, context: _Context) -> None:
         """The stream of a session."""
-        first = await context.read()
+        first = await self._first(context)
         event = first.WhichOneof("event") if first is not EOF else None
         if event == "register":
             stream = self._dispatcher.register(first.register)
@@ -63,6 +64,13 @@ class SessionHandlers:
             reader.cancel()
             self._dispatcher.stream_ended(stream)
 
+    async def _first(self, context: _Context) -> Any:
+        try:
+            async with asyncio.timeout(self._settings.first_message_time):
+                return await context.read()
+        except TimeoutError:
+            raise TimedOut(f"no first message within {self._settings.first_message_time:g} s") from None
+
     async def get_view(self, request: pb.GetViewRequest, context: _Context) -> bytes:
         """One page of a view."""
         return self._dispatcher.page(request.job, request.generation, request.page)
@@ -75,8 +83,12 @@ class SessionHandlers:
         )
 
     async def _read(self, stream: SessionStream, context: _Context) -> None:
-        """Takes in messages until the worker closes its side."""
+        """Takes in messages until the worker closes its side; no faster than one member may speak."""
+        clock = asyncio.get_running_loop().time
+        pacer = Pacer(self._settings.message_rate, self._settings.message_burst, clock())
         while (message := await context.read()) is not EOF:
+            if delay := pacer.delay(clock()):
+                await asyncio.sleep(delay)
             self._take(stream, message)
 
     def _take(self, stream: SessionStream, message: pb.SessionRequest) -> None:

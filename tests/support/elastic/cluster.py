@@ -20,9 +20,11 @@ import numpy as np
 
 import paceline
 from paceline.cli.launcher.reports import ExitReports
+from paceline.credentials import IN_THE_CLEAR
 from pacelinepb.v1.admin_pb2 import RestartJobRequest
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import ProcessIdentity
+from support.certificates import CertificateFolder
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
@@ -112,6 +114,7 @@ class Cluster:
         failure_timeout: seconds.
         witness: whether exits are told to the coordinator, as a launcher would.
         host: where the coordinator runs; None for this one. From here a host cannot be reached: `witness` is to be off.
+        certificates: for TLS everywhere; None for none.
         plan: more for every trainer (see trainer.py).
     """
 
@@ -125,9 +128,11 @@ class Cluster:
         failure_timeout: float = 3.0,
         witness: bool = True,
         host: Host | None = None,
+        certificates: CertificateFolder | None = None,
         **plan: Any,
     ) -> None:
         self.folder = folder
+        self._certificates = certificates
         self.total = total
         self.trainers: list[Trainer] = []
         self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
@@ -142,10 +147,12 @@ class Cluster:
             "PACELINE_MAX_WORKERS": str(most),
             "PACELINE_FAILURE_TIMEOUT": str(failure_timeout),
             "PACELINE_FLIGHT_DIR": "off",
+            **({} if certificates is None else certificates.environment),
         }
         self._changed = threading.Condition()
         self._witness = witness
-        self._reports = ExitReports(self.address, "job")
+        credentials = IN_THE_CLEAR if certificates is None else certificates.credentials
+        self._reports = ExitReports(self.address, "job", credentials)
         self._watchers: list[threading.Thread] = []
         self.coordinator: subprocess.Popen[str] | None = None
         self.start_coordinator()
@@ -156,6 +163,7 @@ class Cluster:
         """Starts the coordinator on its state file, and waits until it listens. Its log is in the folder."""
         state = str(self.folder / "state.db")
         command = [sys.executable, "-m", "paceline_server", "--listen", self.address, "--state", state]
+        command += [] if self._certificates is None else self._certificates.arguments
         with (self.folder / "coordinator.log").open("a") as log:
             self.coordinator = subprocess.Popen(
                 command if self._host is None else self._host.command(command),

@@ -17,7 +17,7 @@ def test_version() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("coordinator", "run", "demo", "status", "drain", "restart", "bench", "schedules"):
+    for command in ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "bench", "schedules"):
         assert runner.invoke(app, [command, "--help"]).exit_code == 0
 
 

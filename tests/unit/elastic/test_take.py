@@ -222,7 +222,7 @@ def test_manifest() -> None:
         givers[0].manifest = b"what it trains"
         assert loop_thread().run(get_manifest(JOB, givers[0].peer, PATIENCE)) == b"what it trains"
         stranger = Peer(0, "somebody else", "h", givers[0].peer.address)
-        with pytest.raises(PacelineError, match="this is member member-0"):
+        with pytest.raises(PacelineError, match="this is not member"):
             loop_thread().run(get_manifest(JOB, stranger, PATIENCE))
         loop_thread().run(givers[0].door.close(0.0))
         with pytest.raises(PacelineError):

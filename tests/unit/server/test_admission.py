@@ -102,3 +102,69 @@ def test_settings_are_forgotten_with_the_last_member() -> None:
         job.leave(member)
     job.join(3, 5)  # the next run may choose others
     assert job.reason == "waiting for 2 more workers (1 of at least 3)"
+
+
+HERE, THERE = {"host": "left", "boot_id": "1"}, {"host": "right", "boot_id": "2"}
+BESIDE = {"host": "container", "boot_id": "1"}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("local", "far"),
+    [
+        ({**HERE, "address": "127.0.0.1:5"}, {**THERE, "address": "10.0.0.2:6"}),
+        ({**HERE, "address": "[::1]:5"}, {**THERE, "address": "[fd00::2]:6"}),
+        ({**HERE, "address": "localhost:5"}, {**THERE, "address": "right:6"}),
+        ({**HERE, "address": "127.0.0.1:5"}, {**THERE, "address": "127.0.0.1:6"}),
+        ({**HERE, "address": "127.0.0.1:5"}, {**BESIDE, "address": "172.17.0.2:6"}),
+        ({"host": "left", "address": "127.0.0.1:5"}, {"host": "right", "address": "127.0.0.1:6"}),
+        ({"host": "left", "address": "127.0.0.1:5"}, {**THERE, "address": "10.0.0.2:6"}),
+        ({**HERE, "address": "127.0.0.1:5"}, {"host": "left", "boot_id": "2", "address": "10.0.0.2:6"}),
+    ],
+)
+def test_a_loopback_address_beside_another_host_is_refused_to_whoever_comes_second(
+    local: dict[str, str], far: dict[str, str], order: int
+) -> None:
+    job = PureJob()
+    first, second = (local, far)[::order]
+    job.join(2, 2, **first)
+    with pytest.raises(SettingsDisagree, match="cannot reach: start all workers with an address") as caught:
+        job.join(2, 2, **second)
+    for member in (local, far):
+        assert f"{member['host']} (pid " in str(caught.value)
+        assert member["address"] in str(caught.value)
+    assert ", a loopback address, which the one at" in str(caught.value)
+    assert list(job.state.sessions) == ["m1"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({**HERE, "address": "127.0.0.1:5"}, {**HERE, "address": "10.0.0.1:6"}),  # two ways to one machine
+        ({**HERE, "address": "127.0.0.1:5"}, {**BESIDE, "address": "127.0.0.1:6"}),  # namespaces that share a network
+        ({**HERE, "address": "127.0.0.1:5"}, {**HERE, "address": "[::1]:6"}),
+        ({**HERE, "address": "10.0.0.1:5"}, {**THERE, "address": "10.0.0.2:6"}),
+        ({**HERE, "address": "left:5"}, {**BESIDE, "address": "container:6"}),
+        ({"host": "left", "address": "127.0.0.1:5"}, {**HERE, "address": "127.0.0.1:6"}),  # one knows no boot id
+    ],
+)
+def test_whoever_can_reach_the_other_is_let_in(one: dict[str, str], other: dict[str, str]) -> None:
+    job = PureJob()
+    job.join(2, 2, **one)
+    job.join(2, 2, **other)
+    assert len(job.state.view.seats) == 2
+
+
+def test_a_newcomer_to_a_live_view_is_refused_too() -> None:
+    job = PureJob()
+    job.join(1, 2, **HERE, address="10.0.0.1:1")
+    with pytest.raises(SettingsDisagree, match="loopback"):
+        job.join(1, 2, **THERE, address="127.0.0.1:2")
+
+
+def test_a_candidate_that_lost_its_stream_gives_way_with_its_loopback_address() -> None:
+    job = PureJob()
+    ghost = job.join(2, 2, **HERE, address="127.0.0.1:5")
+    job.cut(ghost)
+    job.join(2, 2, **THERE, address="10.0.0.2:6")
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]

@@ -13,11 +13,11 @@ from paceline.cli.bench.arithmetic import Row, make_row
 from paceline.cli.bench.measure import measure
 from paceline.cli.bench.plan import Job, plan
 from paceline.cli.bench.sizes import size_text
+from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import Worker, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.output import UsageError, print_json
 from paceline.cli.run import launch
-from paceline.embedded import coordinator as embedded_coordinator
 from paceline.testing import run_ranks
 
 __all__ = ["run_bench"]

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.session.wire import CHANNEL_OPTIONS
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
@@ -27,10 +28,12 @@ class ExitReports:
     Args:
         coordinator: its address.
         job: name of the job.
+        credentials: by what the coordinator and this process know each other.
     """
 
-    def __init__(self, coordinator: str, job: str) -> None:
+    def __init__(self, coordinator: str, job: str, credentials: Credentials = IN_THE_CLEAR) -> None:
         self._job = job
+        self._credentials = credentials
         self._pending: set[Future[None]] = set()
         self._channel = loop_thread().run(self._open(coordinator))
 
@@ -49,7 +52,7 @@ class ExitReports:
         future.add_done_callback(self._pending.discard)
 
     async def _open(self, coordinator: str) -> aio.Channel:
-        return aio.insecure_channel(coordinator, options=CHANNEL_OPTIONS)  # made on the loop that it belongs to
+        return self._credentials.coordinator_channel(coordinator, CHANNEL_OPTIONS)  # made on the loop it belongs to
 
     async def _send(self, request: ReportExitRequest) -> None:
         with contextlib.suppress(grpc.RpcError):  # the coordinator finds out by itself too, only later

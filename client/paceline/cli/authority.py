@@ -1,0 +1,171 @@
+"""A certificate authority in a few lines: P-256 keys, certificates of X.509 version 3. Needs `cryptography`.
+
+The only module that imports it: TLS itself is grpc's.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+__all__ = ["Authority"]
+
+_LEAST_DAYS = 3_650
+"""An authority outlives the certificates that it makes, several times over: to replace it is work on every host."""
+
+_CLOCK_SKEW = timedelta(hours=1)
+"""Certificates are good from a while ago: the clocks of hosts differ."""
+
+
+class Authority:
+    """An authority and its key.
+
+    Attributes:
+        cert_pem: its certificate.
+        key_pem: its key.
+    """
+
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._cert = cert
+        self._key = key
+        self.cert_pem = cert.public_bytes(serialization.Encoding.PEM)
+        self.key_pem = _key_pem(key)
+
+    @classmethod
+    def make(cls, name: str, days: int, now: datetime | None = None) -> Self:
+        """A new one.
+
+        Args:
+            name: for people.
+            days: for how long the certificates will be good that it is made for; it is good for longer.
+            now: the time.
+        """
+        now = now or datetime.now(UTC)
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = _subject(name)
+        usage = _usage(key_cert_sign=True, crl_sign=True)
+        builder = (
+            _builder(subject, subject, key, now, now + timedelta(days=max(_LEAST_DAYS, 2 * days)))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+        )
+        return cls(builder.sign(key, hashes.SHA256()), key)
+
+    @classmethod
+    def load(cls, cert_pem: bytes, key_pem: bytes) -> Self:
+        """One that was made before.
+
+        Raises:
+            ValueError: it cannot be read, is no authority, or the key is another's.
+        """
+        try:
+            cert = x509.load_pem_x509_certificate(cert_pem)
+            key = serialization.load_pem_private_key(key_pem, None)
+        except (ValueError, TypeError):  # TypeError: the key is locked with a passphrase
+            raise ValueError("ca.pem and ca.key are no certificate and key in PEM without a passphrase") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
+            raise ValueError("ca.key is not the key of ca.pem, or not one for elliptic curves")
+        return cls(cert, key)
+
+    @staticmethod
+    def hosts_of(cert_pem: bytes) -> list[str]:
+        """The names and addresses that a certificate holds.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            cert = x509.load_pem_x509_certificate(cert_pem)
+            held = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except (ValueError, x509.ExtensionNotFound):
+            raise ValueError("coordinator.pem is no certificate in PEM with names in it: move it away") from None
+        return [*held.get_values_for_type(x509.DNSName), *map(str, held.get_values_for_type(x509.IPAddress))]
+
+    def issue(
+        self, name: str, hosts: Sequence[str], until: datetime, *, calls: bool, now: datetime | None = None
+    ) -> tuple[bytes, bytes]:
+        """A certificate of this authority, with a new key.
+
+        Args:
+            name: for people.
+            hosts: names and IP addresses that it holds.
+            until: for how long it is good.
+            calls: good for who dials too, not only for who is dialled.
+            now: the time.
+
+        Returns:
+            The certificate and its key, in PEM.
+
+        Raises:
+            ValueError: the authority ends before.
+        """
+        now = now or datetime.now(UTC)
+        if until > self._cert.not_valid_after_utc:
+            ends = self._cert.not_valid_after_utc
+            raise ValueError(f"the authority ends on {ends:%Y-%m-%d}: {(ends - now).days} days are the most")
+        key = ec.generate_private_key(ec.SECP256R1())
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if calls else [])]
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = (
+            _builder(_subject(name), self._cert.subject, key, now, until)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+            .add_extension(issuer, critical=False)
+        )
+        cert = builder.sign(self._key, hashes.SHA256())
+        return cert.public_bytes(serialization.Encoding.PEM), _key_pem(key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, until) - _CLOCK_SKEW)
+        .not_valid_after(until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])  # 64: ub-common-name of RFC 5280
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

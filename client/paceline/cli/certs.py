@@ -1,0 +1,127 @@
+"""`paceline certs`: an authority for one cluster, and of it certificates for its coordinator and for its members."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli.output import UsageError
+from paceline.credentials import MEMBER_NAME
+
+if TYPE_CHECKING:
+    from paceline.cli.authority import Authority
+
+__all__ = ["make_certificates"]
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+_KEY_MODE, _CERT_MODE = 0o600, 0o644
+
+
+def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
+    """Makes them, and says how they are used.
+
+    Args:
+        directory: where to. An authority that is there is kept; the other certificates are made anew, and that of the
+            coordinator keeps the names that it had.
+        hosts: names and addresses of the coordinator, on top of this host's and the loopback ones.
+        days: for how long the certificates are good.
+
+    Raises:
+        UsageError: `cryptography` is not installed, a name cannot be one, or the authority cannot be used.
+        OSError: a file cannot be written.
+    """
+    try:
+        import_module("paceline.cli.authority")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "cryptography":
+            raise
+        raise UsageError("certificates are made with the package cryptography: pip install 'paceline[tls]'") from None
+    wanted = [*_LOOPBACK, socket.gethostname().lower(), *map(_checked, hosts)]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        authority = _authority(directory, days)
+        former = directory / "coordinator.pem"
+        known = authority.hosts_of(former.read_bytes()) if former.exists() else []
+        names = list(dict.fromkeys([*wanted, *known]))
+        until = datetime.now(UTC) + timedelta(days=days)
+        leaves = {
+            "coordinator": authority.issue("paceline coordinator", names, until, calls=False),
+            # The loopback names are for a coordinator that `paceline run` embeds: it has what its workers have.
+            "member": authority.issue("paceline member", [MEMBER_NAME, *_LOOPBACK], until, calls=True),
+        }
+    except ValueError as error:
+        raise UsageError(f"{directory}: {error}") from None
+    for name, (cert, key) in leaves.items():
+        _write(directory / f"{name}.key", key, _KEY_MODE)
+        _write(directory / f"{name}.pem", cert, _CERT_MODE)
+    print(_advice(directory.absolute(), names, days))
+
+
+def _authority(directory: Path, days: int) -> Authority:
+    """The one that is there, or a new one. Never writes over a file of one.
+
+    Raises:
+        ValueError: half of one is there, or it cannot be used.
+    """
+    from paceline.cli.authority import Authority
+
+    cert, key = directory / "ca.pem", directory / "ca.key"
+    there = [path.name for path in (cert, key) if path.exists()]
+    if len(there) == 1:
+        missing = key.name if there == [cert.name] else cert.name
+        raise ValueError(f"there is {there[0]} without {missing}: bring it here, or choose another directory")
+    if there:
+        return Authority.load(cert.read_bytes(), key.read_bytes())
+    made = Authority.make(f"paceline {socket.gethostname()}", days)
+    _write(key, made.key_pem, _KEY_MODE)
+    _write(cert, made.cert_pem, _CERT_MODE)
+    return made
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """The whole file or none, and never readable by others for a moment."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            os.fsync(fd)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _checked(host: str) -> str:
+    """A name or an IP address that a certificate can hold."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        pass  # a name
+    labels = host.removeprefix("*.").rstrip(".").split(".")
+    if not all(0 < len(part) <= 63 and part.isascii() and part.replace("-", "").isalnum() for part in labels):
+        raise UsageError(f"--host {host!r} is neither a host name nor an IP address (without a port)")
+    return host.lower()
+
+
+def _advice(directory: Path, names: Sequence[str], days: int) -> str:
+    where = shlex.quote(str(directory))
+    return f"""\
+ca.pem, coordinator.pem and member.pem, with their keys, are in {directory}, good for {days} days.
+The coordinator may be reached as {", ".join(names)}.
+
+On the coordinator's host:
+  paceline coordinator --listen 0.0.0.0:7400 --tls-cert {where}/coordinator.pem --tls-key {where}/coordinator.key \
+--tls-ca {where}/ca.pem
+For workers, and for status, drain and restart:
+  export PACELINE_TLS_CA={where}/ca.pem PACELINE_TLS_CERT={where}/member.pem PACELINE_TLS_KEY={where}/member.key
+
+Give hosts what they need and no more; ca.key stays here: whoever has it can make members."""

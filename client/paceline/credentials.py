@@ -1,0 +1,193 @@
+"""By what this process is known to others, and others to it: certificates for TLS, and a token for the coordinator.
+
+TLS is all or nothing (DESIGN.md 11.1): with an authority everything goes over TLS, to the coordinator, to the doors of
+members and at this worker's own door. The coordinator is checked by its host name, a member by the name MEMBER_NAME,
+whatever its address. The token is shown to the coordinator only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from paceline._grpc import aio, grpc, untyped
+from paceline.tls import TlsFiles, check_member, make_context
+from paceline.token_source import TokenSource
+
+__all__ = ["IN_THE_CLEAR", "MEMBER_NAME", "Credentials"]
+
+MEMBER_NAME = "member.paceline"
+"""The name that every member's certificate carries, and that whoever dials a member's door expects."""
+
+_CA, _CERT, _KEY = "PACELINE_TLS_CA", "PACELINE_TLS_CERT", "PACELINE_TLS_KEY"
+
+_Options = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Certificates in PEM, and a token. What is secret never shows in its text.
+
+    Args:
+        ca: certificate of the authority that others are checked by; None for no TLS.
+        cert: this worker's certificate, for MEMBER_NAME. Needed by workers, for their doors; not by the command line.
+        key: the key of the certificate.
+        token: the token, or the path of a file that is read anew at every connection and call.
+
+    Raises:
+        ValueError: some do not go together, a file of the token cannot be read, or a certificate cannot be used.
+    """
+
+    ca: bytes | None = None
+    cert: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
+    token: str | Path | TokenSource | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_together({"ca": self.ca, "cert": self.cert, "key": self.key}, ("ca", "cert", "key"))
+        if isinstance(self.token, (str, Path)):
+            object.__setattr__(self, "token", TokenSource(self.token))
+        if (files := self.files) is not None:
+            make_context(files)  # to have them checked
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """What PACELINE_TLS_CA, _CERT and _KEY and PACELINE_TOKEN or _TOKEN_FILE say.
+
+        Raises:
+            ValueError: a variable that belongs to another is missing, or a file cannot be read or used; the text says
+                which.
+        """
+        paths = {name: environ.get(name) or None for name in (_CA, _CERT, _KEY)}
+        _check_together(paths, (_CA, _CERT, _KEY))
+        ca, cert, key = (_read(name, path) for name, path in paths.items())
+        token, token_file = environ.get("PACELINE_TOKEN") or None, environ.get("PACELINE_TOKEN_FILE") or None
+        if token and token_file:
+            raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
+        try:
+            return cls(ca, cert, key, Path(token_file) if token_file else token)
+        except ValueError as error:
+            names = ", ".join(f"{name}={path}" for name, path in paths.items() if path)
+            raise ValueError(f"{error}{f' ({names})' if names else ''}") from None
+
+    def __repr__(self) -> str:
+        tls = "none" if self.ca is None else "mutual" if self.cert is not None else "authority only"
+        return f"Credentials(tls={tls!r}, token={self.token!r})"
+
+    @property
+    def is_secure(self) -> bool:
+        """True if everything goes over TLS."""
+        return self.ca is not None
+
+    @property
+    def files(self) -> TlsFiles | None:
+        """What TLS is done with; None for no TLS."""
+        return None if self.ca is None else TlsFiles(self.ca, self.cert, self.key)
+
+    def for_worker(self) -> Self:
+        """These credentials, if a worker can use them.
+
+        Raises:
+            ValueError: its door would be in the clear while the rest is not, or no other member would take its
+                certificate; the text says what is missing or wrong.
+        """
+        if self.ca is not None and self.cert is None:
+            raise ValueError(
+                f"{_CA} is set, but {_CERT} and {_KEY} are not: a worker's own door would be in the clear. "
+                "paceline certs makes a certificate for members"
+            )
+        if self.files is not None:
+            check_member(self.files, MEMBER_NAME)
+        return self
+
+    def coordinator_channel(self, address: str, options: _Options) -> aio.Channel:
+        """A channel to the coordinator. Unary calls on it show the token; a stream's needs `metadata`."""
+        # A stream is not intercepted: grpc.aio would put a queue of its own between its writer and the wire.
+        shows: Any = [_ShowsToken(self._source.current)] if self._source is not None else None
+        if self.ca is None:
+            return aio.insecure_channel(address, options=options, interceptors=shows)
+        return aio.secure_channel(address, self._channel_credentials(), options=options, interceptors=shows)
+
+    def member_channel(self, address: str, options: _Options) -> aio.Channel:
+        """A channel to the door of a member. No token goes there."""
+        if self.ca is None:
+            return aio.insecure_channel(address, options=options)
+        named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]
+        return aio.secure_channel(address, self._channel_credentials(), options=named)
+
+    def probe_channel(self, address: str, options: _Options) -> grpc.Channel:
+        """A channel for calls that block, to the coordinator's health, which is open to all: no token."""
+        if self.ca is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self._channel_credentials(), options=options)
+
+    def add_port(self, server: aio.Server, where: str) -> int:
+        """Has a worker's door listen; with TLS every caller needs a certificate of the same authority.
+
+        Returns:
+            The port.
+
+        Raises:
+            RuntimeError: the address cannot be bound.
+        """
+        if self.ca is None:
+            return server.add_insecure_port(where)
+        assert self.cert is not None, "a worker's credentials are checked by for_worker"
+        credentials = untyped(grpc).ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
+        return server.add_secure_port(where, credentials)
+
+    async def metadata(self) -> aio.Metadata:
+        """What a stream to the coordinator shows; empty without a token."""
+        return aio.Metadata() if self._source is None else await _bearer(self._source.current)
+
+    @property
+    def _source(self) -> TokenSource | None:
+        assert not isinstance(self.token, (str, Path))
+        return self.token
+
+    def _channel_credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+
+class _ShowsToken(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Adds the token to the metadata of each unary call."""
+
+    def __init__(self, token: Callable[[], Awaitable[str]]) -> None:
+        self._token = token
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """See `grpc.aio`."""
+        metadata = await _bearer(self._token)
+        for name, value in client_call_details.metadata or ():
+            metadata.add(name, value)
+        return await continuation(client_call_details._replace(metadata=metadata), request)
+
+
+async def _bearer(token: Callable[[], Awaitable[str]]) -> aio.Metadata:
+    return aio.Metadata(("authorization", f"Bearer {await token()}"))
+
+
+def _check_together(given: Mapping[str, object], names: tuple[str, str, str]) -> None:
+    """A certificate needs its key, and the two need an authority."""
+    ca, cert, key = names
+    if (given[cert] is None) != (given[key] is None):
+        there, missing = (cert, key) if given[key] is None else (key, cert)
+        raise ValueError(f"{there} is set, but {missing} is not: a certificate and its key go together")
+    if given[cert] is not None and given[ca] is None:
+        raise ValueError(f"{cert} and {key} are set, but {ca} is not: without an authority nobody else can be checked")
+
+
+def _read(name: str, path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name}: cannot read {path}: {error.strerror or error}") from None
+
+
+IN_THE_CLEAR = Credentials()
+"""No TLS and no token."""

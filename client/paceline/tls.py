@@ -1,0 +1,110 @@
+"""Certificates in memory, checked before grpc gets them: it takes anything, and then fails at each handshake."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+__all__ = ["TlsFiles", "check_member", "make_context", "what_is_wrong"]
+
+_VERIFY = {
+    9: "is not valid yet: is a clock wrong?",
+    10: "has expired",
+    18: "is self-signed, and not the authority of PACELINE_TLS_CA",
+    19: "is of another authority than that of PACELINE_TLS_CA",
+    20: "is of another authority than that of PACELINE_TLS_CA",
+    21: "is of another authority than that of PACELINE_TLS_CA",
+    26: "is not made for this use (extended key usage)",
+}
+"""X509_V_ERR_* of openssl/x509_vfy.h, in words."""
+
+_WRONG_NAME = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+
+_FLIGHTS = 4
+"""Of a handshake, each way; TLS 1.2 with certificates on both sides needs so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What TLS is done with, in PEM.
+
+    Attributes:
+        ca: the authority's certificate.
+        cert: this side's certificate, None for none.
+        key: the key of it.
+    """
+
+    ca: bytes
+    cert: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+
+def what_is_wrong(error: ssl.SSLCertVerificationError, name: str) -> str:
+    """What keeps a certificate from being taken, in words that follow "the certificate".
+
+    Args:
+        error: from the handshake.
+        name: the name or IP address that it should hold.
+    """
+    if error.verify_code in _WRONG_NAME:
+        return f"does not hold {name}"
+    return _VERIFY.get(error.verify_code, f"cannot be verified: {error.verify_message}")
+
+
+def check_member(files: TlsFiles, name: str) -> None:
+    """Has a member shake hands with itself, in memory: others would do the same with the same result.
+
+    Args:
+        files: with a certificate and its key.
+        name: what every member's certificate holds.
+
+    Raises:
+        ValueError: no other member would take the certificate; the text says why.
+    """
+    calling, serving = make_context(files), make_context(files, serving=True)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (calling.wrap_bio(back, there, server_hostname=name), serving.wrap_bio(there, back, server_side=True))
+    try:
+        for _ in range(_FLIGHTS):
+            for end in ends:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise ValueError(f"this worker's own certificate (PACELINE_TLS_CERT) {what_is_wrong(error, name)}") from None
+    except ssl.SSLError as error:
+        raise ValueError(f"this worker's own certificate (PACELINE_TLS_CERT) cannot be used: {error.reason}") from None
+
+
+def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
+    """What Python's own `ssl` makes of them, for the side that dials or for a door; either asks for a certificate.
+
+    Raises:
+        ValueError: one of them cannot be used; the text says which.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_verify_locations(cadata=files.ca.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError):
+        raise ValueError("the authority (ca) is no certificate in PEM") from None
+    if files.cert is not None and files.key is not None:
+        # The module loads a key from a file only: this one is in memory, and nobody else's to open.
+        fd = os.memfd_create("paceline-tls")
+        try:
+            os.write(fd, files.cert.rstrip() + b"\n" + files.key)
+            context.load_cert_chain(f"/proc/self/fd/{fd}", password=_no_passphrase)
+        except ssl.SSLError as error:
+            why = "the key is not that of the certificate" if "MISMATCH" in (error.reason or "") else "they are no PEM"
+            raise ValueError(f"the certificate (cert) and its key (key) cannot be used: {why}") from None
+        finally:
+            os.close(fd)
+    return context
+
+
+def _no_passphrase() -> NoReturn:
+    raise ValueError("the key is locked with a passphrase, and a worker has nobody to ask for it")

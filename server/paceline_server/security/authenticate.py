@@ -1,0 +1,168 @@
+"""Every call to every service, before its handler sees it: which token does it show, and is that good for its job?
+
+Health is open to all, for probes have no tokens. Reflection needs a token. Of ours, `JOB_OF` says where each request
+names its job; a method that is not in it is refused to whoever has a token for one job only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from paceline_server._grpc import EOF, aio, grpc
+from paceline_server.errors import PermissionDenied, Refused, Unauthenticated
+from paceline_server.security.token_file import TokenKeeper
+from paceline_server.security.tokens import Grant
+from paceline_server.services.refusals import OURS, refuse
+from pacelinepb.v1 import admin_pb2, session_pb2
+
+__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor"]
+
+_OPEN = "/grpc.health.v1.Health/"
+
+_SESSION = "/pacelinepb.v1.SessionService/Session"
+
+LIST_JOBS = "/pacelinepb.v1.AdminService/ListJobs"
+"""About no job: who has a token for one is shown that one."""
+
+
+def _named(request: Any) -> str:
+    return str(request.job)
+
+
+def _callers(request: Any) -> str:
+    return str(request.caller.job)
+
+
+def _first(request: session_pb2.SessionRequest) -> str:
+    """A session's first message; of any other kind it is the handler's to refuse."""
+    return request.resume.job if request.WhichOneof("event") == "resume" else request.register.job
+
+
+JOB_OF: Mapping[str, Callable[[Any], str]] = {
+    _SESSION: _first,
+    "/pacelinepb.v1.SessionService/GetView": _named,
+    "/pacelinepb.v1.SessionService/ReportExit": _named,
+    **{
+        f"/pacelinepb.v1.StoreService/{method}": _callers
+        for method in ("Set", "Get", "Add", "CompareSet", "Wait", "Delete")
+    },
+    "/pacelinepb.v1.AdminService/GetJob": _named,
+    "/pacelinepb.v1.AdminService/DrainMembers": _named,
+    "/pacelinepb.v1.AdminService/RestartJob": _named,
+}
+"""The job that a request is about, by the full name of the method; a test compares it with the services."""
+
+_Next = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]]
+
+
+class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Lets calls through that show a token which is in force, for the jobs that it is good for.
+
+    Args:
+        tokens: those in force.
+    """
+
+    def __init__(self, tokens: TokenKeeper) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self, continuation: _Next, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Puts a refusal, or a check of the job, in the place of the handler."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if not handler or method.startswith(_OPEN):  # grpc gives None for a method that nobody serves
+            return handler
+        try:
+            grant = (await self._tokens.current()).grant(_authorization(handler_call_details))
+        except Unauthenticated as unknown:
+            return _refusal(handler, unknown, ours=method.startswith(OURS))
+        if grant.jobs is None:
+            return handler
+        if method == LIST_JOBS:
+            return _unary(handler, _listing(handler.unary_unary, grant))
+        if method == _SESSION:
+            return _stream(handler, _opening(handler.stream_stream, grant))
+        if method in JOB_OF:
+            return _unary(handler, _asking(handler.unary_unary, grant, JOB_OF[method]))
+        refused = PermissionDenied("the token is good for one job, and this call is about none")
+        return _refusal(handler, refused, ours=method.startswith(OURS))
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+    for name, value in details.invocation_metadata or ():
+        if name == "authorization":
+            return value if isinstance(value, str) else None
+    return None
+
+
+def _asking(handler: Any, grant: Grant, job_of: Callable[[Any], str]) -> Any:
+    async def handle(request: Any, context: Any) -> Any:
+        grant.check(job_of(request))
+        return await handler(request, context)
+
+    return handle
+
+
+def _listing(handler: Any, grant: Grant) -> Any:
+    async def handle(request: admin_pb2.ListJobsRequest, context: Any) -> admin_pb2.ListJobsResponse:
+        answer = await handler(request, context)
+        return admin_pb2.ListJobsResponse(jobs=[job for job in answer.jobs if grant.allows(job.name)])
+
+    return handle
+
+
+def _opening(handler: Any, grant: Grant) -> Any:
+    async def handle(requests: Any, context: Any) -> None:
+        await handler(requests, _Opening(context, grant))
+
+    return handle
+
+
+class _Opening:
+    """The context of a session's stream; its first message is checked, and all that follows goes straight through."""
+
+    def __init__(self, context: Any, grant: Grant) -> None:
+        self._context = context
+        self._grant = grant
+        self.read = self._read_first
+        self.write = context.write
+
+    async def _read_first(self) -> Any:
+        first = await self._context.read()
+        self.read = self._context.read
+        if first is not EOF:
+            self._grant.check(JOB_OF[_SESSION](first))
+        return first
+
+
+def _refusal(
+    handler: grpc.RpcMethodHandler[Any, Any], refused: Refused, *, ours: bool
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """What ends the call at once. Of the request nothing is decoded."""
+
+    async def handle(request: Any, context: Any) -> Any:
+        if ours:  # the refusal's status is made there for all of them
+            raise refused
+        await refuse(context, refused)
+
+    if handler.unary_unary is not None:
+        unary: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(handle)
+        return unary
+    stream: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(handle)
+    return stream
+
+
+def _unary(like: grpc.RpcMethodHandler[Any, Any], behavior: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    made: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
+        behavior, like.request_deserializer, like.response_serializer
+    )
+    return made
+
+
+def _stream(like: grpc.RpcMethodHandler[Any, Any], behavior: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+        behavior, like.request_deserializer, like.response_serializer
+    )
+    return made

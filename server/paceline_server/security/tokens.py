@@ -1,0 +1,136 @@
+"""What the file of tokens says, and what a caller with this token may do. Pure.
+
+Tokens are kept as SHA-256 digests only, and a caller's is compared with every one of them in constant time: neither
+which one fits nor its length shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline_server.errors import PermissionDenied, Unauthenticated
+
+__all__ = ["MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Grant", "Tokens", "TokensUnusable"]
+
+MIN_TOKEN_CHARACTERS = 16
+"""A shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
+
+MAX_TOKENS = 1_000
+"""Each call is compared with all of them, at about 0.5 microseconds for one."""
+
+_SCHEME = "bearer"
+
+
+class TokensUnusable(ValueError):
+    """The tokens cannot be used; the text says where and why, and shows none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a token is good for.
+
+    Attributes:
+        jobs: these alone; None for all, and for what is about no job.
+    """
+
+    jobs: frozenset[str] | None = None
+
+    def allows(self, job: str) -> bool:
+        """True if it is good for the job."""
+        return self.jobs is None or job in self.jobs
+
+    def check(self, job: str) -> None:
+        """Lets a call for the job through.
+
+        Raises:
+            PermissionDenied: the token is good for other jobs.
+        """
+        if not self.allows(job):
+            raise PermissionDenied(
+                "the token that it was shown is good for another job: use one that is good for this job"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens that are in force.
+
+    Attributes:
+        grants: by the SHA-256 digest of the token.
+    """
+
+    grants: Mapping[bytes, Grant]
+
+    @classmethod
+    def single(cls, token: str) -> Tokens:
+        """One token, good for all jobs.
+
+        Raises:
+            TokensUnusable: it cannot be a token.
+        """
+        _check(token, "the token")
+        return cls({_digest(token): Grant()})
+
+    @classmethod
+    def parse(cls, text: str) -> Tokens:
+        """Reads a file of tokens: `TOKEN` or `TOKEN JOB` on a line; `#` begins a comment line.
+
+        Raises:
+            TokensUnusable: a line cannot be read, or no line holds a token.
+        """
+        jobs: dict[bytes, set[str] | None] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split(maxsplit=1)
+            if not words or words[0].startswith("#"):
+                continue
+            _check(words[0], f"the token in line {number}")
+            digest = _digest(words[0])
+            if len(words) == 1:
+                jobs[digest] = None
+            elif (known := jobs.setdefault(digest, set())) is not None:
+                known.add(words[1].strip())
+        if not jobs:
+            raise TokensUnusable("there is no token in it; a line is TOKEN or TOKEN JOB")
+        if len(jobs) > MAX_TOKENS:
+            raise TokensUnusable(f"there are {len(jobs)} tokens in it, {MAX_TOKENS} at most")
+        return cls({digest: Grant(None if of is None else frozenset(of)) for digest, of in jobs.items()})
+
+    def grant(self, authorization: str | None) -> Grant:
+        """What a caller may do.
+
+        Args:
+            authorization: the value of that name in the call's metadata, "Bearer TOKEN"; None if there is none.
+
+        Raises:
+            Unauthenticated: there is no token, or an unknown one.
+        """
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != _SCHEME or not token.strip():
+            raise Unauthenticated("it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE")
+        shown = _digest(token.strip())
+        found: Grant | None = None
+        for digest, grant in self.grants.items():  # to the end, whichever it is
+            if hmac.compare_digest(digest, shown):
+                found = grant
+        if found is None:
+            raise Unauthenticated(
+                "it does not know the token that it was shown; if tokens were changed, set PACELINE_TOKEN or "
+                "PACELINE_TOKEN_FILE to one that holds now"
+            )
+        return found
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _check(token: str, what: str) -> None:
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise TokensUnusable(
+            f"{what} has {len(token)} characters, {MIN_TOKEN_CHARACTERS} at least: openssl rand -hex 32 makes one"
+        )
+    if not all("!" <= character <= "~" for character in token):
+        raise TokensUnusable(f"{what} has characters other than printable ASCII")

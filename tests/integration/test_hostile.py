@@ -1,0 +1,143 @@
+"""Whoever speaks nonsense or claims too much harms nobody: at the coordinator and at a worker's door."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.message_factory import GetMessageClass
+
+from pacelinepb.v1 import admin_pb2, peer_pb2, session_pb2, store_pb2
+from support.hostile import Targets, targets_in
+from support.http2 import DATA, PREFACE, SETTINGS, claimed, connect, frame, open_call
+
+
+@pytest.fixture
+def targets(tmp_path: Path) -> Iterator[Targets]:
+    with targets_in(tmp_path) as made:
+        yield made
+
+
+HELLO = "/pacelinepb.v1.PeerService/Hello"
+GET_VIEW = "/pacelinepb.v1.SessionService/GetView"
+NOISE = {
+    "nothing": b"",
+    "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a TLS greeting": bytes.fromhex("16030100050100000100") + b"\0" * 200,
+    "random bytes": random.Random(1).randbytes(100_000),
+    "a preface and no more": PREFACE,
+    "half a preface": PREFACE[:11],
+    "a frame that claims 16 MiB": PREFACE + frame(SETTINGS, 0, 0, b"", length=(1 << 24) - 1),
+    "settings that are none": PREFACE + frame(SETTINGS, 0, 0, b"abcde"),
+    "a stream of frames without a call": PREFACE + frame(SETTINGS, 0, 0, b"") + frame(DATA, 0, 7, b"x" * 1000) * 50,
+}
+
+
+@pytest.mark.parametrize("where", ["coordinator", "door"])
+def test_noise(where: str, targets: Targets) -> None:
+    """Of all kinds, each on 20 connections that are left open."""
+    address = targets.coordinator if where == "coordinator" else targets.door
+    with ExitStack() as stack:
+        for noise in NOISE.values():
+            for _ in range(20):
+                there = stack.enter_context(connect(address))
+                there.sendall(noise)
+        targets.check()
+
+
+@pytest.mark.parametrize(("where", "method"), [("coordinator", GET_VIEW), ("door", HELLO)])
+def test_a_message_that_claims_a_gibibyte(where: str, method: str, targets: Targets) -> None:
+    """It is refused by its head: nobody waits for it, or makes room."""
+    before = targets.resident()
+    with ExitStack() as stack:
+        for _ in range(8):
+            there = stack.enter_context(connect(getattr(targets, where)))
+            there.sendall(open_call(method) + frame(DATA, 0, 1, claimed(1 << 30) + b"x" * 100))
+            there.settimeout(5.0)
+            said = b""
+            while b"grpc-status" not in said and b"larger than max" not in said:
+                piece = there.recv(65536)
+                assert piece, said
+                said += piece
+        assert targets.resident() - before < 32 << 20
+        targets.check()
+
+
+MODULES = {"coordinator": (session_pb2, store_pb2, admin_pb2), "door": (peer_pb2,)}
+
+
+@pytest.mark.parametrize("where", MODULES)
+def test_every_call_with_every_kind_of_nonsense(where: str, targets: Targets) -> None:
+    """A typed refusal or an answer, in either case at once; the process goes on."""
+    services = [each for module in MODULES[where] for each in module.DESCRIPTOR.services_by_name.values()]
+    methods = [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+    assert len(methods) >= 5
+    with grpc.insecure_channel(getattr(targets, where)) as channel:
+        for method, data in [(name, data) for name in methods for data in _nonsense(name)]:
+            ended = channel.stream_stream(method)(iter([data]), timeout=5.0)
+            with suppress(grpc.RpcError):  # looked at below
+                list(ended)
+            assert ended.code() in _ENDS, f"{method}: {ended.code()}: {ended.details()} for {data[:80]!r}"
+    targets.check()
+
+
+_ENDS = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+}
+
+
+def _nonsense(method: str) -> list[bytes]:
+    _, service, name = method.split("/")
+    described = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+    request = GetMessageClass(described.input_type)()
+    rng = random.Random(method)
+    full = bytearray(_filled(request, rng).SerializeToString())
+    found = [b"", b"\xff" * 50, rng.randbytes(1000), bytes(full), bytes(full[: len(full) // 2])]
+    for _ in range(20):
+        damaged = bytearray(full)
+        for _ in range(3):
+            if damaged:
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        found.append(bytes(damaged))
+    return found
+
+
+def _filled(message: Any, rng: random.Random) -> Any:
+    """Every field set, texts long and with odd letters, numbers at their ends."""
+    for field in message.DESCRIPTOR.fields:
+        if field.type == field.TYPE_MESSAGE:
+            inner = getattr(message, field.name)
+            _filled(inner.add() if field.is_repeated else inner, rng)
+            if not field.is_repeated:
+                inner.SetInParent()
+            continue
+        values = {
+            field.CPPTYPE_STRING: ["\u202e\0" * 40, "x" * 3000]
+            if field.type == field.TYPE_STRING
+            else [b"\xff" * 3000],
+            field.CPPTYPE_BOOL: [True],
+            field.CPPTYPE_ENUM: [1, 77],
+            field.CPPTYPE_DOUBLE: [float("nan"), -1e308],
+            field.CPPTYPE_FLOAT: [float("inf")],
+            field.CPPTYPE_INT32: [-(1 << 31)],
+            field.CPPTYPE_INT64: [-(1 << 63)],
+            field.CPPTYPE_UINT32: [(1 << 32) - 1],
+            field.CPPTYPE_UINT64: [(1 << 64) - 1],
+        }[field.cpp_type]
+        value = rng.choice(values)
+        if field.is_repeated:
+            getattr(message, field.name).extend([value] * 3)
+        else:
+            setattr(message, field.name, value)
+    return message

@@ -1,0 +1,122 @@
+"""Thousands of connections, callers that never come to an end, floods: the others are served all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline_server._grpc import aio
+from pacelinepb.v1 import admin_pb2
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+from support.coordinator import RawSession, duration
+from support.hostile import Targets, targets_in
+from support.http2 import PREFACE, SETTINGS, connect, frame, open_call
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+CONNECTIONS = 10_000
+BEGINNINGS = {"silent": b"", "settled": PREFACE + frame(SETTINGS, 0, 0, b"")}
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path) -> None:
+    with _many_files(CONNECTIONS + 2_000), targets_in(tmp_path) as targets:
+        files, sizes = targets.files(), []
+        for _ in range(3):
+            with ExitStack() as stack:
+                for _ in range(CONNECTIONS):
+                    stack.enter_context(connect(targets.coordinator)).sendall(BEGINNINGS[beginning])
+                _wait_for(lambda: targets.files() >= CONNECTIONS)
+                assert _seconds_to_list(targets) < 1.0
+            _wait_for(lambda: targets.files() <= files + 5)
+            sizes.append(targets.resident())
+        assert sizes[0] < 400 << 20
+        assert sizes[2] - sizes[1] < 16 << 20, f"it grows each time: {sizes}"
+        targets.check()
+
+
+def test_callers_that_dribble(tmp_path: Path) -> None:
+    """A byte of a preface now and then, and calls whose message never ends: 500 of each, for five seconds."""
+    call = open_call("/pacelinepb.v1.SessionService/GetView")
+    with targets_in(tmp_path) as targets, ExitStack() as stack:
+        slow = [(stack.enter_context(connect(targets.coordinator)), words) for words in [PREFACE, call] * 500]
+        end, longest = time.monotonic() + 5.0, 0.0
+        for n in itertools.count():
+            if time.monotonic() > end:
+                break
+            for there, words in slow:
+                with suppress(OSError):  # closed by now, for it has been too slow
+                    there.send(words[n : n + 1] or b"\0")
+            longest = max(longest, _seconds_to_list(targets))
+        assert longest < 1.0
+        targets.check()
+
+
+def test_a_member_that_floods_its_session_holds_nobody_up(tmp_path: Path) -> None:
+    async def flood(address: str, until: float) -> int:
+        async with aio.insecure_channel(address) as channel:
+            session = await RawSession.register(channel, "flood", least=1, most=1)
+            count = 0
+            with suppress(TimeoutError):
+                async with asyncio.timeout(until):
+                    for count in itertools.count():
+                        enter = pb.EnterBarrier(call=count, name=f"b{count}", timeout=duration(60.0))
+                        await session.call.write(pb.SessionRequest(heartbeat=pb.Heartbeat(operation=1)))
+                        await session.call.write(pb.SessionRequest(meet=pb.Meet()))
+                        await session.call.write(pb.SessionRequest(enter_barrier=enter))
+            return count
+
+    async def both(targets: Targets) -> tuple[list[int], list[float]]:
+        async def look() -> list[float]:
+            found = []
+            for _ in range(30):
+                found.append(await asyncio.to_thread(_seconds_to_list, targets))
+                await asyncio.sleep(0.1)
+            return found
+
+        *sent, seconds = await asyncio.gather(*(flood(targets.coordinator, 4.0) for _ in range(4)), look())
+        return sent, seconds  # type: ignore[return-value]
+
+    with targets_in(tmp_path) as targets:
+        sent, seconds = asyncio.run(both(targets))
+        assert min(sent) > 1_000, "they did flood"
+        assert sorted(seconds)[-3] < 0.25, seconds
+        targets.check()
+
+
+def _seconds_to_list(targets: Targets) -> float:
+    began = time.monotonic()
+    with grpc.insecure_channel(targets.coordinator, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        AdminServiceStub(channel).ListJobs(admin_pb2.ListJobsRequest(), timeout=10)
+    return time.monotonic() - began
+
+
+def _wait_for(happened: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+@contextmanager
+def _many_files(count: int) -> Iterator[None]:
+    """So many files may be open in this process, and in those that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))  # root may
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,283 @@
+"""TLS between a coordinator, workers and their doors: what works, and how each thing that can be wrong is named."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import paceline
+from paceline._grpc import aio, grpc
+from paceline._loop import loop_thread
+from paceline.cli.app import app
+from paceline.cli.health import is_serving
+from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.elastic.take import out_of_reach
+from paceline.links.base import Peer
+from paceline.links.grpc_door import Door
+from paceline.session.wire import CHANNEL_OPTIONS
+from paceline.testing import coordinator
+from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
+from support.certificates import CertificateFolder, make_folder, renew
+from support.command import command
+from support.elastic.cluster import cluster
+
+QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
+
+SOON = 4.0
+"""Seconds in which a final refusal comes; `join` would wait for 30 below."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> CertificateFolder:
+    return make_folder(tmp_path_factory.mktemp("tls") / "good")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> CertificateFolder:
+    return make_folder(tmp_path_factory.mktemp("tls") / "foreign")
+
+
+def join(address: str, credentials: Credentials, **arguments: int) -> paceline.Session:
+    return paceline.join(address, credentials=credentials, config=QUICK, **arguments)
+
+
+@contextmanager
+def members(address: str, count: int, credentials: Credentials) -> Iterator[list[paceline.Session]]:
+    """A view of so many, by rank; they leave at the end."""
+    with ThreadPoolExecutor(count) as pool:
+        sessions = list(pool.map(lambda _: join(address, credentials, min_workers=count), range(count)))
+        try:
+            yield sorted(sessions, key=lambda session: session.rank)
+        finally:
+            list(pool.map(lambda session: session.leave(), sessions))
+
+
+def total(sessions: list[paceline.Session]) -> list[float]:
+    """What an all_reduce of several frames gives on each."""
+
+    def reduce(session: paceline.Session) -> float:
+        return float(session.group.all_reduce(np.full(700_000, session.rank + 1.0))[-1])
+
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        return list(pool.map(reduce, sessions))
+
+
+def test_members_meet_and_communicate(good: CertificateFolder) -> None:
+    with coordinator(**good.server()) as address, members(address, 3, good.credentials) as sessions:
+        assert total(sessions) == [6.0] * 3
+        sessions[0].store.set("key", b"value")
+        assert sessions[2].store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("listen", ["localhost:0", "[::1]:0"])
+def test_a_coordinator_by_name_and_by_ipv6(good: CertificateFolder, listen: str) -> None:
+    with coordinator(listen=listen, **good.server(mutual=False)) as address:
+        assert address.startswith(listen[:-1])
+        with join(address, good.credentials) as session:
+            assert session.size == 1
+
+
+def test_health_wants_tls_too(
+    good: CertificateFolder, foreign: CertificateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with coordinator(**good.server(mutual=False)) as address:
+        assert not is_serving(address, timeout=0.5)
+        monkeypatch.setenv("PACELINE_TLS_CA", str(foreign.path / "ca.pem"))
+        assert not is_serving(address, timeout=0.5)
+        monkeypatch.setenv("PACELINE_TLS_CA", str(good.path / "ca.pem"))
+        assert is_serving(address)
+
+
+def fault(address: str, credentials: Credentials) -> str:
+    """What `join` says, soon."""
+    start = time.monotonic()
+    with pytest.raises(paceline.TlsFailed, match=f"no connection with the coordinator at {address}: ") as caught:
+        paceline.join(address, credentials=credentials, timeout=30.0)
+    assert time.monotonic() - start < SOON
+    return str(caught.value)
+
+
+def test_a_coordinator_of_another_authority(good: CertificateFolder, foreign: CertificateFolder) -> None:
+    with coordinator(**foreign.server()) as address:
+        assert "its certificate is of another authority than that of PACELINE_TLS_CA" in fault(
+            address, good.credentials
+        )
+
+
+def test_a_coordinator_whose_certificate_has_expired(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "tls")
+    renew(folder, "coordinator", days=-1.0)
+    with coordinator(**folder.server(mutual=False)) as address:
+        assert "its certificate has expired" in fault(address, folder.credentials)
+
+
+def test_a_coordinator_with_a_certificate_for_another_name(tmp_path: Path) -> None:
+    elsewhere = make_folder(tmp_path / "elsewhere", hosts=["train.example", "10.0.0.1"])
+    with coordinator(**elsewhere.server()) as address:
+        said = fault(address, elsewhere.credentials)
+    assert said.endswith("its certificate does not hold 127.0.0.1")
+
+
+def test_a_coordinator_with_a_self_made_certificate(good: CertificateFolder, tmp_path: Path) -> None:
+    alone = make_folder(tmp_path / "alone", self_made=True)
+    server = {"tls_cert": alone.path / "ca.pem", "tls_key": alone.path / "coordinator.key"}
+    with pytest.raises(ValueError, match="are no certificate and its key"), coordinator(**server):
+        pass
+    with coordinator(**alone.server()) as address:
+        assert "another authority" in fault(address, good.credentials)
+
+
+def test_a_worker_in_the_clear_at_a_coordinator_with_tls(good: CertificateFolder) -> None:
+    for mutual in (True, False):
+        with coordinator(**good.server(mutual=mutual)) as address:
+            said = fault(address, IN_THE_CLEAR)
+            assert "it speaks TLS, and this process does not: set PACELINE_TLS_CA" in said
+
+
+def test_a_worker_with_tls_at_a_coordinator_in_the_clear(good: CertificateFolder) -> None:
+    with coordinator() as address:
+        assert "it speaks no TLS, and this process does: PACELINE_TLS_CA is set" in fault(address, good.credentials)
+
+
+def test_a_worker_whose_certificate_is_not_taken(good: CertificateFolder, foreign: CertificateFolder) -> None:
+    settings = {**good.server(), "tls_ca": foreign.path / "ca.pem"}
+    with coordinator(**settings) as address:
+        assert "it does not take our certificate (PACELINE_TLS_CERT)" in fault(address, good.credentials)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"days": -1.0}, "has expired"),
+        ({"member": ["localhost"]}, "does not hold member.paceline"),
+        ({"self_made": True}, "is of another authority than that of PACELINE_TLS_CA"),
+    ],
+)
+def test_a_workers_own_certificate_is_checked_before_anything_else(
+    tmp_path: Path, wrong: dict[str, Any], words: str
+) -> None:
+    credentials = make_folder(tmp_path / "tls", **wrong).credentials
+    with pytest.raises(ValueError, match=rf"this worker's own certificate \(PACELINE_TLS_CERT\) {words}"):
+        paceline.join("127.0.0.1:1", credentials=credentials)
+
+
+def test_a_coordinators_certificate_does_not_make_a_member(good: CertificateFolder) -> None:
+    cert, key = ((good.path / f"coordinator.{end}").read_bytes() for end in ("pem", "key"))
+    with pytest.raises(ValueError, match="own certificate"):
+        Credentials(good.credentials.ca, cert, key).for_worker()
+
+
+def test_a_worker_without_a_certificate(good: CertificateFolder) -> None:
+    with pytest.raises(ValueError, match="a worker's own door would be in the clear"):
+        paceline.join("127.0.0.1:1", credentials=good.authority_only)
+
+
+def test_a_coordinator_that_comes_later_with_a_wrong_certificate(
+    good: CertificateFolder, foreign: CertificateFolder
+) -> None:
+    with coordinator() as address:
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(fault, address, good.credentials)
+        time.sleep(0.3)  # it has tried in vain
+        with coordinator(listen=address, **foreign.server()):
+            assert "another authority" in said.result()
+
+
+def test_nobody_at_all_is_still_waited_for(good: CertificateFolder) -> None:
+    with coordinator() as address:
+        pass
+    with pytest.raises(paceline.CoordinatorUnreachable, match="no coordinator answers") as caught:
+        paceline.join(address, credentials=good.credentials, timeout=0.5)
+    assert not isinstance(caught.value, paceline.TlsFailed)
+
+
+def knock(address: str, credentials: Credentials) -> aio.AioRpcError:
+    """How a door answers somebody who has no business there."""
+
+    async def call() -> aio.AioRpcError:
+        async with credentials.member_channel(address, CHANNEL_OPTIONS) as channel:
+            try:
+                await PeerServiceStub(channel).Hello(peer_pb2.HelloRequest(), timeout=5.0)
+            except aio.AioRpcError as error:
+                return error
+        raise AssertionError("the door has opened")
+
+    return loop_thread().run(call())
+
+
+def test_a_members_door_is_shut_to_strangers(good: CertificateFolder, foreign: CertificateFolder) -> None:
+    whole, other = good.credentials, foreign.credentials
+    with coordinator(**good.server()) as address, members(address, 2, whole) as sessions:
+        door = sessions[0].members[1].address
+        strangers = (IN_THE_CLEAR, good.authority_only, other, Credentials(whole.ca, other.cert, other.key))
+        for stranger in strangers:
+            assert knock(door, stranger).code() is grpc.StatusCode.UNAVAILABLE
+        assert knock(door, whole).code() is grpc.StatusCode.FAILED_PRECONDITION  # a member, but of what?
+        assert total(sessions) == [3.0] * 2
+
+
+@pytest.mark.parametrize("kind", ["foreign", "coordinator", "in the clear"])
+def test_an_impostors_door_is_not_entered(good: CertificateFolder, foreign: CertificateFolder, kind: str) -> None:
+    """Another authority's certificate, or one of the right authority for another role, or none."""
+    cert, key = ((good.path / f"coordinator.{end}").read_bytes() for end in ("pem", "key"))
+    whole = good.credentials
+    impostor = {
+        "foreign": foreign.credentials,
+        "coordinator": Credentials(whole.ca, cert, key),
+        "in the clear": IN_THE_CLEAR,
+    }[kind]
+    door = Door("job", impostor)
+    thread = loop_thread()
+    port = thread.run(door.start("127.0.0.1", 0))
+    try:
+        peer = Peer(0, "m", "host-a", f"127.0.0.1:{port}", 1)
+        start = time.monotonic()
+        (trouble,) = thread.run(out_of_reach("job", [peer], 0.5, whole))
+        assert time.monotonic() - start < SOON
+        assert trouble.startswith("rank 0 (host-a, pid 1) at 127.0.0.1")
+    finally:
+        thread.run(door.close())
+
+
+def test_the_command_line(good: CertificateFolder, foreign: CertificateFolder) -> None:
+    """The launcher's embedded coordinator has what its workers have; status needs the authority alone."""
+    hello = "import numpy, paceline\nwith paceline.join() as s: print(int(s.group.all_reduce(numpy.int64(1))))"
+    script = good.path / "hello.py"
+    script.write_text(hello)
+    with command("run", "-n", "2", str(script), **good.environment) as run:
+        assert run.wait() == 0, str(run)
+        assert sorted(run.stdout.split("\n")) == ["", "[0] 2", "[1] 2"]
+    with coordinator(**good.server(mutual=False)) as address:
+        only = {"PACELINE_TLS_CA": good.environment["PACELINE_TLS_CA"]}
+        with command("status", "--coordinator", address, **only) as status:
+            assert status.wait() == 0, str(status)
+    refused = CliRunner().invoke(app, ["run", str(script)], env=only)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("paceline: PACELINE_TLS_CA is set, but PACELINE_TLS_CERT")
+
+
+def test_a_newcomer_takes_the_state_over_tls(good: CertificateFolder, tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, most=3, total=2_000, pace=0.01, certificates=good) as job:
+        job.start(2)
+        job.wait_for_step(2)
+        fault(job.address, IN_THE_CLEAR)
+        (newcomer,) = job.start(1)
+        job.wait_until(lambda: bool(newcomer.of("applied")), "the newcomer trains")
+        assert newcomer.of("attempt")[0]["step"] > 2
+        assert any(event["size"] == 3 for event in newcomer.of("view"))
+        for trainer in job.trainers:
+            trainer.signal(signal.SIGTERM)
+        assert set(job.wait().values()) == {0}, str(job)
+    assert "andshake" not in (tmp_path / "coordinator.log").read_text()  # strangers do not fill the log

@@ -1,0 +1,291 @@
+"""Tokens at a real coordinator: who is refused and how, how they are rotated, and that none of them ever shows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from typer.testing import CliRunner
+
+import paceline
+from paceline._loop import loop_thread
+from paceline.cli import admin
+from paceline.cli.app import app
+from paceline.config import Config
+from paceline.credentials import Credentials
+from paceline.testing import coordinator
+from paceline_server.__main__ import main as serve_alone
+from paceline_server._grpc import aio, grpc
+from paceline_server.security import token_file
+from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
+from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
+from support.command import command
+from support.coordinator import reason_of, run, running
+
+ALL, ONE, TWO = "the-token-for-all-0123456789", "the-token-for-one-0123456789", "the-token-for-two-0123456789"
+
+QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
+
+SOON = 3.0
+"""Seconds in which a final refusal comes; `join` would wait for 10."""
+
+METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for file in (session_pb2, store_pb2, admin_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of tokens that is looked at for every call."""
+    monkeypatch.setattr(token_file, "LOOK_S", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text(f"{ALL}\n{ONE} one\n{TWO} two\n")
+    return path
+
+
+def join(address: str, token: str | Path | None, job: str = "one") -> paceline.Session:
+    return paceline.join(address, job=job, credentials=Credentials(token=token), config=QUICK)
+
+
+def refusal(kind: type[paceline.PacelineError], address: str, token: str | None, job: str = "one") -> str:
+    """What `join` says, soon."""
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        join(address, token, job)
+    assert time.monotonic() - start < SOON
+    text = str(caught.value)
+    assert text.startswith(f"the coordinator at {address}: ")
+    assert token is None or token not in text
+    return text
+
+
+def test_with_and_without_a_token(tokens: Path) -> None:
+    with coordinator(token_file=tokens) as address:
+        for token in (ALL, ONE):
+            with join(address, token) as session:
+                session.store.set("key", b"value")
+                session.barrier("b", timeout=5.0)
+        said = refusal(paceline.NotAuthenticated, address, None)
+        assert said.endswith("it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE")
+        assert "it does not know the token" in refusal(paceline.NotAuthenticated, address, "an-unknown-token-0123")
+        assert "good for another job" in refusal(paceline.NotPermitted, address, TWO)
+
+
+def test_one_token_for_everybody() -> None:
+    with coordinator(token=ALL) as address:
+        refusal(paceline.NotAuthenticated, address, ONE)
+        with join(address, ALL):
+            pass
+
+
+async def answer(channel: aio.Channel, method: str, token: str | None, request: Any = None) -> aio.AioRpcError | None:
+    """How a call ends: its error, or None. A stream's first message is the request."""
+    kind = METHODS[method]
+    made = request if request is not None else kind.input_type._concrete_class()
+    metadata = aio.Metadata() if token is None else aio.Metadata(("authorization", f"Bearer {token}"))
+    serialize, parse = type(made).SerializeToString, kind.output_type._concrete_class.FromString
+    try:
+        if kind.client_streaming:
+            call: Any = channel.stream_stream(method, serialize, parse)(metadata=metadata, timeout=5.0)  # type: ignore[call-arg]
+            with contextlib.suppress(asyncio.InvalidStateError):  # refused before the first message
+                await call.write(made)
+            await call.read()
+            await call.done_writing()
+            while await call.read() is not aio.EOF:  # type: ignore[attr-defined]
+                pass
+        else:
+            await channel.unary_unary(method, serialize, parse)(made, metadata=metadata, timeout=5.0)
+    except aio.AioRpcError as error:
+        return error
+    return None
+
+
+def test_every_method_of_every_service_is_covered() -> None:
+    async def main() -> None:
+        async with running(token=ALL) as channel:
+            for method in METHODS:
+                for token in (None, "an-unknown-token-0123"):
+                    error = await answer(channel, method, token)
+                    assert error is not None, method
+                    assert error.code() is grpc.StatusCode.UNAUTHENTICATED, method
+                    assert reason_of(error) == "UNAUTHENTICATED", method
+                error = await answer(channel, method, ALL)
+                assert error is None or error.code() is not grpc.StatusCode.UNAUTHENTICATED, method
+
+    run(main)
+
+
+def test_every_request_about_another_job_is_refused(tokens: Path) -> None:
+    def about(method: str, job: str) -> Any:
+        made = METHODS[method].input_type._concrete_class()
+        if isinstance(made, session_pb2.SessionRequest):
+            made.resume.job = job
+        elif hasattr(made, "caller"):
+            made.caller.job = job
+        else:
+            made.job = job
+        return made
+
+    async def main() -> None:
+        async with running(token_file=tokens) as channel:
+            for method in JOB_OF:
+                for job in ("two", "", "one "):
+                    error = await answer(channel, method, ONE, about(method, job))
+                    assert error is not None, method
+                    assert error.code() is grpc.StatusCode.PERMISSION_DENIED, method
+                    assert reason_of(error) == "PERMISSION_DENIED", method
+                error = await answer(channel, method, ONE, about(method, "one"))
+                assert error is None or error.code() is not grpc.StatusCode.PERMISSION_DENIED, method
+            register = session_pb2.SessionRequest(register=session_pb2.Register(job="two"))
+            error = await answer(channel, "/pacelinepb.v1.SessionService/Session", ONE, register)
+            assert error is not None
+            assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+
+    run(main)
+
+
+def test_health_is_open_and_reflection_is_not(tokens: Path) -> None:
+    async def services(channel: aio.Channel, token: str | None) -> int:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        metadata = aio.Metadata() if token is None else aio.Metadata(("authorization", f"Bearer {token}"))
+        answered = await stub.ServerReflectionInfo(asked, metadata=metadata).read()
+        return len(answered.list_services_response.service)
+
+    async def main() -> None:
+        async with running(token_file=tokens) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+            assert await services(channel, ALL) > 3
+            for token, code in ((None, "UNAUTHENTICATED"), (ONE, "PERMISSION_DENIED")):
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await services(channel, token)
+                assert caught.value.code().name == code
+
+    run(main)
+
+
+def test_a_token_for_one_job_lists_that_job(tokens: Path) -> None:
+    def listed(address: str, token: str) -> list[str]:
+        credentials = Credentials(token=token)
+        jobs = loop_thread().run(admin._ask(address, 5.0, credentials, _list))
+        return [job.name for job in jobs]
+
+    async def _list(channel: aio.Channel, left: float) -> list[admin_pb2.JobSummary]:
+        from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+
+        return list((await AdminServiceStub(channel).ListJobs(admin_pb2.ListJobsRequest(), timeout=left)).jobs)
+
+    assert LIST_JOBS in METHODS
+    with coordinator(token_file=tokens) as address, join(address, ALL, "one"), join(address, ALL, "two"):
+        assert listed(address, ALL) == ["one", "two"]
+        assert listed(address, ONE) == ["one"]
+
+
+def test_rotation(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text(ALL)
+    new = "the-next-token-for-all-0123456789"
+    with coordinator(token_file=tokens) as address, join(address, mine, "job") as session:
+        tokens.write_text(f"{ALL}\n{new}\n")
+        with join(address, ALL), join(address, new, "two"):
+            pass
+        mine.write_text(new)
+        tokens.write_text(f"{new}\n")
+        refusal(paceline.NotAuthenticated, address, ALL)
+        with join(address, new):
+            pass
+        session.store.set("key", b"the session has not noticed, and shows the new token")
+        session.barrier("b", timeout=5.0)
+        tokens.write_text("")
+        with join(address, new):
+            pass
+        refusal(paceline.NotAuthenticated, address, ALL)
+    assert "there is no token in it" in caplog.text
+    assert not any(token in caplog.text for token in (ALL, new, ONE))
+
+
+def test_a_member_whose_token_is_out_of_force_is_refused_when_it_comes_back(tokens: Path) -> None:
+    with coordinator(token_file=tokens) as address:
+        session = join(address, ALL)
+        try:
+            tokens.write_text(f"{TWO}\n")
+            session.barrier("b", timeout=5.0)  # it is connected, and stays so
+            with pytest.raises(paceline.NotAuthenticated, match="it does not know the token"):
+                session.store.set("key", b"a new call shows the old token")
+        finally:
+            session.leave()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "words"),
+    [
+        ((), {"PACELINE_TOKEN": "short"}, "the token has 5 characters, 16 at least"),
+        ((), {"PACELINE_TOKEN_FILE": "/no/such/file"}, "cannot read the token file /no/such/file"),
+        (("--token-file", "/no/such/file"), {}, "cannot read the token file /no/such/file"),
+        (("--restart-after", "0"), {}, "must be above 0, not 0"),
+        (("--tls-cert", "/no/such/cert"), {}, "tls_cert and tls_key go together"),
+        (("--tls-cert", "/no/such/cert", "--tls-key", "/no/key"), {}, "cannot read /no/key"),
+    ],
+)
+def test_a_coordinator_that_cannot_start_says_why(
+    arguments: tuple[str, ...],
+    environ: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both commands that start one."""
+    monkeypatch.setattr(logging.getLogger("paceline_server.app"), "setLevel", lambda level: None)
+    whole = ["--listen", "127.0.0.1:0", *arguments]
+    result = CliRunner().invoke(app, ["coordinator", *whole], env=environ)
+    assert result.exit_code == 2
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["paceline_server", *whole])
+    assert serve_alone() == 1
+    for said in (result.stderr, capsys.readouterr().err):
+        assert words in said
+        assert said.count("\n") == 1
+
+
+def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> None:
+    result = CliRunner().invoke(app, ["run", __file__], env={"PACELINE_TOKEN": "short"})
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "the token has 5 characters, 16 at least" in result.stderr
+
+
+def test_the_command_line_shows_the_token_and_never_prints_it(tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("import paceline\nwith paceline.join() as session: print(session.size)")
+    printed = []
+    with command("coordinator", "--listen", "0.0.0.0:0", PACELINE_TOKEN=ALL) as server:
+        server.wait_for("callers need a token")
+        server.wait_for("the token can be read on the wire")
+        port = server.stderr.split("listens on 0.0.0.0:")[1].split(" ")[0]
+        where = ("--coordinator", f"127.0.0.1:{port.strip(';')}")
+        with command("run", *where, str(script), PACELINE_TOKEN=ALL) as ran:
+            assert ran.wait() == 0, str(ran)
+            printed.append(str(ran))
+        with command("status", *where, "--json", PACELINE_TOKEN=ALL) as status:
+            assert status.wait() == 0, str(status)
+            printed.append(str(status))
+        for environ in ({}, {"PACELINE_TOKEN": TWO}):
+            with command("drain", "--all", "--job", "default", *where, **environ) as drain:
+                assert drain.wait() == 1
+                assert "token" in drain.stderr
+                assert drain.stderr.count("\n") == 1
+                printed.append(str(drain))
+        printed.append(str(server))
+    assert not any(token in text for text in printed for token in (ALL, TWO))

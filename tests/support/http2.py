@@ -1,0 +1,56 @@
+"""Just enough of HTTP/2 (RFC 9113) and gRPC's framing to say by hand what no library would say."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+
+__all__ = ["DATA", "HEADERS", "PREFACE", "SETTINGS", "call_headers", "claimed", "connect", "frame", "open_call"]
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_HEADERS = 4
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
+    """A frame; `length` is what it claims, if not the truth."""
+    size = len(payload) if length is None else length
+    return size.to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def call_headers(method: str, more: Mapping[str, str] | None = None) -> bytes:
+    """The header block of a call: literals, without Huffman coding and without the table (RFC 7541, 6.2.2)."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": method,
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+        **(more or {}),
+    }
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+
+
+def claimed(size: int) -> bytes:
+    """The head of a gRPC message that says it is so long."""
+    return b"\0" + struct.pack(">I", size)
+
+
+def open_call(method: str, stream: int = 1) -> bytes:
+    """A connection's beginning and a call on it, whose message is yet to come."""
+    return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, stream, call_headers(method))
+
+
+def connect(address: str, timeout: float = 10.0) -> socket.socket:
+    """A connection to "host:port"."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    assert len(data) < 127, "longer ones have another form"
+    return bytes([len(data)]) + data

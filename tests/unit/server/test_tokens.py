@@ -1,0 +1,237 @@
+"""Tokens: how a file of them is read, whom they let in, how they change, and where each request names its job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline_server.errors import PermissionDenied, Unauthenticated
+from paceline_server.security import token_file
+from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
+from paceline_server.security.exposure import exposure
+from paceline_server.security.token_file import TokenKeeper, read_tokens
+from paceline_server.security.tokens import MAX_TOKENS, Grant, Tokens, TokensUnusable
+from paceline_server.settings import ServerSettings, token_settings
+from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
+
+ALL, ONE, OTHER = "for-all-of-them-0123456789", "for-job-one-alone-0123456789", "for-two-of-them-0123456789"
+
+FILE = f"""\
+# rotated on Monday
+{ALL}
+
+  {ONE}   one
+{OTHER} one
+{OTHER} job with spaces
+"""
+
+
+def test_a_file_of_tokens() -> None:
+    tokens = Tokens.parse(FILE)
+    assert tokens.grant(f"Bearer {ALL}") == Grant(None)
+    assert tokens.grant(f"bearer  {ONE} ") == Grant(frozenset({"one"}))
+    assert tokens.grant(f"Bearer {OTHER}") == Grant(frozenset({"one", "job with spaces"}))
+    assert Tokens.parse(f"{ONE} one\n{ONE}\n{ONE} two").grant(f"Bearer {ONE}") == Grant(None)
+
+
+def test_only_digests_are_kept() -> None:
+    assert ALL not in repr(Tokens.parse(FILE))
+    assert hashlib.sha256(ALL.encode()).digest() in Tokens.parse(FILE).grants
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "there is no token in it"),
+        ("# nothing\n\n", "there is no token in it"),
+        (f"{ALL}\nshort", "the token in line 2 has 5 characters, 16 at least"),
+        ("ü" * 20, "the token in line 1 has characters other than printable ASCII"),
+        ("\n".join(f"{number:020}" for number in range(MAX_TOKENS + 1)), f"{MAX_TOKENS} at most"),
+    ],
+)
+def test_files_that_cannot_be_used(text: str, words: str) -> None:
+    with pytest.raises(TokensUnusable, match=words) as caught:
+        Tokens.parse(text)
+    assert "short" not in str(caught.value)
+
+
+@given(st.text(), st.text())
+def test_whatever_is_in_a_file_or_shown_has_an_answer(text: str, shown: str) -> None:
+    with contextlib.suppress(TokensUnusable):
+        Tokens.parse(text)
+    with pytest.raises(Unauthenticated):
+        Tokens.parse(FILE).grant(shown)
+
+
+@pytest.mark.parametrize("shown", [None, "", "Bearer", "Bearer ", f"Basic {ALL}", ALL])
+def test_no_token(shown: str | None) -> None:
+    with pytest.raises(Unauthenticated, match="it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE"):
+        Tokens.parse(FILE).grant(shown)
+
+
+@pytest.mark.parametrize("shown", [ALL[:-1], ALL + "x", ALL.upper(), "\udcff" * 20])
+def test_an_unknown_token_is_not_repeated(shown: str) -> None:
+    with pytest.raises(Unauthenticated, match="it does not know the token") as caught:
+        Tokens.parse(FILE).grant(f"Bearer {shown}")
+    assert shown not in str(caught.value)
+
+
+def test_another_jobs_token() -> None:
+    grant = Tokens.parse(FILE).grant(f"Bearer {ONE}")
+    grant.check("one")
+    with pytest.raises(PermissionDenied, match="good for another job"):
+        grant.check("two")
+    with pytest.raises(PermissionDenied):
+        grant.check("")
+    Grant(None).check("any")
+
+
+def test_every_token_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        return a == b
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    tokens = Tokens.parse(FILE)
+    tokens.grant(f"Bearer {ALL}")
+    assert compared == list(tokens.grants)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(TokensUnusable, match=f"cannot read the token file {path}: {words}"):
+            read_tokens(path)
+    (tmp_path / "t").write_bytes(b"\xff" * 20)
+    with pytest.raises(TokensUnusable, match="is no text in UTF-8"):
+        read_tokens(tmp_path / "t")
+    (tmp_path / "t").write_bytes(b"x" * (token_file.MAX_FILE_BYTES + 1))
+    with pytest.raises(TokensUnusable, match="bytes"):
+        read_tokens(tmp_path / "t")
+
+
+def rotation(steps: list[Callable[[], object]], path: Path) -> list[Tokens]:
+    """The tokens in force after each step."""
+
+    async def main() -> list[Tokens]:
+        keeper = TokenKeeper(read_tokens(path), lambda: read_tokens(path))
+        found = []
+        for step in steps:
+            step()
+            found.append(await keeper.current())
+        await keeper.close()
+        return found
+
+    return asyncio.run(main())
+
+
+def test_tokens_change_with_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_file, "LOOK_S", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text(ALL)
+    both, last = f"{ALL}\n{ONE}", ONE
+    with caplog.at_level("INFO"):
+        found = rotation(
+            [
+                lambda: None,
+                lambda: path.write_text(both),
+                lambda: path.write_text(last),
+                lambda: path.write_text(""),
+                path.unlink,
+                lambda: None,
+                lambda: path.write_text("short"),
+                lambda: path.write_text(ALL),
+            ],
+            path,
+        )
+    one = Tokens.parse(last)
+    assert found == [Tokens.parse(ALL), Tokens.parse(both), one, one, one, one, one, Tokens.parse(ALL)]
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 3  # each trouble once
+    assert all(error.endswith("the last tokens stay in force") for error in errors)
+    assert not any(token in caplog.text for token in (ALL, ONE, "short"))
+
+
+def test_the_file_is_looked_at_once_a_second_by_all_together(tmp_path: Path) -> None:
+    looks: list[None] = []
+
+    def read() -> Tokens:
+        looks.append(None)
+        return Tokens.single(ALL)
+
+    async def main() -> None:
+        keeper = TokenKeeper(Tokens.single(ALL), read)
+        await asyncio.gather(*(keeper.current() for _ in range(50)))
+        await keeper.current()
+
+    asyncio.run(main())
+    assert len(looks) == 1
+
+
+def test_the_settings_of_tokens(tmp_path: Path) -> None:
+    assert token_settings(None, {}) == {}
+    assert token_settings(None, {"PACELINE_TOKEN": ALL}) == {"token": ALL}
+    assert token_settings(None, {"PACELINE_TOKEN_FILE": "f"}) == {"token_file": Path("f")}
+    assert token_settings(tmp_path, {"PACELINE_TOKEN": ALL}) == {"token_file": tmp_path}
+    with pytest.raises(ValueError, match="both set"):
+        token_settings(None, {"PACELINE_TOKEN": ALL, "PACELINE_TOKEN_FILE": "f"})
+    assert ALL not in repr(ServerSettings(token=ALL))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tls_cert": Path("c")}, "tls_cert and tls_key go together"),
+        ({"tls_ca": Path("c")}, "tls_ca asks callers for certificates, which needs TLS"),
+        ({"token": ALL, "token_file": Path("f")}, "give one of them"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ServerSettings(**settings)
+
+
+TLS = {"tls_cert": Path("c"), "tls_key": Path("k")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"listen": "127.0.0.1:1"}, None),
+        ({"listen": "[::1]:1"}, None),
+        ({"listen": "localhost:1"}, None),
+        ({"listen": "0.0.0.0:1"}, "nobody is authenticated"),
+        ({"listen": "host:1", **TLS}, "nobody is authenticated"),
+        ({"listen": "[::]:1", "token": ALL}, "can be read on the wire"),
+        ({"listen": "0.0.0.0:1", "token": ALL, **TLS}, None),
+        ({"listen": "0.0.0.0:1", "tls_ca": Path("a"), **TLS}, None),
+    ],
+)
+def test_what_is_said_about_an_address(settings: dict[str, Any], words: str | None) -> None:
+    said = exposure(ServerSettings(**settings))
+    assert (said is None) if words is None else words in (said or "")
+
+
+def test_it_is_known_where_every_request_names_its_job() -> None:
+    services = [
+        service for file in (session_pb2, store_pb2, admin_pb2) for service in file.DESCRIPTOR.services_by_name.values()
+    ]
+    methods = {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
+    assert set(methods) == {*JOB_OF, LIST_JOBS}
+    for name, job_of in JOB_OF.items():
+        assert job_of(methods[name].input_type._concrete_class()) == ""
+    assert (
+        JOB_OF["/pacelinepb.v1.SessionService/Session"](session_pb2.SessionRequest(resume=session_pb2.Resume(job="j")))
+        == "j"
+    )

@@ -1,0 +1,141 @@
+"""Credentials: what goes together, what is said of what does not, and that no secret shows."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.token_source import TokenSource
+from support.certificates import CertificateFolder, make_folder
+
+TOKEN = "a-token-that-nobody-guesses"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> CertificateFolder:
+    return make_folder(tmp_path_factory.mktemp("tls") / "good")
+
+
+def shown(credentials: Credentials) -> list[tuple[str, str]]:
+    return list(asyncio.run(credentials.metadata()))
+
+
+def test_nothing_in_the_environment_is_nothing() -> None:
+    for environ in ({}, {"PACELINE_TLS_CA": "", "PACELINE_TOKEN": ""}):
+        found = Credentials.from_environment(environ)
+        assert found == IN_THE_CLEAR
+        assert not found.is_secure
+        assert shown(found) == []
+
+
+def test_certificates_and_a_token(good: CertificateFolder) -> None:
+    found = Credentials.from_environment({**good.environment, "PACELINE_TOKEN": TOKEN})
+    assert found.is_secure
+    assert found.for_worker() is found
+    assert shown(found) == [("authorization", f"Bearer {TOKEN}")]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["CERT"], "PACELINE_TLS_CERT is set, but PACELINE_TLS_KEY is not"),
+        (["KEY"], "PACELINE_TLS_KEY is set, but PACELINE_TLS_CERT is not"),
+        (["CA", "KEY"], "PACELINE_TLS_KEY is set, but PACELINE_TLS_CERT is not"),
+        (["CERT", "KEY"], "PACELINE_TLS_CERT and PACELINE_TLS_KEY are set, but PACELINE_TLS_CA is not"),
+    ],
+)
+def test_what_is_missing_is_named(good: CertificateFolder, names: list[str], words: str) -> None:
+    environ = {f"PACELINE_TLS_{name}": good.environment[f"PACELINE_TLS_{name}"] for name in names}
+    with pytest.raises(ValueError, match=words):
+        Credentials.from_environment(environ)
+
+
+def test_an_authority_alone_is_for_the_command_line(good: CertificateFolder) -> None:
+    found = Credentials.from_environment({"PACELINE_TLS_CA": good.environment["PACELINE_TLS_CA"]})
+    assert found == good.authority_only
+    with pytest.raises(ValueError, match="PACELINE_TLS_CERT and PACELINE_TLS_KEY are not: a worker's own door"):
+        found.for_worker()
+
+
+def test_a_file_that_cannot_be_read_is_named(good: CertificateFolder, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere.pem")
+    with pytest.raises(ValueError, match=f"PACELINE_TLS_KEY: cannot read {nowhere}: No such file"):
+        Credentials.from_environment({**good.environment, "PACELINE_TLS_KEY": nowhere})
+    with pytest.raises(ValueError, match=f"cannot read the token file {nowhere}: No such file"):
+        Credentials.from_environment({"PACELINE_TOKEN_FILE": nowhere})
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "words"),
+    [
+        ("CA", "member.key", r"the authority \(ca\) is no certificate"),
+        ("KEY", "coordinator.key", "the key is not that of the certificate"),
+        ("KEY", "ca.pem", "they are no PEM"),
+    ],
+)
+def test_files_that_are_something_else(good: CertificateFolder, name: str, file: str, words: str) -> None:
+    path = str(good.path / file)
+    with pytest.raises(ValueError, match=words) as caught:
+        Credentials.from_environment({**good.environment, f"PACELINE_TLS_{name}": path})
+    assert f"PACELINE_TLS_{name}={path}" in str(caught.value)
+
+
+def test_two_tokens_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set"):
+        Credentials.from_environment({"PACELINE_TOKEN": TOKEN, "PACELINE_TOKEN_FILE": str(tmp_path)})
+
+
+@pytest.mark.parametrize("token", ["two words of it", "ünïcode-ünïcode-ünïcode", "line\nbreak-line-break", ""])
+def test_what_cannot_be_a_token_is_not_repeated(token: str) -> None:
+    with pytest.raises(ValueError, match="the token is empty, or has spaces") as caught:
+        Credentials(token=token)
+    assert not token or token not in str(caught.value)
+
+
+def test_no_secret_shows(good: CertificateFolder, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    whole = good.credentials
+    for credentials in (Credentials(whole.ca, whole.cert, whole.key, TOKEN), Credentials(token=path)):
+        text = f"{credentials!r} {credentials} {credentials.token!r} {credentials.files!r}"
+        assert TOKEN not in text
+        assert "PRIVATE" not in text
+    assert str(path) in repr(Credentials(token=path))
+    assert repr(whole) == "Credentials(tls='mutual', token=None)"
+
+
+def test_a_token_file_is_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"# comment\n\n{TOKEN} job\nanother-token\n")
+    credentials = Credentials(token=path)
+    assert shown(credentials) == [("authorization", f"Bearer {TOKEN}")]
+    path.write_text("the-next-token-of-all\n")
+    assert shown(credentials) == [("authorization", "Bearer the-next-token-of-all")]
+    for trouble in (lambda: path.write_text("# none\n"), path.unlink):
+        trouble()
+        assert shown(credentials) == [("authorization", "Bearer the-next-token-of-all")]
+    assert f"there is no token in {path}; the last token stays in use" in caplog.text
+    assert f"cannot read the token file {path}" in caplog.text
+    assert "the-next-token" not in caplog.text
+
+
+def test_unary_calls_show_the_token_on_top_of_their_own_metadata() -> None:
+    from paceline.credentials import _ShowsToken
+
+    seen: list[Any] = []
+
+    class Details:
+        metadata = (("mine", "1"),)
+
+        def _replace(self, metadata: Any) -> Any:
+            return metadata
+
+    async def call(details: Any, request: Any) -> None:
+        seen.append((sorted(details), request))
+
+    asyncio.run(_ShowsToken(TokenSource(TOKEN).current).intercept_unary_unary(call, Details(), "request"))
+    assert seen == [([("authorization", f"Bearer {TOKEN}"), ("mine", "1")], "request")]
