@@ -38,6 +38,7 @@ def test_the_name_of_a_dead_host_holds_nobody_up(tmp_path: Path) -> None:
             *others, victim = c.trainers
             c.wait_until(lambda: bool(victim.of("applied")), "all four train")
             generation = max(e["generation"] for e in victim.of("applied"))
+            assert victim.host is not None
             del lines[victim.host.name]
             names.write_text("".join(lines.values()))
             killed = time.monotonic()

@@ -10,12 +10,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
 
 from paceline import errors
-from paceline._fork import protect
 from paceline._loop import LoopThread
 from paceline._wait import wait_in_slices
 from paceline.checkpoint.tag import Tag
@@ -34,9 +33,9 @@ from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.generations import Generations
 from paceline.session.launcher import tell_launcher
 from paceline.session.line_side import LineSide
-from paceline.session.lookup import look_up_all
 from paceline.session.mail import CaughtOut, Lost, Mail, ViewCame, Waits
 from paceline.session.membership import Membership
+from paceline.session.sockets import Sockets
 from paceline.session.store import CoordinatorStore
 from paceline.session.view import fetch_peers
 from pacelinepb.v1 import session_pb2 as pb
@@ -103,8 +102,7 @@ class MemberConnection:
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
-        self._dialled: list[Endpoint] = []
-        self._addresses: dict[str, set[str]] = {}  # of names
+        self._sockets = Sockets(self._start)
         self.mail = Mail()
         self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
         self._generations = Generations(wanted.job, config, thread, credentials)
@@ -229,8 +227,8 @@ class MemberConnection:
         self._reason = unanswered
         port = await self._door.start(listening_host(where, self._advertise), where.port)
         me = Endpoint(where.host, where.port or port)
-        self._listening_port = port
-        self._protect([])
+        self._sockets.listen(port)
+        self._sockets.dial([self._coordinator])
         register = self._wanted.register(str(me), self._config.failure_timeout)
         self._control = ControlStream(
             str(self._coordinator), register, self._config, self, self._progress, self.credentials
@@ -255,7 +253,7 @@ class MemberConnection:
         if self._control is not None:
             await self._control.leave(cause, CLOSE_TIMEOUT)
         await self._door.close()
-        protect(id(self), listening_port=0, dialled=set())
+        self._sockets.forget()
 
     def on_waiting(self, reason: str) -> None:
         """See `Listener`."""
@@ -336,7 +334,7 @@ class MemberConnection:
         mesh: GrpcMesh | None = None
         try:
             peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
-            self._protect([parse_endpoint(peer.address) for peer in peers])
+            self._sockets.dial([self._coordinator, *(parse_endpoint(peer.address) for peer in peers)])
         except Exception as error:  # noqa: BLE001  whoever waits in join shall hear of it, whatever it is
             _log.info("the members of generation %d cannot be had: %s", view.generation, error)
             self._fail_join(error)
@@ -376,23 +374,3 @@ class MemberConnection:
         if self._generations.mesh is None:
             return pb.Heartbeat()
         return heartbeat(*self.group.progress(), self.line.step, self.line.step_at)
-
-    def _protect(self, peers: Sequence[Endpoint]) -> None:
-        """Names the sockets that a forked child must let go of, by the IP addresses that the kernel knows them by.
-
-        Those of names follow when they are looked up: a view must not wait for a slow resolver.
-        """
-        self._dialled = [self._coordinator, *peers]
-        self._name_sockets()
-        if names := {endpoint.host for endpoint in self._dialled if endpoint.ip is None}:
-            self._start(self._learn(names))
-
-    async def _learn(self, names: set[str]) -> None:
-        found = await look_up_all(names)
-        self._addresses.update({name: addresses for name, addresses in found.items() if addresses})
-        self._name_sockets()
-
-    def _name_sockets(self) -> None:
-        known = [(self._addresses.get(e.host, set()) if e.ip is None else {e.ip}, e.port) for e in self._dialled]
-        dialled = {(address, port) for addresses, port in known for address in addresses}
-        protect(id(self), listening_port=self._listening_port, dialled=dialled)
