@@ -134,6 +134,14 @@ def run(
     restarts: Annotated[
         int, typer.Option(metavar="N", help="Start each worker that fails again, as a new one, so often at most.")
     ] = 0,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_ADVERTISE",
+            metavar="HOST",
+            help="Where other hosts reach these workers; default: the address of the way to the coordinator.",
+        ),
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Keep each worker's lines in a file here.")] = None,
 ) -> None:
     """Start workers that run a script, and answer for how they end.
@@ -153,6 +161,7 @@ def run(
                 maximum=maximum,
                 restarts=restarts,
                 log_dir=log_dir,
+                advertise=advertise,
             )
         )
 

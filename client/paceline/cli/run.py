@@ -31,6 +31,7 @@ def run_workers(
     maximum: int | None,
     restarts: int,
     log_dir: Path | None,
+    advertise: str | None = None,
 ) -> int:
     """Runs workers with their lines on the terminal.
 
@@ -53,9 +54,11 @@ def run_workers(
             f"--min {low} with -n {workers} waits for workers of other launchers: "
             "give all of them one coordinator (--coordinator)"
         )
+    if advertise is not None and workers > 1 and endpoint(advertise, default_port=0).port:
+        raise UsageError(f"--advertise {advertise} names one port for {workers} workers: leave it out")
     logs = None if log_dir is None else LogFiles(log_dir)
     with _coordinator(coordinator) as address, contextlib.closing(Console(logs)) as console:
-        settings = WorkerSettings(address, job, low, high)
+        settings = WorkerSettings(address, job, low, high, advertise)
         return launch(command, workers, settings, console, restarts=restarts, alone=coordinator is None)
 
 

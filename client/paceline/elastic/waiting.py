@@ -60,6 +60,8 @@ class Waiting:
     def said(self) -> None:
         """The coordinator is told of the stop now."""
         self._said_at = time.monotonic()
+        if not self._waits_for:
+            self._waits_since = self._said_at
 
     def view_came(self) -> None:
         """The wait is over."""
@@ -95,9 +97,10 @@ class Waiting:
             if self._reach is not None:
                 raise Dismissed(mail.draining)
             self._say(self._place.meet())
-        if now - self._said_at > _PATIENT_S and (self._waits_for != self._told or now > self._tell_at):
-            self._told, self._tell_at = self._waits_for, now + _AGAIN_S
-            _log.warning("%s; for %.0f s now", self._waits_for, now - self._waits_since)
+        reason = self._waits_for or "the coordinator has not answered yet"
+        if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
+            self._told, self._tell_at = reason, now + _AGAIN_S
+            _log.warning("%s; for %.0f s now", reason, now - self._waits_since)
         if mail.connected:
             self._away_since = None
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.cli.launcher.environment import WorkerSettings, worker_bounds, worker_environment
@@ -59,3 +61,8 @@ def test_an_explicit_rank_does_not_go_to_all_workers() -> None:
     environment = worker_environment({"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "4"}, SETTINGS, 7)
     assert "PACELINE_RANK" not in environment
     assert "PACELINE_WORLD_SIZE" not in environment
+
+
+def test_where_others_reach_the_workers() -> None:
+    assert "PACELINE_ADVERTISE" not in worker_environment({}, SETTINGS, 7)
+    assert worker_environment({}, replace(SETTINGS, advertise="h"), 7)["PACELINE_ADVERTISE"] == "h"

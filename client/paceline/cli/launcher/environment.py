@@ -23,12 +23,14 @@ class WorkerSettings:
         job: name of the job.
         min_workers: the first view forms with at least this many.
         max_workers: no view has more.
+        advertise: host at which peers reach them, each with a port of its own; None: they find it by themselves.
     """
 
     coordinator: str
     job: str
     min_workers: int
     max_workers: int
+    advertise: str | None = None
 
 
 def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tuple[int, int]:
@@ -70,6 +72,8 @@ def worker_environment(base: Mapping[str, str], settings: WorkerSettings, launch
         "PACELINE_MAX_WORKERS": str(settings.max_workers),
         LAUNCHER_FD: str(launcher_fd),
     }
+    if settings.advertise is not None:
+        environment["PACELINE_ADVERTISE"] = settings.advertise
     # NumPy's BLAS takes a thread per core in each process. With a worker per core that is cores squared threads which
     # spin against each other and against the links: 4 workers on 2 cores train several times slower.
     for name in _THREAD_POOLS:
