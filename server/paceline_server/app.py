@@ -48,6 +48,10 @@ _SERVICES = tuple(
 )
 
 
+_IDLE_MS = 250
+"""Milliseconds for which a connection may be there without a call."""
+
+
 class PortInUse(OSError):
     """Somebody listens at the address already; the text names it."""
 
@@ -149,6 +153,9 @@ class Coordinator:
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", self._settings.max_calls),
             ("grpc.server_handshake_timeout_ms", round(1000 * self._settings.first_message_time)),
+            # An evicted session's last words may wait seconds for TCP to send them again. Closed, its connection answers
+            # the member's next heartbeat with a reset, and the member comes back.
+            ("grpc.max_connection_idle_ms", _IDLE_MS),
             # Connections of hosts that are gone without a word must not stay for ever.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),

@@ -1,30 +1,44 @@
-"""The image and the compose file: a coordinator and four workers in containers train the digits."""
+"""The image and the compose files: containers that train while they are killed, frozen, cut off, added and removed.
+
+The faults are those of deploy/chaos.py, run as a user would; what it tells is held against the figures here, and what
+the workers wrote down against the sampler itself.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.docker import compose_command, engine
+import paceline
+from support.docker import BUILD, build, compose_command, engine
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
-IMAGE = "paceline-test"
+BASE, LIBRARY, IMAGE = "python:3.11-slim", "paceline-test-library", "paceline-test"
 PROJECT = "paceline-test"
+SETTINGS = {**BUILD, "PACELINE_IMAGE": IMAGE}
 WORKERS = 4
 
+MOST_MB = 200
+"""What the library may add to its base."""
+FIRST_STEP_S, SILENCE_S, BACK_S = 15.0, 3.0, 2.0
+"""Seconds from `up` to the first committed step; failure_timeout; from the end of a cut to a step that all commit."""
 
-def run(*words: str, timeout: float = 900.0) -> str:
+
+def run(*words: str, timeout: float = 900.0, **environment: str) -> str:
     """Runs a command; returns its output, and shows it if it fails."""
-    # Without BuildKit, which not every engine has: the Dockerfile promises to work with both.
-    environment = os.environ | {"DOCKER_BUILDKIT": "0", "PACELINE_IMAGE": IMAGE}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    settings = os.environ | SETTINGS | environment
+    done = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-8000:]}{done.stderr[-8000:]}"
     return done.stdout
 
@@ -32,19 +46,59 @@ def run(*words: str, timeout: float = 900.0) -> str:
 @pytest.fixture(scope="module")
 def image() -> Iterator[str]:
     with engine():
-        run("docker", "build", "-t", IMAGE, "-f", "deploy/Dockerfile", ".")
+        build(LIBRARY, target="library")
+        build(IMAGE)
         yield IMAGE
+
+
+def test_the_library_adds_little_to_its_base(image: str) -> None:
+    sizes = [int(run("docker", "image", "inspect", "-f", "{{.Size}}", name)) / 1e6 for name in (BASE, LIBRARY, image)]
+    print(f"library {sizes[1] - sizes[0]:.0f} MB, what the examples need {sizes[2] - sizes[1]:.0f} MB")
+    assert sizes[1] - sizes[0] <= MOST_MB
+    layers = [
+        json.loads(run("docker", "image", "inspect", "-f", "{{json .RootFS.Layers}}", n)) for n in (LIBRARY, image)
+    ]
+    assert layers[1][: len(layers[0])] == layers[0]  # the extras come on top, and nothing of the library twice
+    run("docker", "run", "--rm", "--entrypoint", "python3", LIBRARY, "-c", "import paceline, paceline_server")
 
 
 def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
     assert re.match(r"\d+\.\d+", run("docker", "run", "--rm", image, "--version"))
-    assert run("docker", "run", "--rm", "--entrypoint", "id", image, "-u").strip() != "0"
+    assert run("docker", "run", "--rm", "--entrypoint", "id", image, "-u").strip() == "10001"
+    assert run("docker", "image", "inspect", "-f", "{{.Config.User}}", image).strip() == "10001"
+    own = run(
+        "docker", "run", "--rm", "--entrypoint", "find", image, "/opt/paceline", "-writable", "-not", "-type", "l"
+    )
+    assert own == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "health"),
+    [
+        pytest.param(["coordinator", "--listen", "0.0.0.0:7400"], "healthy", id="a coordinator that answers"),
+        pytest.param(["coordinator", "--listen", "0.0.0.0:7411"], "unhealthy", id="one that does not"),
+        pytest.param(["run", "digits_elastic.py", "--epochs", "9999"], "healthy", id="a worker, which does not listen"),
+    ],
+)
+def test_the_health_check_is_right_for_both(image: str, command: list[str], health: str) -> None:
+    often = ("--health-interval=0.5s", "--health-retries=2", "--health-start-period=1ms")
+    container = run("docker", "run", "-d", *often, image, *command).strip()
+    try:
+        deadline = time.monotonic() + 30.0
+        while (found := run("docker", "inspect", "-f", "{{.State.Health.Status}}", container).strip()) == "starting":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert found == health, run("docker", "inspect", "-f", "{{json .State.Health}}", container)
+    finally:
+        run("docker", "rm", "-f", container)
 
 
 def test_four_workers_train_the_digits(image: str) -> None:
     compose = [*compose_command(), "-p", PROJECT, "-f", "deploy/compose.yaml"]
     try:
-        run(*compose, "up", "-d", "--no-build", "--scale", f"worker={WORKERS}")
+        run(
+            *compose, "up", "-d", "--no-build", "--scale", f"worker={WORKERS}", PACELINE_EPOCHS="20", PACELINE_PAUSE="0"
+        )
         workers = _containers("worker")
         assert len(workers) == WORKERS
         codes = run("docker", "wait", *workers, timeout=180.0).split()
@@ -62,7 +116,56 @@ def test_four_workers_train_the_digits(image: str) -> None:
         assert run("docker", "inspect", "-f", "{{.State.ExitCode}}", coordinator).strip() == "0"
         assert "Traceback" not in _logs(coordinator)
     finally:
-        run(*compose, "down", "-v", "--remove-orphans")
+        run(*compose, "down", "-v", "--remove-orphans", "-t", "1")
+
+
+def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> None:
+    script = [
+        sys.executable,
+        str(ROOT / "deploy" / "chaos.py"),
+        "--no-build",
+        "--json",
+        "--project",
+        f"{PROJECT}-chaos",
+    ]
+    faults = ["kill", "more", "coordinator", "fewer", "pause", "disconnect", "drop"]
+    length = {"PACELINE_EPOCHS": "150", "PACELINE_PAUSE": "0.04"}  # no longer than the faults need, and a little
+    out = run(*script, "--faults", ",".join(faults), "--audit", str(tmp_path), timeout=400.0, **length)
+    print(out.rpartition("\n{")[0])
+    told = json.loads(out.splitlines()[-1])
+    found = {result["fault"]: result for result in told["faults"]}
+    assert list(found) == faults
+    assert told["accuracy"] >= 0.95
+    assert told["wrong"] == []
+    _check_samples(tmp_path, told["steps"])
+    assert set(told["exit_codes"].values()) == {0}
+    assert told["first_s"] <= FIRST_STEP_S
+    for fault in ("pause", "disconnect", "drop"):
+        assert found[fault]["others"] <= SILENCE_S + 1.0, found[fault]
+        assert found[fault]["back"] <= BACK_S, found[fault]
+    assert found["kill"]["others"] <= SILENCE_S + 1.0
+    assert found["coordinator"]["gap"] < SILENCE_S  # a coordinator that is away stops nothing
+
+
+def _check_samples(folder: Path, last: int) -> None:
+    """I6: the line has all steps up to that one, and each step used each sample of its batch once."""
+    events: list[dict[str, Any]] = [
+        json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()
+    ]
+    job = next(event for event in events if event["event"] == "job")
+    assert job["steps"] == last
+    line: dict[int, int] = {}
+    for event in events:
+        if event["event"] == "applied":
+            line[event["step"]] = max(line.get(event["step"], 0), event["generation"])
+    assert sorted(line) == list(range(1, last + 1))
+    used: dict[int, list[int]] = {}
+    for event in events:
+        if event["event"] == "attempt" and line[event["step"]] == event["generation"]:
+            used.setdefault(event["step"], []).extend(event["indices"])
+    sampler = paceline.ElasticSampler(job["samples"], global_batch=128)
+    for step in line:
+        assert sorted(used[step]) == sorted(sampler.batch(step - 1).tolist()), step
 
 
 def _containers(service: str) -> list[str]:

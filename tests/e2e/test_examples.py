@@ -53,7 +53,7 @@ def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path) -> None:
     # The example itself, and one line more: a worker that dies in the middle of training.
     dying = script.replace("        with step:", "        die(step)\n        with step:").replace(
         "with paceline.join() as session:",
-        "def die(step):\n    import os\n    once = os.path.join(sys.argv[1], 'died')\n"
+        "def die(step):\n    import os, sys\n    once = os.path.join(sys.argv[1], 'died')\n"
         "    if step.number == 40 and step.rank == 1 and not os.path.exists(once):\n"
         "        open(once, 'x').close()\n        os.kill(os.getpid(), 9)\n\nwith paceline.join() as session:",
     )

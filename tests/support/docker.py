@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["compose_command", "engine"]
+__all__ = ["BUILD", "build", "compose_command", "engine"]
+
+BUILD = {"DOCKER_BUILDKIT": "0"}
+"""Not every engine has BuildKit: the Dockerfile promises to work with both."""
 
 _HERE = Path(__file__).parent
 
@@ -42,6 +45,24 @@ def engine() -> Iterator[None]:
         yield
     finally:
         subprocess.run(["bash", _HERE / "docker_down.sh"], capture_output=True, timeout=60)
+
+
+def build(image: str, *, target: str | None = None) -> None:
+    """Builds the image of deploy/Dockerfile, or one of its stages, under that name."""
+    command = [
+        "docker",
+        "build",
+        "-t",
+        image,
+        *(["--target", target] if target else []),
+        "-f",
+        "deploy/Dockerfile",
+        ".",
+    ]
+    environment = os.environ | BUILD
+    root = _HERE.parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=_UP_TIMEOUT_S)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-8000:]}{done.stderr[-8000:]}"
 
 
 def compose_command() -> list[str]:

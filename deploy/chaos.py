@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Trains the digits in containers, disturbs them in every way, and tells how it went.
+
+    python3 deploy/chaos.py                      builds the image, starts four workers, and disturbs them
+    python3 deploy/chaos.py --faults kill,pause  only these, in this order
+    sudo python3 deploy/chaos.py --faults drop   packets that vanish: needs root, iptables and br_netfilter
+
+Needs Docker with Compose (v2, or docker-compose 1.29) and Python's standard library. The exit code is 0 only if
+training went on after every fault, the digits were learnt, and every epoch used each sample exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from records import Records
+
+HERE = Path(__file__).parent
+FILES = ("compose.yaml", "chaos.yaml")
+FAULTS = ("kill", "more", "coordinator", "fewer", "pause", "disconnect", "drop")
+SILENCE_S = 3.0
+"""Paceline's failure_timeout: so long nobody knows whether a worker that is silent is lost."""
+
+
+class Fleet:
+    """The containers of one project.
+
+    Args:
+        project: its name.
+        environment: more variables for Compose.
+        files: of Compose, in this folder.
+    """
+
+    def __init__(self, project: str, environment: dict[str, str], files: Sequence[str] = FILES) -> None:
+        self._environment = {**os.environ, **environment}
+        self._project = project
+        v2 = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+        command = ["docker", "compose"] if v2 else ["docker-compose"]
+        self._compose = [*command, "-p", project, *(word for file in files for word in ("-f", str(HERE / file)))]
+        self.network = f"{project}_default"
+
+    def run(self, *words: str, timeout: float = 120.0) -> str:
+        """Runs a command; what it prints if it fails is in the error."""
+        done = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=timeout)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stdout[-4000:]}{done.stderr[-4000:]}")
+        return done.stdout.strip()
+
+    def build(self) -> None:
+        """Builds the image."""
+        subprocess.run([*self._compose, "build"], env=self._environment, check=True)
+
+    def scale(self, workers: int) -> None:
+        """Starts and stops containers until there are so many workers; SIGTERM lets those that go finish their step."""
+        self.run(*self._compose, "up", "-d", "--no-build", "--scale", f"worker={workers}")
+
+    def containers(self, service: str, *, running: bool = True) -> list[str]:
+        """Ids of 12 characters, which are the containers' host names too."""
+        labels = (f"com.docker.compose.project={self._project}", f"com.docker.compose.service={service}")
+        words = ["docker", "ps", "-q", *(word for label in labels for word in ("--filter", f"label={label}"))]
+        return self.run(*words, *([] if running else ["-a"])).split()
+
+    def address(self, container: str) -> str:
+        """Its IP address."""
+        form = f'{{{{(index .NetworkSettings.Networks "{self.network}").IPAddress}}}}'
+        return self.run("docker", "inspect", "-f", form, container)
+
+    def logs(self) -> str:
+        """What all containers that are still there have said."""
+        done = subprocess.run(
+            [*self._compose, "logs", "--no-color"], env=self._environment, capture_output=True, text=True
+        )
+        return done.stdout
+
+    def down(self) -> None:
+        """Takes everything away."""
+        self.run(*self._compose, "down", "-v", "--remove-orphans", "-t", "1")
+
+
+class Chaos:
+    """Disturbs a fleet that trains.
+
+    Args:
+        fleet: its containers.
+        records: what its workers write down.
+        say: hears a line for each fault.
+
+    Attributes:
+        results: one for each fault: its name, what was done to whom, how many seconds after the command the others had
+            committed a step of the view that followed (`others`), and how many after the command that healed it all
+            had, with the disturbed one (`back`); `gap` is the longest time in which nobody committed.
+    """
+
+    def __init__(self, fleet: Fleet, records: Records, say: Callable[[str], None]) -> None:
+        self.results: list[dict[str, Any]] = []
+        self._fleet = fleet
+        self._records = records
+        self._say = say
+
+    def inflict(self, name: str) -> None:
+        """One fault by name, and its healing."""
+        began = time.time()
+        result: dict[str, Any] = {"fault": name, **getattr(self, f"_{name}")()}
+        result["gap"] = self._records.longest_gap(began, time.time())
+        self.results.append(result)
+        self._say(describe(result))
+
+    # Faults -----------------------------------------------------------------------------------------------------------
+
+    def _kill(self) -> dict[str, Any]:
+        return self._lose(-1, lambda victim: ["docker", "kill", victim])
+
+    def _more(self) -> dict[str, Any]:
+        return self._scale(6)
+
+    def _fewer(self) -> dict[str, Any]:
+        facts = self._scale(2)
+        self._scale(4)
+        return facts
+
+    def _coordinator(self) -> dict[str, Any]:
+        (coordinator,) = self._fleet.containers("coordinator")
+        hosts, start = self._fleet.containers("worker"), time.time()
+        self._fleet.run("docker", "restart", coordinator)
+        self._await(lambda: self._records.committed(hosts, time.time() - 0.5), "a step was committed after it")
+        return {"what": f"the coordinator is restarted in {time.time() - start:.1f} s"}
+
+    def _pause(self) -> dict[str, Any]:
+        return self._lose(1, lambda victim: ["docker", "pause", victim], lambda victim: ["docker", "unpause", victim])
+
+    def _disconnect(self) -> dict[str, Any]:
+        network = self._fleet.network
+
+        def connect(victim: str) -> list[str]:  # with the address that the others know
+            return ["docker", "network", "connect", "--ip", self._fleet.address(victim), network, victim]
+
+        return self._lose(0, lambda victim: ["docker", "network", "disconnect", network, victim], connect)
+
+    def _drop(self) -> dict[str, Any]:
+        def rule(verb: str) -> Callable[[str], list[str]]:
+            def command(victim: str) -> list[str]:
+                address = self._fleet.address(victim)
+                rules = [f"iptables -w {verb} DOCKER-USER {end} {address} -j DROP" for end in ("-s", "-d")]
+                return ["sh", "-ec", "\n".join(rules)]
+
+            return command
+
+        return self._lose(-1, rule("-I"), rule("-D"))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _lose(
+        self, rank: int, cut: Callable[[str], list[str]], heal: Callable[[str], list[str]] | None = None
+    ) -> dict[str, Any]:
+        hosts = self._fleet.containers("worker")
+        victim = self._records.by_rank(hosts)[rank]
+        others = [host for host in hosts if host != victim]
+        commands = cut(victim), heal(victim) if heal is not None else None  # while its address can still be asked for
+        start = time.time()
+        self._fleet.run(*commands[0])
+        try:
+            again = self._await(lambda: self._records.back(others, start), "the others committed again")
+        finally:
+            healed = time.time()
+            if commands[1] is not None:
+                self._fleet.run(*commands[1])
+        result = {"what": f"{victim} of {len(hosts)}", "others": again - start}
+        if commands[1] is not None:
+            back = self._await(
+                lambda: self._records.back(hosts, healed, size=len(hosts)), f"{victim} was back and all committed"
+            )
+            result["back"] = back - healed
+        return result
+
+    def _await(self, look: Callable[[], float | None], what: str) -> float:
+        def unless_over() -> float | None:
+            if self._records.accuracy is not None:
+                raise RuntimeError(f"training ended before {what}: PACELINE_EPOCHS makes it longer")
+            return look()
+
+        return self._records.wait(unless_over, what)
+
+    def _scale(self, workers: int) -> dict[str, Any]:
+        before = len(self._fleet.containers("worker"))
+        start = time.time()
+        self._fleet.scale(workers)
+        hosts = self._fleet.containers("worker")
+        again = self._await(lambda: self._records.back(hosts, start, size=workers), f"{workers} workers committed")
+        return {"what": f"{before} workers become {workers}", "others": again - start}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A result as a line."""
+    parts = [f"{result['fault']:<12}{result['what']:<40}"]
+    for key, text in (("others", "committing after"), ("back", "back after"), ("gap", "longest gap")):
+        if key in result:
+            parts.append(f"{text} {result[key]:.2f} s")
+    return "  ".join(parts)
+
+
+def train(
+    fleet: Fleet, records: Records, workers: int, faults: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Starts the workers, disturbs them, waits for the end; returns what is to be told of it."""
+    start = time.time()
+    fleet.scale(workers)
+    hosts = fleet.containers("worker")
+    first = records.wait(lambda: records.committed(hosts, start), "the first step is committed")
+    say(f"first step committed {first - start:.1f} s after `up`")
+    records.wait(lambda: records.back(hosts, start, size=workers), f"all {workers} train")
+    chaos = Chaos(fleet, records, say)
+    for fault in faults:
+        chaos.inflict(fault)
+    records.wait(lambda: records.accuracy, "training ends", timeout=600.0)
+    last = fleet.containers("worker", running=False)
+    codes = fleet.run("docker", "wait", *last).split()
+    records.refresh()
+    return {
+        "first_s": first - start,
+        "faults": chaos.results,
+        "accuracy": records.accuracy,
+        "steps": records.steps,
+        "wrong": records.wrong(),
+        "exit_codes": dict(zip(last, map(int, codes), strict=True)),
+        "seconds": time.time() - start,
+    }
+
+
+def _can_drop() -> bool:
+    """Whether this user may set a packet filter, and what goes from container to container passes it."""
+    bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+    return os.geteuid() == 0 and bridged.exists() and bridged.read_text().strip() == "1"
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    standard = [fault for fault in FAULTS if fault != "drop" or _can_drop()]
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--faults", default=",".join(standard), help=f"of {','.join(FAULTS)}; default: %(default)s")
+    parser.add_argument("--project", default="paceline-chaos")
+    parser.add_argument("--audit", type=Path, metavar="FOLDER", help="keep here what the workers wrote down")
+    parser.add_argument("--no-build", action="store_true", help="the image is there")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    asked = parser.parse_args()
+    faults = [fault for fault in asked.faults.split(",") if fault]
+    if unknown := set(faults) - set(FAULTS):
+        parser.error(f"no such fault: {', '.join(unknown)}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (asked.audit or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o777)  # the containers' user is nobody here
+        fleet = Fleet(asked.project, {"PACELINE_AUDIT": str(folder)})
+        records = Records(folder)
+        if not asked.no_build:
+            fleet.build()
+        try:
+            told = train(fleet, records, asked.workers, faults, lambda line: print(line, flush=True))
+        except BaseException:
+            print(fleet.logs(), records, sep="\n", file=sys.stderr)
+            raise
+        finally:
+            fleet.down()
+    print(f"accuracy {told['accuracy']:.4f} after {told['steps']} steps in {told['seconds']:.0f} s")
+    print("\n".join(told["wrong"]) or "every sample counted exactly once in each epoch, whatever happened")
+    if asked.json:
+        print(json.dumps(told))
+    return 0 if told["accuracy"] >= 0.95 and not told["wrong"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

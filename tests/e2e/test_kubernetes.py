@@ -1,0 +1,138 @@
+"""The manifests hold what Kubernetes' own schemas ask, and what they say of each other is true; without a cluster."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.cli.launcher import supervision
+from support import manifests
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+MANIFESTS = manifests.load(FOLDER)
+
+
+def test_nothing_is_wrong() -> None:
+    assert manifests.problems(MANIFESTS) == []
+
+
+def test_all_files_are_in_the_kustomization() -> None:
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    files = {path.name for path in FOLDER.iterdir()} - {"kustomization.yaml"}
+    assert files == set(kustomization["resources"])
+    images = {c["image"] for kind in ("coordinator", "worker") for c in _pod(MANIFESTS, kind)["containers"]}
+    assert images == {image["name"] for image in kustomization["images"]}
+
+
+def test_a_worker_has_the_time_that_its_launcher_gives_it() -> None:
+    assert manifests._DRAIN_S == supervision.DRAIN_S
+    assert _pod(MANIFESTS, "worker")["terminationGracePeriodSeconds"] >= supervision.DRAIN_S + supervision.KILL_AFTER_S
+
+
+def test_shared_memory_is_of_a_size_and_within_the_limit() -> None:
+    (shm,) = [volume for volume in _pod(MANIFESTS, "worker")["volumes"] if volume["name"] == "shm"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Mi"}
+    (container,) = _pod(MANIFESTS, "worker")["containers"]
+    assert container["resources"]["limits"]["memory"] == "2Gi"
+
+
+Change = Callable[[list[dict[str, Any]]], object]
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "a typing error": (
+        lambda m: _deployment(m, "worker")["spec"].update(replcas=3),
+        "'replcas' was unexpected",
+    ),
+    "a number as a text": (lambda m: _deployment(m, "worker")["spec"].update(replicas="4"), "'4' is not of type"),
+    "a variable that is no text": (
+        lambda m: _pod(m, "worker")["containers"][0]["env"].append({"name": "X", "value": 2}),
+        "2 is not of type",
+    ),
+    "a kind of another version": (lambda m: m[0].update(apiVersion="v2"), "there is no such kind in v2"),
+    "a selector beside its pods": (
+        lambda m: _deployment(m, "worker")["spec"]["template"]["metadata"]["labels"].update(
+            {"app.kubernetes.io/component": "w"}
+        ),
+        "does not match its own pods",
+    ),
+    "a selector for both": (
+        lambda m: _deployment(m, "worker")["spec"]["selector"]["matchLabels"].pop("app.kubernetes.io/component"),
+        "matches the pods of Deployment paceline-coordinator too",
+    ),
+    "a service for nobody": (
+        lambda m: _of(m, "Service")["spec"]["selector"].update({"app.kubernetes.io/name": "pace"}),
+        "matches the pods of 0 deployments",
+    ),
+    "a port by another name": (
+        lambda m: _of(m, "Service")["spec"]["ports"][0].update(targetPort="http"),
+        "has no port http",
+    ),
+    "a claim that is not there": (
+        lambda m: _of(m, "PersistentVolumeClaim")["metadata"].update(name="other"),
+        "there is no claim paceline-coordinator",
+    ),
+    "two coordinators": (lambda m: _deployment(m, "coordinator")["spec"].update(replicas=2), "one replica"),
+    "a mount of nothing": (
+        lambda m: _pod(m, "worker")["volumes"].pop(),
+        "mounts shm, which is no volume",
+    ),
+    "root": (lambda m: _pod(m, "worker")["securityContext"].update(runAsNonRoot=False), "may run as root"),
+    "files that can be changed": (
+        lambda m: _pod(m, "worker")["containers"][0]["securityContext"].pop("readOnlyRootFilesystem"),
+        "may change its own files",
+    ),
+    "no limits": (lambda m: _pod(m, "worker")["containers"][0]["resources"].pop("limits"), "no limits of cpu"),
+    "a probe of another port": (
+        lambda m: _pod(m, "coordinator")["containers"][0]["livenessProbe"]["grpc"].update(port=7401),
+        "livenessProbe asks a port that is not open",
+    ),
+    "a coordinator elsewhere": (
+        lambda m: _pod(m, "worker")["containers"][0]["env"][0].update(value="coordinator:7400"),
+        "no service answers at coordinator:7400",
+    ),
+    "a token on no volume": (
+        lambda m: _pod(m, "coordinator")["containers"][0]["env"][0].update(value="/etc/token"),
+        "/etc/token is on no volume",
+    ),
+    "no time to leave": (
+        lambda m: _pod(m, "worker").update(terminationGracePeriodSeconds=10),
+        "no time to leave in good order",
+    ),
+    "a budget that allows nothing": (
+        lambda m: _of(m, "PodDisruptionBudget")["spec"].update(minAvailable=4),
+        "no pod of Deployment paceline-worker could ever be moved",
+    ),
+    "a budget below the minimum": (
+        lambda m: _of(m, "PodDisruptionBudget")["spec"].update(minAvailable=1),
+        "keeps fewer than the 2 workers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_found(change: Change, text: str) -> None:
+    broken = copy.deepcopy(MANIFESTS)
+    change(broken)
+    found = manifests.problems(broken)
+    assert any(text in problem for problem in found), found
+
+
+def _of(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (manifest,) = [m for m in found if m["kind"] == kind]
+    return manifest
+
+
+def _deployment(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
+    name = f"paceline-{component}"
+    (manifest,) = [m for m in found if m["kind"] == "Deployment" and m["metadata"]["name"] == name]
+    return manifest
+
+
+def _pod(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
+    spec: dict[str, Any] = _deployment(found, component)["spec"]["template"]["spec"]
+    return spec

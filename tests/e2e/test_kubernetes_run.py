@@ -1,0 +1,99 @@
+"""What the manifests say of a container, run by Docker: as nobody, on files that cannot be changed, with a token."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import manifests
+from support.docker import build, engine
+
+pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "paceline-test"
+NETWORK = "paceline-test-manifests"
+PODS: dict[str, dict[str, Any]] = {
+    m["metadata"]["name"]: m["spec"]["template"]["spec"]
+    for m in manifests.load(ROOT / "deploy" / "kubernetes")
+    if m["kind"] == "Deployment"
+}
+
+
+def docker(*words: str) -> str:
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return (done.stdout + done.stderr).strip()
+
+
+@pytest.fixture
+def network() -> Iterator[str]:
+    with engine():
+        build(IMAGE)
+        docker("network", "create", NETWORK)
+        try:
+            yield NETWORK
+        finally:
+            if left := docker("ps", "-aq", "--filter", f"network={NETWORK}").split():
+                docker("rm", "-f", *left)
+            docker("network", "rm", NETWORK)
+
+
+def start(name: str, secret: Path, *, service: str = "") -> str:
+    """A container as the pod of that deployment has it; returns its id."""
+    pod = PODS[name]
+    (container,) = pod["containers"]
+    words = ["run", "-d", "--network", NETWORK, *(["--network-alias", service] if service else [])]
+    security = container["securityContext"]
+    assert security["readOnlyRootFilesystem"]
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    words += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    words += ["--user", f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"]
+    words += ["--memory", container["resources"]["limits"]["memory"].removesuffix("i")]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for number, mount in enumerate(container["volumeMounts"]):
+        if "secret" in volumes[mount["name"]]:
+            words += ["-v", f"{secret}:{mount['mountPath']}:ro"]
+            continue
+        folder = Path(tempfile.mkdtemp(prefix=str(number), dir=secret.parent))
+        folder.chmod(0o777)  # as an emptyDir is, and a claim's volume for its fsGroup
+        words += ["-v", f"{folder}:{mount['mountPath']}"]
+    for entry in container["env"]:
+        words += ["-e", f"{entry['name']}={entry['value']}"]
+    return docker(*words, IMAGE, *container["args"])
+
+
+def test_a_coordinator_and_workers_train_and_leave(network: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "token").write_text("a-token-of-this-test-alone")
+    for path in (tmp_path, secret):
+        path.chmod(0o755)
+    coordinator = start("paceline-coordinator", secret, service="paceline-coordinator")
+    workers = [start("paceline-worker", secret) for _ in range(2)]
+    deadline = time.monotonic() + 60.0
+    while "generation 2: rank" not in (said := docker("logs", workers[0])):
+        assert time.monotonic() < deadline, f"{said}\n{docker('logs', coordinator)}"
+        time.sleep(0.1)
+    docker("exec", coordinator, "python3", "-m", "paceline.cli.health", "127.0.0.1:7400")  # as a probe: no token
+    status = ["status", "--coordinator", "127.0.0.1:7400"]
+    assert "digits" in docker("exec", coordinator, "paceline", *status)
+    stranger = ["docker", "exec", "-e", "PACELINE_TOKEN_FILE=", coordinator, "paceline", *status]
+    refused = subprocess.run(stranger, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "token" in refused.stderr
+    # What the kubelet does to a pod that goes: SIGTERM, and time.
+    grace = PODS["paceline-worker"]["terminationGracePeriodSeconds"]
+    began = time.monotonic()
+    docker("stop", "-t", str(grace), workers[1])
+    assert time.monotonic() - began < grace / 2
+    assert docker("inspect", "-f", "{{.State.ExitCode}}", workers[1]) == "143"  # the launcher's: it was told to end
+    assert "Traceback" not in docker("logs", workers[1])
+    docker("stop", "-t", "30", coordinator)
+    assert docker("inspect", "-f", "{{.State.ExitCode}}", coordinator) == "0"
