@@ -24,7 +24,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_TLS_CERT": "file with this worker's certificate, for the name member.paceline",
     "PACELINE_TLS_KEY": "file with the key of that certificate",
     "PACELINE_TOKEN": "token that the coordinator is shown with every call",
-    "PACELINE_TOKEN_FILE": "file with the token, read anew at every connection and call; the first one in it counts",
+    "PACELINE_TOKEN_FILE": "file with the token, looked at again once a second at most; the first one in it counts",
     "PACELINE_LAUNCHER_FD": "set by `paceline run`: a pipe on which workers tell it of their views",
     "PACELINE_FLIGHT_DIR": "where the last operations are written on SIGUSR2 and when a generation fails (default: "
     "paceline-UID/flight in the temporary directory); 'off' for nowhere",

@@ -35,7 +35,7 @@ class Credentials:
         ca: certificate of the authority that others are checked by; None for no TLS.
         cert: this worker's certificate, for MEMBER_NAME. Needed by workers, for their doors; not by the command line.
         key: the key of the certificate.
-        token: the token, or the path of a file that is read anew at every connection and call.
+        token: the token, or the path of a file that is read anew when the token is shown, at most once a second.
 
     Raises:
         ValueError: some do not go together, a file of the token cannot be read, or a certificate cannot be used.
@@ -58,17 +58,33 @@ class Credentials:
         """What PACELINE_TLS_CA, _CERT and _KEY and PACELINE_TOKEN or _TOKEN_FILE say.
 
         Raises:
-            ValueError: a variable that belongs to another is missing, or a file cannot be read or used; the text says
-                which.
+            ValueError: a variable that belongs to another is missing, one for the token is empty, or a file cannot be
+                read or used; the text says which.
         """
+        token, token_file = environ.get("PACELINE_TOKEN"), environ.get("PACELINE_TOKEN_FILE")
+        for name, value in (("PACELINE_TOKEN", token), ("PACELINE_TOKEN_FILE", token_file)):
+            if value is not None and not value.strip():
+                raise ValueError(f"{name} is set, but empty: unset it if there is no token to show")
+        if token and token_file:
+            raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
+        return cls._from_environment(environ, Path(token_file) if token_file else token)
+
+    @classmethod
+    def tls_from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """What PACELINE_TLS_CA, _CERT and _KEY say; for calls that show no token.
+
+        Raises:
+            ValueError: as for `from_environment`.
+        """
+        return cls._from_environment(environ, None)
+
+    @classmethod
+    def _from_environment(cls, environ: Mapping[str, str], token: str | Path | None) -> Self:
         paths = {name: environ.get(name) or None for name in (_CA, _CERT, _KEY)}
         _check_together(paths, (_CA, _CERT, _KEY))
         ca, cert, key = (_read(name, path) for name, path in paths.items())
-        token, token_file = environ.get("PACELINE_TOKEN") or None, environ.get("PACELINE_TOKEN_FILE") or None
-        if token and token_file:
-            raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
         try:
-            return cls(ca, cert, key, Path(token_file) if token_file else token)
+            return cls(ca, cert, key, token)
         except ValueError as error:
             names = ", ".join(f"{name}={path}" for name, path in paths.items() if path)
             raise ValueError(f"{error}{f' ({names})' if names else ''}") from None

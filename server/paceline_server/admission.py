@@ -39,8 +39,10 @@ def check(state: JobState, claim: Registered) -> list[Session]:
         RankTaken: a live member claims the same rank.
     """
     _check_alone(claim)
-    ghosts = [other for other in state.concerned() if other.stream is None and other.standing is Standing.WAITING]
-    others = [other for other in state.concerned() if other not in ghosts]
+    ghosts: list[Session] = []
+    others: list[Session] = []
+    for other in state.concerned():
+        (ghosts if other.stream is None and other.standing is Standing.WAITING else others).append(other)
     if others:
         _check_agreement(claim, others[0])
     for other in others:

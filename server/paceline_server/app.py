@@ -7,6 +7,7 @@ It runs on whatever event loop starts it and installs no signal handlers, so tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -50,6 +51,10 @@ _SERVICES = tuple(
 
 _IDLE_MS = 250
 """Milliseconds for which a connection may be there without a call."""
+
+
+_HEALTH_S = 0.2
+"""Seconds for those who watch our health to hear that it ends."""
 
 
 class PortInUse(OSError):
@@ -130,8 +135,11 @@ class Coordinator:
         if self._server is None:
             return
         server, self._server = self._server, None
-        await self._health.enter_graceful_shutdown()
         self._dispatcher.drain()
+        # A watcher that does not read holds the lock of the health service, and must not hold us.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEALTH_S):
+                await self._health.enter_graceful_shutdown()
         await server.stop(grace)
         if self._tokens is not None:
             await self._tokens.close()
@@ -153,8 +161,8 @@ class Coordinator:
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", self._settings.max_calls),
             ("grpc.server_handshake_timeout_ms", round(1000 * self._settings.first_message_time)),
-            # An evicted session's last words may wait seconds for TCP to send them again. Closed, its connection answers
-            # the member's next heartbeat with a reset, and the member comes back.
+            # An evicted session's last words may wait seconds for TCP to send them again. Closed, its connection
+            # answers the member's next heartbeat with a reset, and the member comes back.
             ("grpc.max_connection_idle_ms", _IDLE_MS),
             # Connections of hosts that are gone without a word must not stay for ever.
             ("grpc.keepalive_time_ms", 60_000),

@@ -133,7 +133,7 @@ class Dispatcher:
             token_sha256=wire.token_hash(token),
             stream=stream.number,
             process=wire.read_process(message.process, self.settings),
-            address=wire.check_name(message.address, "the address of a worker", self.settings.max_address_bytes),
+            address=wire.read_address(message.address, self.settings),
             settings=wire.read_settings(message.settings),
             claimed_rank=message.rank if message.HasField("rank") else None,
             generation_floor=message.generation_floor,
@@ -142,6 +142,8 @@ class Dispatcher:
         if sum(len(job.membership.state.sessions) for job in self.jobs.values()) >= self.settings.max_sessions:
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
         job = self.jobs.get(name) or self._new_job(name)
+        if len(job.membership.state.sessions) >= self.settings.max_job_sessions:
+            raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
         self._attach(job, stream, token, event)
         return stream
 

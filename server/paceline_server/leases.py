@@ -15,6 +15,10 @@ LOOK_AGAIN = 0.02
 """Seconds between the look that finds a lease lapsed and the look that believes it: some rounds of the event loop."""
 
 
+_CANDIDATE_S = 10.0
+"""For how long at most a candidate that has lost its stream keeps its place. It has nothing that others wait for, and
+`failure_timeout` is its own to say: a day of it must not keep the places of others."""
+
 _OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
 
 
@@ -35,7 +39,7 @@ class Leases:
     def began(self, session: Session) -> None:
         """A lease begins anew for another reason than a heartbeat."""
         assert session.lease_from is not None
-        self.check_at = min(self.check_at, session.lease_from + session.settings.failure_timeout)
+        self.check_at = min(self.check_at, session.lease_from + _lease(session))
 
     def renew_after_stall(self, now: float, slept: float) -> None:
         """Lets all leases start anew if the coordinator slept for longer than their heartbeat interval."""
@@ -99,7 +103,7 @@ class Leases:
         return f"last heard {now - session.heard:.1f} s ago"
 
     def _has_lapsed(self, now: float, session: Session, lease_from: float) -> bool:
-        due = lease_from + session.settings.failure_timeout
+        due = lease_from + _lease(session)
         if now < due:
             session.overdue_from = None
         elif session.overdue_from is None:
@@ -129,6 +133,12 @@ class Leases:
             return []
         how = f"was not seen again within {timeout:g} s after the coordinator was started again"
         return [(session, how) for session in unseen]
+
+
+def _lease(session: Session) -> float:
+    """Seconds of silence that end the session."""
+    timeout = session.settings.failure_timeout
+    return min(timeout, _CANDIDATE_S) if session.standing is Standing.WAITING and session.stream is None else timeout
 
 
 def _how(now: float, session: Session) -> str:

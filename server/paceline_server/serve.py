@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-from paceline_server._memory import share_one_heap
+from paceline_server._process import raise_file_limit, share_one_heap
 from paceline_server.app import Coordinator
 from paceline_server.settings import ServerSettings
 
@@ -26,6 +26,7 @@ def serve(settings: ServerSettings, announce: Callable[[str], None] | None = Non
         StateUnusable: the state file cannot be used.
     """
     share_one_heap()
+    raise_file_limit()
     asyncio.run(_serve(settings, announce, grace))
 
 

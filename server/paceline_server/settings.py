@@ -66,6 +66,9 @@ class ServerSettings:
     max_sessions: int = 10_000
     """Sessions of all jobs together."""
 
+    max_job_sessions: int = 5_000
+    """Sessions of one job: no job takes the places of all others."""
+
     max_pending_messages: int = 256
     """Messages that may wait for one slow session; beyond that its stream is ended and it may resume."""
 
@@ -148,11 +151,15 @@ def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[
     """`token` or `token_file` of the settings: the file that was named, else PACELINE_TOKEN or PACELINE_TOKEN_FILE.
 
     Raises:
-        ValueError: both variables are set.
+        ValueError: both variables are set, or one is empty: what was to fill it has failed, and nobody would be asked
+            for a token.
     """
     if token_file is not None:
         return {"token_file": token_file}
     token, path = environ.get("PACELINE_TOKEN"), environ.get("PACELINE_TOKEN_FILE")
+    for name, value in (("PACELINE_TOKEN", token), ("PACELINE_TOKEN_FILE", path)):
+        if value is not None and not value.strip():
+            raise ValueError(f"{name} is set, but empty: unset it if callers need no token")
     if token and path:
         raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
     if path:

@@ -116,9 +116,22 @@ def check_version(version: int) -> None:
 
 
 def cut(text: str, limit: int) -> str:
-    """The text, cut to so many bytes of UTF-8."""
-    data = text.encode()
+    """The text, cut to so many bytes of UTF-8, without what a terminal or a log would take for more than text."""
+    text = "".join(character if character.isprintable() else " " for character in text[:limit])
+    data = text.encode(errors="replace")
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
+
+
+def read_address(text: str, settings: ServerSettings) -> str:
+    """Where a worker's door is, as it says.
+
+    Raises:
+        BadRequest: it is too long, or not printable.
+    """
+    check_name(text, "the address of a worker", settings.max_address_bytes)
+    if not text.isprintable():
+        raise BadRequest("the address of a worker must be printable")
+    return text
 
 
 def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Process:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from fuzz.decoders import SEEDS as DECODERS
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks
 from paceline._grpc import EOF
+from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault
@@ -83,6 +84,9 @@ class _Context:
     def invocation_metadata(self) -> tuple[tuple[str, bytes], ...]:
         return (("paceline-ticket-bin", self._ticket),)
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     async def read(self) -> Any:
         return self._messages.pop(0) if self._messages else EOF
 
@@ -126,7 +130,7 @@ def hello(data: bytes) -> None:
     house, context = _House(), _Context()
 
     async def knock() -> Any:
-        door = Door(_JOB)
+        door = Door(_JOB, IN_THE_CLEAR)
         door.enter(house)
         return await door._hello(request, context)
 
@@ -149,7 +153,7 @@ def stream(data: bytes) -> None:
     house, context = _House(), _Context(messages, b"ticket")
 
     async def deliver() -> None:
-        door = Door(_JOB)
+        door = Door(_JOB, IN_THE_CLEAR)
         door._tickets[b"ticket"] = (house, PEERS[0], house.box, time.monotonic() + 60.0)  # type: ignore[assignment]
         await door._frames(None, context)
 

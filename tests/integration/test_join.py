@@ -230,6 +230,8 @@ def test_the_store_is_shared_and_waits() -> None:
         assert not one.store.delete("c")
         with pytest.raises(paceline.LimitExceeded):
             one.store.set("big", bytes((1 << 20) + 1))
+        with pytest.raises(paceline.LimitExceeded):
+            one.store.set("far too big", bytes(8 << 20))
         store = one.store
         leave([one, two])
         with pytest.raises(paceline.PacelineError):

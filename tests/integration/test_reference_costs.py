@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from paceline._loop import loop_thread
+from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import (
     CollectiveMismatch,
 )
@@ -219,13 +220,13 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 def test_21_links_over_ipv6() -> None:
     thread = loop_thread()
-    doors = [Door(JOB) for _ in range(2)]
+    doors = [Door(JOB, IN_THE_CLEAR) for _ in range(2)]
     with ExitStack() as stack:
         for door in doors:
             stack.callback(lambda door=door: thread.run(door.close()))
         ports = [thread.run(door.start("::1", 0)) for door in doors]
         peers = [Peer(rank, f"member-{rank}", "host", f"[::1]:{ports[rank]}", 100 + rank) for rank in range(2)]
-        meshes = [GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0) for rank in range(2)]
+        meshes = [GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR) for rank in range(2)]
         for door, mesh in zip(doors, meshes, strict=True):
             thread.loop.call_soon_threadsafe(door.enter, mesh)
         results = run_groups([Group(mesh, SOON) for mesh in meshes], lambda g: g.all_reduce(X).tolist())

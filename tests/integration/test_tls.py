@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.session.wire import CHANNEL_OPTIONS
 from paceline.testing import coordinator
+from paceline_server import ServerSettings
+from paceline_server.security.tls import server_credentials
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.certificates import CertificateFolder, make_folder, renew
@@ -86,6 +89,29 @@ def test_a_coordinator_by_name_and_by_ipv6(good: CertificateFolder, listen: str)
         assert address.startswith(listen[:-1])
         with join(address, good.credentials) as session:
             assert session.size == 1
+
+
+@pytest.mark.parametrize("mutual", [True, False])
+@pytest.mark.parametrize(
+    ("now", "words"), [(0.0, None), (2 * 86_400.0, "expired on "), (-2 * 86_400.0, "is not valid before ")]
+)
+def test_a_coordinator_says_that_its_certificate_is_out_of_its_time(
+    good: CertificateFolder,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    mutual: bool,
+    now: float,
+    words: str | None,
+) -> None:
+    settings = good.server(mutual=mutual)
+    today = time.time()
+    monkeypatch.setattr("time.time", lambda: today + now)
+    assert server_credentials(ServerSettings(**settings)) is not None
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (words is not None)
+    for each in said:
+        assert each.startswith(f"the certificate {settings['tls_cert']} {words}")
+        assert str(datetime.fromtimestamp(today, UTC).year) in each
 
 
 def test_health_wants_tls_too(

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
 
 import paceline
+from paceline import token_source
 from paceline._loop import loop_thread
 from paceline.cli import admin
 from paceline.cli.app import app
+from paceline.cli.health import is_serving
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.testing import coordinator
@@ -29,6 +36,8 @@ from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from support.command import command
 from support.coordinator import reason_of, run, running
+from support.hanging import hanging
+from support.http2 import DATA, claimed, connect, frame, open_call
 
 ALL, ONE, TWO = "the-token-for-all-0123456789", "the-token-for-one-0123456789", "the-token-for-two-0123456789"
 
@@ -47,8 +56,9 @@ METHODS = {
 
 @pytest.fixture
 def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of tokens that is looked at for every call."""
+    """A file of tokens that is looked at for every call, and so are those of workers."""
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
+    monkeypatch.setattr(token_source, "LOOK_S", 0.0)
     path = tmp_path / "tokens"
     path.write_text(f"{ALL}\n{ONE} one\n{TWO} two\n")
     return path
@@ -124,6 +134,101 @@ def test_every_method_of_every_service_is_covered() -> None:
                 assert error is None or error.code() is not grpc.StatusCode.UNAUTHENTICATED, method
 
     run(main)
+
+
+def test_a_refused_call_is_not_read() -> None:
+    """Its request is announced and never comes: the refusal does not wait for it."""
+
+    def said(address: str, method: str) -> bytes:
+        with connect(address, SOON) as there:
+            there.sendall(open_call(method) + frame(DATA, 0, 1, claimed(1 << 20) + b"x" * 100))
+            heard = b""
+            while b"it wants a token" not in heard:
+                piece = there.recv(65536)
+                assert piece, heard
+                heard += piece
+            return heard
+
+    with coordinator(token=ALL) as address:
+        for method in METHODS:
+            assert b"grpc-status" in said(address, method)
+
+
+def test_a_first_message_of_another_kind_is_the_handlers_to_refuse(tokens: Path) -> None:
+    async def main() -> None:
+        async with running(token_file=tokens) as channel:
+            for first in (session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat()), session_pb2.SessionRequest()):
+                for token in (ALL, ONE):
+                    error = await answer(channel, "/pacelinepb.v1.SessionService/Session", token, first)
+                    assert error is not None
+                    assert reason_of(error) == "BAD_REQUEST"
+
+    run(main)
+
+
+def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
+    """Neither the coordinator's nor a worker's holds anybody up."""
+    mine = tmp_path / "mine"
+    mine.write_text(ALL)
+    with coordinator(token_file=tokens) as address, join(address, mine) as session, hanging(tokens), hanging(mine):
+        began = time.monotonic()
+        session.store.set("key", b"value")
+        assert time.monotonic() - began < SOON
+        began = time.monotonic()
+        with pytest.raises(paceline.OperationTimeout):
+            session.store.get("another", timeout=0.2)
+        assert session.store.get("key") == b"value"
+        session.barrier("b", timeout=5.0)
+        with join(address, ALL, "two"):
+            pass
+        assert time.monotonic() - began < 1.0
+
+
+def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
+    theirs, mine = tmp_path / "tokens", tmp_path / "mine"
+    theirs.write_text(ALL)
+    mine.write_text(ALL)
+    script = (
+        "import paceline, paceline.token_source, sys\n"
+        "paceline.token_source.LOOK_S = 0.0\n"
+        "with paceline.join(job='one') as session:\n"
+        "    print('joined', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    session.store.set('key', b'value')\n"
+    )
+    serve = (
+        "from paceline_server.__main__ import main\n"
+        "from paceline_server.security import token_file\n"
+        "token_file.LOOK_S, token_file.PATIENCE_S = 0.0, 0.1\n"
+        "raise SystemExit(main())\n"
+    )
+    with ExitStack() as stack:
+        server = stack.enter_context(process(["-c", serve, "--listen", "127.0.0.1:0", "--token-file", str(theirs)]))
+        assert server.stdout is not None
+        where = {"PACELINE_COORDINATOR": server.stdout.readline().split()[-1], "PACELINE_TOKEN_FILE": str(mine)}
+        worker = stack.enter_context(process(["-c", script], where))
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "joined\n"
+        stack.enter_context(hanging(theirs))
+        stack.enter_context(hanging(mine))
+        assert "Error" not in worker.communicate("\n", timeout=10.0)[1]
+        assert worker.returncode == 0
+        server.send_signal(signal.SIGTERM)
+        said = server.communicate(timeout=5.0)[1]
+        assert server.returncode == 0
+        assert "the token file has not been read for 0.1 s" in said
+
+
+@contextlib.contextmanager
+def process(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Python, killed at the end of the block if it still runs."""
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environ = {**os.environ, **(environment or {})}
+    with subprocess.Popen([sys.executable, *arguments], text=True, env=environ, **pipes) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def test_every_request_about_another_job_is_refused(tokens: Path) -> None:
@@ -231,6 +336,8 @@ def test_a_member_whose_token_is_out_of_force_is_refused_when_it_comes_back(toke
 @pytest.mark.parametrize(
     ("arguments", "environ", "words"),
     [
+        ((), {"PACELINE_TOKEN": ""}, "PACELINE_TOKEN is set, but empty"),
+        ((), {"PACELINE_TOKEN_FILE": ""}, "PACELINE_TOKEN_FILE is set, but empty"),
         ((), {"PACELINE_TOKEN": "short"}, "the token has 5 characters, 16 at least"),
         ((), {"PACELINE_TOKEN_FILE": "/no/such/file"}, "cannot read the token file /no/such/file"),
         (("--token-file", "/no/such/file"), {}, "cannot read the token file /no/such/file"),
@@ -258,6 +365,12 @@ def test_a_coordinator_that_cannot_start_says_why(
     for said in (result.stderr, capsys.readouterr().err):
         assert words in said
         assert said.count("\n") == 1
+
+
+def test_health_needs_no_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", "/no/such/file")
+    with coordinator(token=ALL) as address:
+        assert is_serving(address)
 
 
 def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> None:

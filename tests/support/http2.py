@@ -6,12 +6,24 @@ import socket
 import struct
 from collections.abc import Mapping
 
-__all__ = ["DATA", "HEADERS", "PREFACE", "SETTINGS", "call_headers", "claimed", "connect", "frame", "open_call"]
+__all__ = [
+    "DATA",
+    "END_HEADERS",
+    "END_STREAM",
+    "HEADERS",
+    "PREFACE",
+    "SETTINGS",
+    "call_headers",
+    "claimed",
+    "connect",
+    "frame",
+    "open_call",
+]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, SETTINGS = 0, 1, 4
-END_HEADERS = 4
+END_HEADERS, END_STREAM = 4, 1
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:

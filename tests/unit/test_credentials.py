@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline import token_source
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.token_source import TokenSource
 from support.certificates import CertificateFolder, make_folder
+from support.hanging import hanging
 
 TOKEN = "a-token-that-nobody-guesses"
 
@@ -25,7 +29,7 @@ def shown(credentials: Credentials) -> list[tuple[str, str]]:
 
 
 def test_nothing_in_the_environment_is_nothing() -> None:
-    for environ in ({}, {"PACELINE_TLS_CA": "", "PACELINE_TOKEN": ""}):
+    for environ in ({}, {"PACELINE_TLS_CA": ""}):
         found = Credentials.from_environment(environ)
         assert found == IN_THE_CLEAR
         assert not found.is_secure
@@ -89,6 +93,20 @@ def test_two_tokens_are_one_too_many(tmp_path: Path) -> None:
         Credentials.from_environment({"PACELINE_TOKEN": TOKEN, "PACELINE_TOKEN_FILE": str(tmp_path)})
 
 
+@pytest.mark.parametrize("name", ["PACELINE_TOKEN", "PACELINE_TOKEN_FILE"])
+@pytest.mark.parametrize("nothing", ["", " ", "\n"])
+def test_a_token_that_is_set_and_empty(name: str, nothing: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is set, but empty"):
+        Credentials.from_environment({name: nothing})
+
+
+def test_tls_alone(good: CertificateFolder, tmp_path: Path) -> None:
+    for token in ({"PACELINE_TOKEN_FILE": str(tmp_path / "nowhere")}, {"PACELINE_TOKEN": ""}):
+        found = Credentials.tls_from_environment({**good.environment, **token})
+        assert found == good.credentials
+        assert shown(found) == []
+
+
 @pytest.mark.parametrize("token", ["two words of it", "ünïcode-ünïcode-ünïcode", "line\nbreak-line-break", ""])
 def test_what_cannot_be_a_token_is_not_repeated(token: str) -> None:
     with pytest.raises(ValueError, match="the token is empty, or has spaces") as caught:
@@ -108,7 +126,10 @@ def test_no_secret_shows(good: CertificateFolder, tmp_path: Path) -> None:
     assert repr(whole) == "Credentials(tls='mutual', token=None)"
 
 
-def test_a_token_file_is_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_file_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_source, "LOOK_S", 0.0)
     path = tmp_path / "token"
     path.write_text(f"# comment\n\n{TOKEN} job\nanother-token\n")
     credentials = Credentials(token=path)
@@ -117,10 +138,57 @@ def test_a_token_file_is_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert shown(credentials) == [("authorization", "Bearer the-next-token-of-all")]
     for trouble in (lambda: path.write_text("# none\n"), path.unlink):
         trouble()
-        assert shown(credentials) == [("authorization", "Bearer the-next-token-of-all")]
+        for _ in range(3):
+            assert shown(credentials) == [("authorization", "Bearer the-next-token-of-all")]
+    assert len(caplog.records) == 2  # each trouble once
     assert f"there is no token in {path}; the last token stays in use" in caplog.text
     assert f"cannot read the token file {path}" in caplog.text
     assert "the-next-token" not in caplog.text
+
+
+def test_a_token_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    credentials = Credentials(token=path)
+    path.write_text("the-next-token-of-all")
+    assert shown(credentials) == [("authorization", f"Bearer {TOKEN}")]
+
+
+def test_a_token_file_that_hangs_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_source, "LOOK_S", 0.0)
+    monkeypatch.setattr(token_source, "PATIENCE_S", 0.2)
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    source = TokenSource(path)
+
+    async def main() -> None:
+        began = time.monotonic()
+        assert await asyncio.gather(*(source.current() for _ in range(20))) == [TOKEN] * 20
+        assert 0.15 < time.monotonic() - began < 1.0
+        began = time.monotonic()
+        assert [await source.current() for _ in range(20)] == [TOKEN] * 20
+        assert time.monotonic() - began < 0.1
+        assert [thread.name for thread in threading.enumerate()].count("paceline-token") == 1
+
+    with hanging(path):
+        began = time.monotonic()
+        asyncio.run(main())  # waits for asyncio's pool
+        assert time.monotonic() - began < 2.0
+    assert caplog.text.count("has not been read for 0.2 s; the last token stays in use") == 1
+    path.write_text("the-next-token-of-all")
+    end = time.monotonic() + 5.0
+    while asyncio.run(source.current()) != "the-next-token-of-all":
+        assert time.monotonic() < end, "it is not looked at any more"
+
+
+def test_a_token_file_that_hangs_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_source, "FIRST_S", 0.1)
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    with hanging(path), pytest.raises(ValueError, match=f"cannot read the token file {path}: nothing came of it"):
+        Credentials.from_environment({"PACELINE_TOKEN_FILE": str(path)})
 
 
 def test_unary_calls_show_the_token_on_top_of_their_own_metadata() -> None:

@@ -26,7 +26,7 @@ def is_serving(address: str, timeout: float = _TIMEOUT_S) -> bool:
     Raises:
         ValueError: the PACELINE_* variables for TLS cannot be used.
     """
-    with Credentials.from_environment().probe_channel(address, CHANNEL_OPTIONS) as channel:
+    with Credentials.tls_from_environment().probe_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError:

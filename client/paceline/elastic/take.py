@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
-from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.credentials import Credentials
 from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
@@ -43,7 +43,7 @@ async def take_state(
     donors: Sequence[Peer],
     own: Content,
     patience: float,
-    credentials: Credentials = IN_THE_CLEAR,
+    credentials: Credentials,
 ) -> Content:
     """A state that others hold.
 
@@ -74,7 +74,7 @@ async def take_state(
         await asyncio.gather(*(channel.close(None) for channel in channels.values()))
 
 
-async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials = IN_THE_CLEAR) -> bytes:
+async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials) -> bytes:
     """The manifest of a member; arguments as for `take_state`.
 
     Raises:
@@ -89,9 +89,7 @@ async def get_manifest(job: str, donor: Peer, patience: float, credentials: Cred
         return answer.manifest
 
 
-async def out_of_reach(
-    job: str, members: Sequence[Peer], patience: float, credentials: Credentials = IN_THE_CLEAR
-) -> list[str]:
+async def out_of_reach(job: str, members: Sequence[Peer], patience: float, credentials: Credentials) -> list[str]:
     """Which members do not answer at their doors, each with why: who cannot reach all does no good in a view.
 
     Args:

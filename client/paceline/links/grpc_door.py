@@ -10,19 +10,20 @@ import asyncio
 import secrets
 import socket
 import time
-from typing import Any, Protocol
+from collections import Counter
+from typing import Any, NoReturn, Protocol
 
 from google.protobuf.message import DecodeError
 
 from paceline._grpc import EOF, aio, grpc
-from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameError, FrameKind, decode
 from paceline.links.grpc_link import Inbox
-from paceline.links.grpc_methods import unary_method
-from paceline.links.grpc_refusal import refuse
+from paceline.links.grpc_methods import MAX_REQUEST_BYTES, Requests
+from paceline.links.grpc_refusal import refuse, shown
 from paceline.links.grpc_state import StateWindow
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
@@ -40,8 +41,19 @@ MAX_TEXT = 2000
 MAX_WAITING = 4096
 """Callers that wait for this worker to hear of its view."""
 
+MAX_WAITING_EACH = 64
+"""The same on one connection; one more is told at once, and knocks again."""
+
+MAX_STREAMS = 1024
+"""Calls of one connection at one time; more wait at the caller's. A member has one for each purpose of each group, and
+those of the generation before for a moment."""
+
 MAX_TICKETS = 4096
 """Unused tickets that a door remembers; one more and the oldest are forgotten."""
+
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + MAX_REQUEST_BYTES
+"""Of any method: grpc has one limit for all. A frame that is too long is ours to refuse, by name of its sender; of one
+that is longer than this grpc breaks the stream."""
 
 _SERVICE = "pacelinepb.v1.PeerService"
 
@@ -81,7 +93,7 @@ class Door:
         window: where state is handed out.
     """
 
-    def __init__(self, job: str, credentials: Credentials = IN_THE_CLEAR) -> None:
+    def __init__(self, job: str, credentials: Credentials) -> None:
         self._job = job
         self._credentials = credentials
         self.window = StateWindow(job)
@@ -92,7 +104,8 @@ class Door:
         self._tickets: dict[bytes, tuple[Household, Peer, Inbox, float]] = {}
         self._streams: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
-        self._waiting = 0
+        self._requests = Requests()
+        self._waiting: Counter[str] = Counter()  # by connection
 
     async def start(self, host: str, port: int) -> int:
         """Listens.
@@ -103,20 +116,20 @@ class Door:
         Raises:
             LinkUnavailable: the address cannot be bound.
         """
-        # A frame that is too long is ours to refuse, by name of its sender; of a far longer one grpc breaks the stream.
         options = [
-            ("grpc.max_receive_message_length", 16 * MAX_FRAME_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.so_reuseport", 0),
             ("grpc.server_handshake_timeout_ms", round(1000 * TICKET_LIFETIME)),
         ]
         self._server = aio.server(options=options)
         handlers = {
-            "Hello": unary_method(peer_pb2.HelloRequest, peer_pb2.HelloResponse, self._hello),
+            "Hello": self._requests.unary_method(peer_pb2.HelloRequest, peer_pb2.HelloResponse, self._hello),
             # No deserializer: frames are decoded without a copy (frame.py).
             "Frames": grpc.stream_stream_rpc_method_handler(
                 self._frames, response_serializer=peer_pb2.FramesResponse.SerializeToString
             ),
-            **self.window.handlers(),
+            **self.window.handlers(self._requests),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -150,22 +163,24 @@ class Door:
             text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
         if request.job != self._job:
-            text = f"this is a member of job {self._job!r}, not of {request.job!r}"
+            text = f"this is no member of job {shown(request.job)}"  # of which it is, is no stranger's business
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
-        inside = await self._inside_by(request.generation)
+        known = self.window.member_id  # a caller who means somebody else need not wait for our view
+        if known and request.to_member != known:
+            await _not_this_member(request, context)
+        inside = await self._inside_by(request.generation, context.peer())
         if inside is None:
             text = "this worker is leaving" if self._closing.is_set() else "this worker has not heard of that view yet"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
         if request.to_member != inside.member_id:
-            text = f"this is not member {request.to_member}"  # whose door it is, is no stranger's business
-            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+            await _not_this_member(request, context)
         if request.generation != inside.generation:
             text = f"generation {request.generation} is over; this worker is in {inside.generation}"
             reason = ErrorReason.ERROR_REASON_STALE_GENERATION
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
         peer = inside.peer_by_id(request.from_member)
         if peer is None:
-            text = f"member {request.from_member} is not in generation {inside.generation}"
+            text = f"member {shown(request.from_member)} is not in generation {inside.generation}"
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if peer_pb2.LINK_KIND_GRPC not in request.offered or int(request.purpose) not in Purpose.__members__.values():
             text = "no kind of link that both sides have"
@@ -178,24 +193,30 @@ class Door:
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
         return peer_pb2.HelloResponse(chosen=peer_pb2.LINK_KIND_GRPC, ticket=self._issue(inside, peer, inbox))
 
-    async def _inside_by(self, generation: int) -> Household | None:
+    async def _inside_by(self, generation: int, connection: str) -> Household | None:
         """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
 
         The caller may have heard of its view first; ours is on its way then. A stranger must not wait here for ever.
         """
-        if self._waiting >= MAX_WAITING:
-            return None
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(TICKET_LIFETIME):
-                while not self._closing.is_set() and (self._inside is None or self._inside.generation < generation):
-                    self._entered.clear()
-                    await self._entered.wait()
-        except TimeoutError:
-            return None
-        finally:
-            self._waiting -= 1
+        if self._is_early(generation):
+            if self._waiting.total() >= MAX_WAITING or self._waiting[connection] >= MAX_WAITING_EACH:
+                return None
+            self._waiting[connection] += 1
+            try:
+                async with asyncio.timeout(TICKET_LIFETIME):
+                    while self._is_early(generation):
+                        self._entered.clear()
+                        await self._entered.wait()
+            except TimeoutError:
+                return None
+            finally:
+                self._waiting[connection] -= 1
+                if not self._waiting[connection]:
+                    del self._waiting[connection]
         return None if self._closing.is_set() else self._inside
+
+    def _is_early(self, generation: int) -> bool:
+        return not self._closing.is_set() and (self._inside is None or self._inside.generation < generation)
 
     def _issue(self, inside: Household, peer: Peer, inbox: Inbox) -> bytes:
         now = time.monotonic()
@@ -259,6 +280,11 @@ class Door:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         finally:
             self._streams.discard(task)
+
+
+async def _not_this_member(request: peer_pb2.HelloRequest, context: Any) -> NoReturn:
+    text = f"this is not member {shown(request.to_member)}"  # whose door it is, is no stranger's business
+    await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
 
 
 def _relay(inside: Household, peer: Peer, frame: Frame) -> None:

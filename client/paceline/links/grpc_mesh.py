@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from paceline._grpc import aio
 from paceline._loop import LoopThread
-from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.credentials import Credentials
 from paceline.errors import SessionClosed
 from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
@@ -62,7 +62,7 @@ class GrpcMesh(Mesh):
         fault: Fault,
         thread: LoopThread,
         patience: float,
-        credentials: Credentials = IN_THE_CLEAR,
+        credentials: Credentials,
     ) -> None:
         self.generation = generation
         self.rank = rank

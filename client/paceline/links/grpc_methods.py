@@ -1,57 +1,143 @@
-"""Methods of a worker's front door whose requests are parsed by us: what cannot be read is refused by name.
+"""Methods of a worker's front door whose requests are read and parsed by us: what cannot be read is refused by name.
 
-grpc itself would end such a call with UNKNOWN and the words of a Python exception.
+grpc itself would wait for ever for a request that does not end, and answer one that is no message with UNKNOWN and the
+words of a Python exception. Nor does it bound what it keeps: its limit to a message's length is one for all methods,
+that of a frame, and holds only while somebody reads; of a stream that nobody reads it keeps a window, which grows to
+tens of MiB on a fast network. So every request is read at once, to the end of its stream, and how many are read at one
+time, and for how long, has limits here. Whoever reaches the port can make a door keep 4 MiB for each of `MANY`
+requests, and beyond them what comes in within `HURRIED_SECONDS`; of one connection, 4 MiB for each of
+`MAX_READING_EACH`.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from paceline._grpc import grpc
+from paceline._grpc import EOF, grpc
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["streaming_method", "unary_method"]
+__all__ = ["MAX_REQUEST_BYTES", "Requests"]
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
+MAX_REQUEST_BYTES = 64 << 10
+"""A request; the longest that a member sends are well below 1 KiB."""
 
-def unary_method(
-    request: type[Q], response: type[R], handler: Callable[[Q, Any], Awaitable[R]]
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method with one answer."""
+READ_SECONDS = 10.0
+"""For a request to come."""
 
-    async def handle(data: bytes, context: Any) -> R:
-        return await handler(await _parsed(request, data, context), context)
+HURRIED_SECONDS = 1.0
+"""The same while there are many."""
 
-    made: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
-        handle, response_serializer=response.SerializeToString
-    )
-    return made
+MANY = 32
+"""Requests that are being read at one time: with more, all are hurried."""
 
+MANY_EACH = 4
+"""The same for one connection, where those above it are hurried."""
 
-def streaming_method(
-    request: type[Q], response: type[R], handler: Callable[[Q, Any], AsyncIterator[R]]
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method with a stream of answers."""
+MAX_READING = 512
+"""Requests that are being read at one time; one more is refused at once, and whoever knocks does so again."""
 
-    async def handle(data: bytes, context: Any) -> AsyncIterator[R]:
-        async for answer in handler(await _parsed(request, data, context), context):
-            yield answer
-
-    made: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-        handle, response_serializer=response.SerializeToString
-    )
-    return made
+MAX_READING_EACH = 16
+"""The same for one connection."""
 
 
-async def _parsed(request: type[Q], data: bytes, context: Any) -> Q:
-    try:
-        return request.FromString(data)
-    except DecodeError:
-        text = f"the bytes of the request are no {request.DESCRIPTOR.name}"
-        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+class Requests:
+    """Reads the requests of one door, and makes its methods."""
+
+    def __init__(self) -> None:
+        self._reading: Counter[str] = Counter()  # by connection
+        self._unhurried: set[asyncio.Timeout] = set()
+
+    def unary_method(
+        self, request: type[Q], response: type[R], handler: Callable[[Q, Any], Awaitable[R]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """A method with one answer."""
+
+        async def handle(_: Any, context: Any) -> None:
+            await context.write(await handler(await self._parsed(request, context), context))
+
+        made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+            handle, response_serializer=response.SerializeToString
+        )
+        return made
+
+    def streaming_method(
+        self, request: type[Q], response: type[R], handler: Callable[[Q, Any], AsyncIterator[R]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """A method with a stream of answers."""
+
+        async def handle(_: Any, context: Any) -> AsyncIterator[R]:
+            async for answer in handler(await self._parsed(request, context), context):
+                yield answer
+
+        made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+            handle, response_serializer=response.SerializeToString
+        )
+        return made
+
+    async def _parsed(self, request: type[Q], context: Any) -> Q:
+        name = request.DESCRIPTOR.name
+        data, is_all = await self._read(name, context)
+        if len(data) > MAX_REQUEST_BYTES:
+            text = f"a {name} of {len(data)} bytes is above the limit of {MAX_REQUEST_BYTES}"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        if not is_all:
+            text = f"a call has one {name}, no fewer and no more"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        try:
+            return request.FromString(data)
+        except DecodeError:
+            text = f"the bytes of the request are no {name}"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+
+    async def _read(self, name: str, context: Any) -> tuple[bytes, bool]:
+        """The first message of a call, and whether it is the only one."""
+        connection = context.peer()
+        if self._reading.total() >= MAX_READING or self._reading[connection] >= MAX_READING_EACH:
+            text = "too many calls at one time whose request has not come"
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
+        self._reading[connection] += 1
+        # Not cancelled when time is up: grpc would leak a message that comes at that moment. It ends with the call.
+        read = asyncio.ensure_future(_first(context))
+        read.add_done_callback(lambda task: task.cancelled() or task.exception())
+        limit = asyncio.timeout(self._seconds(connection))
+        try:
+            async with limit:
+                self._unhurried.add(limit)
+                await asyncio.wait((read,))
+        except TimeoutError:
+            text = f"the {name} did not come, or not whole, in time"
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
+        finally:
+            self._unhurried.discard(limit)
+            self._reading[connection] -= 1
+            if not self._reading[connection]:
+                del self._reading[connection]
+        return read.result()
+
+    def _seconds(self, connection: str) -> float:
+        """For one more request on that connection. With it there may be many: then the others are hurried too."""
+        if self._reading.total() > MANY:
+            soon = asyncio.get_running_loop().time() + HURRIED_SECONDS
+            for limit in self._unhurried:
+                when = limit.when()
+                if when is not None and when > soon and not limit.expired():
+                    limit.reschedule(soon)
+            self._unhurried.clear()
+            return HURRIED_SECONDS
+        return HURRIED_SECONDS if self._reading[connection] > MANY_EACH else READ_SECONDS
+
+
+async def _first(context: Any) -> tuple[bytes, bool]:
+    data = await context.read()
+    if data is EOF:
+        return b"", False
+    return data, len(data) <= MAX_REQUEST_BYTES and await context.read() is EOF

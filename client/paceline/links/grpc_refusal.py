@@ -12,7 +12,14 @@ from paceline._grpc import grpc
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["refuse"]
+__all__ = ["refuse", "shown"]
+
+MAX_TEXT_BYTES = 1000
+"""Of a refusal. It travels twice in the trailers, once with up to 3 bytes for each, and grpc takes 8 KiB of them: with
+more, the caller would get a status of grpc's own and no reason."""
+
+MAX_SHOWN = 80
+"""Characters of what a caller sent that he hears again."""
 
 
 async def refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueType, text: str) -> NoReturn:
@@ -22,6 +29,12 @@ async def refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueT
     )
     detail = any_pb2.Any()
     detail.Pack(info)
-    status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
+    message = text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
+    status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
     await context.abort_with_status(rpc_status.to_status(status))
     raise AssertionError("abort_with_status always raises")
+
+
+def shown(text: str) -> str:
+    """What a caller sent, fit to be repeated: printable and short."""
+    return repr(text[:MAX_SHOWN])[:MAX_SHOWN]

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, Protocol
 from paceline._grpc import grpc
 from paceline.checkpoint.tag import Tag
 from paceline.errors import PacelineError
-from paceline.links.grpc_methods import streaming_method, unary_method
-from paceline.links.grpc_refusal import refuse
+from paceline.links.grpc_methods import Requests
+from paceline.links.grpc_refusal import refuse, shown
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -19,8 +19,8 @@ __all__ = ["StateDescription", "StateSource", "StateWindow"]
 _PIECE_BYTES = 1 << 20
 """Of a description, in one message."""
 
-MAX_CHUNKS = 1 << 20
-"""Chunks that one call may ask for."""
+MAX_CHUNKS = 8192
+"""Chunks that one call may ask for: their numbers, of 5 bytes at most, are 40 of the 64 KiB of a request."""
 
 
 class StateDescription(Protocol):
@@ -61,14 +61,16 @@ class StateWindow:
         self.member_id = ""
         self.source: StateSource | None = None
 
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    def handlers(self, requests: Requests) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """By the names of the methods."""
         return {
-            "DescribeState": streaming_method(
+            "DescribeState": requests.streaming_method(
                 peer_pb2.DescribeStateRequest, peer_pb2.DescribeStateResponse, self._describe
             ),
-            "GetState": streaming_method(peer_pb2.GetStateRequest, peer_pb2.GetStateResponse, self._get),
-            "GetManifest": unary_method(peer_pb2.GetManifestRequest, peer_pb2.GetManifestResponse, self._manifest),
+            "GetState": requests.streaming_method(peer_pb2.GetStateRequest, peer_pb2.GetStateResponse, self._get),
+            "GetManifest": requests.unary_method(
+                peer_pb2.GetManifestRequest, peer_pb2.GetManifestResponse, self._manifest
+            ),
         }
 
     async def _describe(
@@ -103,7 +105,7 @@ class StateWindow:
 
     async def _check(self, job: str, to_member: str, context: Any) -> StateSource:
         if job != self._job or to_member != self.member_id or not to_member:
-            text = f"this is not member {to_member} of job {job!r}"  # whose else is no stranger's business
+            text = f"this is not member {shown(to_member)} of job {shown(job)}"  # whose else is no stranger's business
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if self.source is None:
             await _gone(context, PacelineError("this member has no state yet"))

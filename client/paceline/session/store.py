@@ -21,6 +21,10 @@ from pacelinepb.v1 import store_pb2_grpc
 
 __all__ = ["CoordinatorStore", "MemoryStore", "Store"]
 
+_MOST_BYTES = (1 << 20) + (60 << 10)
+"""Of a request. The coordinator refuses a value that is a little too long; a far longer one never gets to it, and what
+grpc makes of that is not always an answer."""
+
 _SLACK = 5.0
 """Seconds that a call may take beyond what the coordinator was asked to wait: it answers with the better error."""
 
@@ -142,6 +146,8 @@ class CoordinatorStore(Store):
         check_process()
         if self._closed:
             raise errors.SessionClosed(f"store.{name}: the session has ended")
+        if (size := request.ByteSize()) > _MOST_BYTES:
+            raise errors.LimitExceeded(f"store.{name}: {size} bytes in one call; a value has at most 1 MiB")
         try:
             return self._thread.run(self._repeat(f"store.{name}", method, request, wait))
         except (futures.CancelledError, aio.UsageError):  # the channel was closed under the call

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class PeerServiceStub(object):
-    """The front door of every worker, and the link that goes wherever gRPC goes.
+    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
+    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    UNAVAILABLE may be tried again.
     """
 
     def __init__(self, channel):
@@ -63,7 +65,9 @@ class PeerServiceStub(object):
 
 
 class PeerServiceServicer(object):
-    """The front door of every worker, and the link that goes wherever gRPC goes.
+    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
+    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    UNAVAILABLE may be tried again.
     """
 
     def Hello(self, request, context):
@@ -90,7 +94,8 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change.
+        """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
+        to change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +145,9 @@ def add_PeerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PeerService(object):
-    """The front door of every worker, and the link that goes wherever gRPC goes.
+    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
+    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    UNAVAILABLE may be tried again.
     """
 
     @staticmethod

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PeerServiceStub:
-    """The front door of every worker, and the link that goes wherever gRPC goes."""
+    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
+    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    UNAVAILABLE may be tried again.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,13 +47,18 @@ class PeerServiceStub:
     DescribeState: _grpc.UnaryStreamMultiCallable[_peer_pb2.DescribeStateRequest, _peer_pb2.DescribeStateResponse]
     """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
     GetState: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetStateRequest, _peer_pb2.GetStateResponse]
-    """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change."""
+    """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
+    to change.
+    """
     GetManifest: _grpc.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]
     """What the callee's state must consist of, and the settings of its run."""
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
-    """The front door of every worker, and the link that goes wherever gRPC goes."""
+    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
+    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    UNAVAILABLE may be tried again.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_peer_pb2.HelloRequest, _peer_pb2.HelloResponse]  # type: ignore[assignment]
@@ -64,12 +72,17 @@ class PeerServiceAsyncStub(PeerServiceStub):
     DescribeState: _aio.UnaryStreamMultiCallable[_peer_pb2.DescribeStateRequest, _peer_pb2.DescribeStateResponse]  # type: ignore[assignment]
     """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
     GetState: _aio.UnaryStreamMultiCallable[_peer_pb2.GetStateRequest, _peer_pb2.GetStateResponse]  # type: ignore[assignment]
-    """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change."""
+    """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
+    to change.
+    """
     GetManifest: _aio.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]  # type: ignore[assignment]
     """What the callee's state must consist of, and the settings of its run."""
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The front door of every worker, and the link that goes wherever gRPC goes."""
+    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
+    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    UNAVAILABLE may be tried again.
+    """
 
     @_abc_1.abstractmethod
     def Hello(
@@ -105,7 +118,9 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.GetStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetStateResponse], _abc.AsyncIterator[_peer_pb2.GetStateResponse]]:
-        """Chunks of a state. The callee reads its live arrays, and ends the call when they are about to change."""
+        """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
+        to change.
+        """
 
     @_abc_1.abstractmethod
     def GetManifest(

@@ -22,6 +22,9 @@ _OPEN = "/grpc.health.v1.Health/"
 
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
+_FIRST = ("register", "resume")
+"""Kinds of a session's first message; any other kind is the handler's to refuse."""
+
 LIST_JOBS = "/pacelinepb.v1.AdminService/ListJobs"
 """About no job: who has a token for one is shown that one."""
 
@@ -35,7 +38,7 @@ def _callers(request: Any) -> str:
 
 
 def _first(request: session_pb2.SessionRequest) -> str:
-    """A session's first message; of any other kind it is the handler's to refuse."""
+    """A session's first message, of one of the kinds in `_FIRST`."""
     return request.resume.job if request.WhichOneof("event") == "resume" else request.register.job
 
 
@@ -77,7 +80,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         try:
             grant = (await self._tokens.current()).grant(_authorization(handler_call_details))
         except Unauthenticated as unknown:
-            return _refusal(handler, unknown, ours=method.startswith(OURS))
+            return _refusal(unknown, ours=method.startswith(OURS))
         if grant.jobs is None:
             return handler
         if method == LIST_JOBS:
@@ -87,7 +90,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         if method in JOB_OF:
             return _unary(handler, _asking(handler.unary_unary, grant, JOB_OF[method]))
         refused = PermissionDenied("the token is good for one job, and this call is about none")
-        return _refusal(handler, refused, ours=method.startswith(OURS))
+        return _refusal(refused, ours=method.startswith(OURS))
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:
@@ -132,24 +135,22 @@ class _Opening:
     async def _read_first(self) -> Any:
         first = await self._context.read()
         self.read = self._context.read
-        if first is not EOF:
+        if first is not EOF and first.WhichOneof("event") in _FIRST:
             self._grant.check(JOB_OF[_SESSION](first))
         return first
 
 
-def _refusal(
-    handler: grpc.RpcMethodHandler[Any, Any], refused: Refused, *, ours: bool
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """What ends the call at once. Of the request nothing is decoded."""
+def _refusal(refused: Refused, *, ours: bool) -> grpc.RpcMethodHandler[Any, Any]:
+    """What ends the call at once, and reads nothing of it.
+
+    A stream in either case: before a unary handler, grpc waits for the whole of the request, however long that takes.
+    """
 
     async def handle(request: Any, context: Any) -> Any:
         if ours:  # the refusal's status is made there for all of them
             raise refused
         await refuse(context, refused)
 
-    if handler.unary_unary is not None:
-        unary: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(handle)
-        return unary
     stream: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(handle)
     return stream
 

@@ -1,14 +1,19 @@
-"""The file of tokens, read again when it has changed: on a thread, and at most once a second.
+"""The file of tokens, read again when it has changed: at most once a second.
 
 It is read whole at each look: a time of change can be the same for two contents. A file that cannot be read any more,
 or holds no token, leaves the last tokens in force: a slip of an editor must not open or shut everything.
+
+A look can hang for good, where a network is away. Each has a daemon thread, and the next waits until it has come back;
+in asyncio's pool it would keep the process from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from paceline_server.security.tokens import Tokens, TokensUnusable
@@ -21,7 +26,7 @@ LOOK_S = 1.0
 """Seconds between two looks at the file."""
 
 PATIENCE_S = 1.0
-"""For how long a call waits for a look: a file on a network that is away must not hold up everybody."""
+"""For how long calls wait for a look, from its beginning: one that hangs holds nobody up after that."""
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -59,29 +64,35 @@ class TokenKeeper:
         self._tokens = tokens
         self._read = read
         self._look: asyncio.Task[None] | None = None
-        self._looked_at = float("-inf")
+        self._began_at = self._looked_at = float("-inf")
+        self._hangs = False
         self._trouble = ""
 
     async def current(self) -> Tokens:
         """The tokens in force; has a look at the file if the last one was a second ago."""
         if self._read is None:
             return self._tokens
-        if self._look is None and asyncio.get_running_loop().time() - self._looked_at >= LOOK_S:
+        now = asyncio.get_running_loop().time()
+        if self._look is None and now - self._looked_at >= LOOK_S:
+            self._began_at, self._hangs = now, False
             self._look = asyncio.create_task(self._look_at(self._read))
-        if self._look is not None:
-            await asyncio.wait({self._look}, timeout=PATIENCE_S)
+        if self._look is not None and not self._hangs:
+            _, hanging = await asyncio.wait({self._look}, timeout=max(0.0, self._began_at + PATIENCE_S - now))
+            if hanging and not self._hangs:
+                self._hangs = True
+                _log.error("the token file has not been read for %g s; the last tokens stay in force", PATIENCE_S)
         return self._tokens
 
     async def close(self) -> None:
-        """Waits for a look that is under way."""
+        """Gives up a look that is under way."""
         if self._look is not None:
             self._look.cancel()
             await asyncio.wait({self._look})
 
     async def _look_at(self, read: Callable[[], Tokens]) -> None:
         try:
-            found = await asyncio.to_thread(read)
-        except TokensUnusable as error:
+            found = await asyncio.wrap_future(_start(read))
+        except (TokensUnusable, RuntimeError) as error:  # RuntimeError: there are too many threads
             if str(error) != self._trouble:  # once, not every second
                 _log.error("%s; the last tokens stay in force", error)
             self._trouble = str(error)
@@ -92,3 +103,20 @@ class TokenKeeper:
         finally:
             self._looked_at = asyncio.get_running_loop().time()
             self._look = None
+
+
+def _start(read: Callable[[], Tokens]) -> Future[Tokens]:
+    """Reads on a daemon thread of its own."""
+    answer: Future[Tokens] = Future()
+    answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the thread
+
+    def run() -> None:
+        try:
+            found = read()
+        except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
+            answer.set_exception(error)
+        else:
+            answer.set_result(found)
+
+    threading.Thread(target=run, name="paceline-tokens", daemon=True).start()
+    return answer

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import STATUS, Refused
 from paceline_server.services.reading import ReadableContext, check_readable, forgiving
+from paceline_server.wire import cut
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -23,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 OURS = "/pacelinepb."
 """How the full names of our services begin."""
+
+_MAX_TEXT_BYTES = 1_000
+"""Of a refusal, which may repeat what was sent: grpc takes 8 KB of trailers, and has it in them twice, escaped."""
 
 _Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
@@ -90,5 +94,6 @@ async def refuse(context: aio.ServicerContext[Any, Any], refused: Refused) -> No
     reason = ErrorReason.Name(refused.reason).removeprefix("ERROR_REASON_")
     detail.Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))
     code = STATUS[type(refused)]
-    status = rpc_status.to_status(Status(code=code.value[0], message=str(refused), details=[detail]))
+    text = cut(str(refused), _MAX_TEXT_BYTES)
+    status = rpc_status.to_status(Status(code=code.value[0], message=text, details=[detail]))
     await context.abort(status.code, status.details, status.trailing_metadata)

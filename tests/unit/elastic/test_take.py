@@ -13,6 +13,7 @@ import pytest
 
 from paceline._loop import loop_thread
 from paceline.checkpoint.tag import Tag
+from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic import offer
 from paceline.elastic.offer import Content, Shelf
 from paceline.elastic.take import get_manifest, take_state
@@ -39,7 +40,7 @@ class Donor(Shelf):
         super().__init__()
         self.asked: list[int] = []
         self.befalls: Callable[[int], Any] = lambda count: None
-        self.door = Door(JOB)
+        self.door = Door(JOB, IN_THE_CLEAR)
         port = loop_thread().run(self.door.start("127.0.0.1", 0))
         self.door.window.member_id = f"member-{rank}"
         self.door.window.source = self
@@ -76,7 +77,7 @@ def donors(count: int, tree: Any = None) -> Iterator[list[Donor]]:
 def take(givers: list[Donor], own: Any = None, patience: float = PATIENCE) -> Any:
     content = Content.of(state(7) if own is None else own)
     peers = [giver.peer for giver in givers]
-    taken = loop_thread().run(asyncio.wait_for(take_state(JOB, TAG, peers, content, patience), 10))
+    taken = loop_thread().run(asyncio.wait_for(take_state(JOB, TAG, peers, content, patience, IN_THE_CLEAR), 10))
     return taken.tree()
 
 
@@ -220,10 +221,10 @@ class Huge:
 def test_manifest() -> None:
     with donors(1) as givers:
         givers[0].manifest = b"what it trains"
-        assert loop_thread().run(get_manifest(JOB, givers[0].peer, PATIENCE)) == b"what it trains"
+        assert loop_thread().run(get_manifest(JOB, givers[0].peer, PATIENCE, IN_THE_CLEAR)) == b"what it trains"
         stranger = Peer(0, "somebody else", "h", givers[0].peer.address)
         with pytest.raises(PacelineError, match="this is not member"):
-            loop_thread().run(get_manifest(JOB, stranger, PATIENCE))
+            loop_thread().run(get_manifest(JOB, stranger, PATIENCE, IN_THE_CLEAR))
         loop_thread().run(givers[0].door.close(0.0))
         with pytest.raises(PacelineError):
-            loop_thread().run(get_manifest(JOB, givers[0].peer, 0.05))
+            loop_thread().run(get_manifest(JOB, givers[0].peer, 0.05, IN_THE_CLEAR))

@@ -44,6 +44,16 @@ def test_a_view_is_stored_before_anyone_hears_of_it() -> None:
     assert kinds(job.do(ViewStored(1)))[0] == "PushView"
 
 
+def test_a_candidate_that_hung_up_keeps_its_place_for_seconds_whatever_it_says() -> None:
+    job = PureJob()
+    gone = job.join(2, 2, timeout=86_400.0)
+    job.cut(gone)
+    job.pass_time(9.0)
+    assert gone in job.state.sessions
+    job.pass_time(2.0)
+    assert gone not in job.state.sessions
+
+
 def test_since_when_a_view_is_waited_for() -> None:
     job = PureJob()
     assert job.membership.waits_since is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline_server.security.token_file import TokenKeeper, read_tokens
 from paceline_server.security.tokens import MAX_TOKENS, Grant, Tokens, TokensUnusable
 from paceline_server.settings import ServerSettings, token_settings
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
+from support.hanging import hanging
 
 ALL, ONE, OTHER = "for-all-of-them-0123456789", "for-job-one-alone-0123456789", "for-two-of-them-0123456789"
 
@@ -179,6 +181,58 @@ def test_the_file_is_looked_at_once_a_second_by_all_together(tmp_path: Path) -> 
     assert len(looks) == 1
 
 
+def test_a_look_that_hangs_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_file, "LOOK_S", 0.0)
+    monkeypatch.setattr(token_file, "PATIENCE_S", 0.2)
+    path = tmp_path / "tokens"
+    path.write_text(ALL)
+    looks: list[None] = []
+
+    def read() -> Tokens:
+        looks.append(None)
+        return read_tokens(path)
+
+    async def main() -> None:
+        keeper = TokenKeeper(read_tokens(path), read)
+        with hanging(path):
+            began = time.monotonic()
+            found = await asyncio.gather(*(keeper.current() for _ in range(20)))
+            assert 0.15 < time.monotonic() - began < 1.0
+            began = time.monotonic()
+            found += [await keeper.current() for _ in range(20)]
+            assert time.monotonic() - began < 0.1
+            assert found == [Tokens.single(ALL)] * 40
+            assert len(looks) == 1
+        path.write_text(ONE)
+        end = time.monotonic() + 5.0
+        while await keeper.current() != Tokens.single(ONE):
+            assert time.monotonic() < end, "it is not looked at any more"
+            await asyncio.sleep(0.01)
+        await keeper.close()
+
+    asyncio.run(main())
+    assert caplog.text.count("has not been read for 0.2 s; the last tokens stay in force") == 1
+
+
+def test_a_look_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(ALL)
+
+    async def main() -> None:
+        keeper = TokenKeeper(Tokens.single(ALL), lambda: read_tokens(path))
+        asking = asyncio.create_task(keeper.current())
+        await asyncio.wait({asking}, timeout=0.1)
+        await keeper.close()
+        assert await asking == Tokens.single(ALL)
+
+    with hanging(path):
+        began = time.monotonic()
+        asyncio.run(main())  # waits for asyncio's pool
+        assert time.monotonic() - began < 0.5
+
+
 def test_the_settings_of_tokens(tmp_path: Path) -> None:
     assert token_settings(None, {}) == {}
     assert token_settings(None, {"PACELINE_TOKEN": ALL}) == {"token": ALL}
@@ -186,6 +240,11 @@ def test_the_settings_of_tokens(tmp_path: Path) -> None:
     assert token_settings(tmp_path, {"PACELINE_TOKEN": ALL}) == {"token_file": tmp_path}
     with pytest.raises(ValueError, match="both set"):
         token_settings(None, {"PACELINE_TOKEN": ALL, "PACELINE_TOKEN_FILE": "f"})
+    for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
+        for nothing in ("", " ", "\n"):
+            with pytest.raises(ValueError, match=f"{name} is set, but empty"):
+                token_settings(None, {name: nothing})
+        assert token_settings(tmp_path, {name: ""}) == {"token_file": tmp_path}
     assert ALL not in repr(ServerSettings(token=ALL))
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
-from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.credentials import Credentials
 from paceline.session.wire import CHANNEL_OPTIONS
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
@@ -31,7 +31,7 @@ class ExitReports:
         credentials: by what the coordinator and this process know each other.
     """
 
-    def __init__(self, coordinator: str, job: str, credentials: Credentials = IN_THE_CLEAR) -> None:
+    def __init__(self, coordinator: str, job: str, credentials: Credentials) -> None:
         self._job = job
         self._credentials = credentials
         self._pending: set[Future[None]] = set()
