@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# Tests that only compute run side by side, on at most 8 cores. All others start processes and mind the time.
-TOGETHER := tests/unit tests/simulation tests/fuzz
-APART    := $(addprefix --ignore=,$(TOGETHER))
-SPREAD   := -n auto --maxprocesses 8
+# Tests that only compute run side by side, on at most 8 cores. All others start processes, or mind the time.
+SPREAD        := -n auto --maxprocesses 8
+TOGETHER      := tests/unit tests/simulation tests/fuzz
+TOGETHER_SLOW := tests/simulation tests/fuzz
 
 .PHONY: help demo test lint types fmt protos test-slow test-root test-containers fuzz soak bench image clean
 
@@ -24,7 +24,7 @@ demo: $(VENV)/.installed  ## train the digits with 4 workers on this machine
 
 test: lint types $(VENV)/.installed  ## lint, types, and all tests that need neither root nor containers nor torch
 	$(BIN)/pytest $(SPREAD) -m 'not slow and not root and not containers and not benchmark' $(TOGETHER)
-	$(BIN)/pytest -m 'not slow and not root and not containers and not benchmark' $(APART)
+	$(BIN)/pytest -m 'not slow and not root and not containers and not benchmark' $(addprefix --ignore=,$(TOGETHER))
 
 lint: $(VENV)/.installed  ## ruff and buf
 	$(BIN)/ruff check .
@@ -42,8 +42,8 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
 test-slow: $(VENV)/.installed  ## the slow tests
-	$(BIN)/pytest $(SPREAD) -m 'slow and not root and not containers' $(TOGETHER)
-	$(BIN)/pytest -m 'slow and not root and not containers' $(APART)
+	$(BIN)/pytest $(SPREAD) -m 'slow and not root and not containers' $(TOGETHER_SLOW)
+	$(BIN)/pytest -m 'slow and not root and not containers' $(addprefix --ignore=,$(TOGETHER_SLOW))
 
 test-root: $(VENV)/.installed  ## the tests that need root
 	$(BIN)/pytest -m 'root and not containers and not benchmark'

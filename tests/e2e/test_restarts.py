@@ -100,6 +100,7 @@ def test_a_worker_that_fails_twice_is_started_three_times(folder: str, tmp_path:
     assert [line for line in log if line.startswith("# pid")] == [f"# pid {pid}" for pid in (first, second, third)]
 
 
+@pytest.mark.slow
 def test_restarts_are_used_up(folder: str) -> None:
     with command("run", "-n", "1", "--restarts", "1", *NOWHERE, write(folder, FAILING), folder, "9") as run:
         assert run.wait() == 3, str(run)
@@ -119,6 +120,7 @@ def test_a_worker_that_dies_at_once_each_time_is_given_up(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_one_that_is_lost(folder: str) -> None:
     with command("run", "-n", "3", "--min", "1", *NOWHERE, write(folder, SURVIVED), folder) as run:
         assert run.wait() == 0, str(run)

@@ -277,6 +277,7 @@ def test_an_impostors_door_is_not_entered(good: CertificateFolder, foreign: Cert
         thread.run(door.close())
 
 
+@pytest.mark.slow
 def test_the_command_line(good: CertificateFolder, foreign: CertificateFolder) -> None:
     """The launcher's embedded coordinator has what its workers have; status needs the authority alone."""
     hello = "import numpy, paceline\nwith paceline.join() as s: print(int(s.group.all_reduce(numpy.int64(1))))"
@@ -294,6 +295,7 @@ def test_the_command_line(good: CertificateFolder, foreign: CertificateFolder) -
     assert refused.stderr.startswith("paceline: PACELINE_TLS_CA is set, but PACELINE_TLS_CERT")
 
 
+@pytest.mark.slow
 def test_a_newcomer_takes_the_state_over_tls(good: CertificateFolder, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=3, total=2_000, pace=0.01, certificates=good) as job:
         job.start(2)

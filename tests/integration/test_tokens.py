@@ -184,6 +184,7 @@ def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
         assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.slow
 def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
     theirs, mine = tmp_path / "tokens", tmp_path / "mine"
     theirs.write_text(ALL)
@@ -379,6 +380,7 @@ def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> Non
     assert "the token has 5 characters, 16 at least" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_shows_the_token_and_never_prints_it(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text("import paceline\nwith paceline.join() as session: print(session.size)")
