@@ -49,9 +49,9 @@ _SERVICES = tuple(
 )
 
 
-_IDLE_MS = 250
-"""Milliseconds for which a connection may be there without a call."""
-
+_IDLE_MS = 1_000
+"""Milliseconds for which a connection may be there without a call. Of 1,000 workers that come at once, some call only
+after a quarter of a second; and who comes back after a cut shall not wait for long."""
 
 _HEALTH_S = 0.2
 """Seconds for those who watch our health to hear that it ends."""
