@@ -24,7 +24,7 @@ from typing import IO, Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, `support` is not on the path
 
 from paceline_server import Coordinator, ServerSettings
-from paceline_server._grpc import aio
+from paceline_server._grpc import aio, grpc
 from support.coordinator import RawSession
 
 __all__ = ["measure"]
@@ -118,10 +118,7 @@ async def _clients(address: str, count: int, rounds: int, failure_timeout: float
     channels = [aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(count)]
     started = time.monotonic()
     sessions = await asyncio.gather(
-        *(
-            RawSession.register(channel, job="scale", least=count, most=count, failure_timeout=failure_timeout, pid=n)
-            for n, channel in enumerate(channels, start=1)
-        )
+        *(_register(channel, count, failure_timeout, number) for number, channel in enumerate(channels, start=1))
     )
     connected = time.monotonic()
     views = await asyncio.gather(*(session.view() for session in sessions))
@@ -152,6 +149,18 @@ async def _clients(address: str, count: int, rounds: int, failure_timeout: float
     for task in beating:
         task.cancel()
     return figures
+
+
+async def _register(channel: aio.Channel, count: int, failure_timeout: float, pid: int) -> RawSession:
+    """As a worker does: a connection that was closed is made again. One process is slow to call on 1,000 of them."""
+    while True:
+        try:
+            return await RawSession.register(
+                channel, job="scale", least=count, most=count, failure_timeout=failure_timeout, pid=pid
+            )
+        except aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
 
 
 async def _beat(session: RawSession) -> None:
