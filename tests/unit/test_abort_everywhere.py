@@ -34,7 +34,7 @@ SMALL, LENT = 32, LEND_BYTES
 """Bytes of a frame, where the array is cut into W chunks: copied, and lent."""
 HANG = 8.0
 """Seconds after which a case counts as a hang."""
-LATE = 0.3
+LATE = 1.0
 """Seconds that are waited for a frame that was lost, at least: a busy machine gets ten times what it needs without."""
 SOON = Config(failure_timeout=0.6)
 
@@ -214,7 +214,7 @@ class Worlds:
         case, nbytes = self.case, self.nbytes
         started = monotonic()
         self.check_clean()
-        late = min(HANG / 2, max(LATE, 10 * (monotonic() - started)))
+        late = min(HANG / 2, max(LATE, 30 * (monotonic() - started)))
         for groups, (at, tamper) in zip(self.worlds, tampers, strict=True):
             next_generation(groups, {at: tamper})
 
