@@ -35,7 +35,7 @@ SMALL, LENT = 32, LEND_BYTES
 HANG = 8.0
 """Seconds after which a case counts as a hang."""
 LATE = 1.0
-"""Seconds that are waited for a frame that was lost, at least: a busy machine gets ten times what it needs without."""
+"""Seconds that are waited for a lost frame, at least: a busy machine gets thirty times what it needs without one."""
 SOON = Config(failure_timeout=0.6)
 
 WAYS = [
