@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline_server import Coordinator, PortInUse, ServerSettings, StateUnusable, wire
+from paceline_server import Coordinator, PortInUse, ServerSettings, StateUnusable
 from paceline_server._grpc import EOF, aio, grpc
-from paceline_server.errors import BadRequest
 from paceline_server.storage.memory import MemoryStorage
 from pacelinepb.v1 import admin_pb2, session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
@@ -382,22 +381,3 @@ def test_an_address_of_another_machine_is_an_error() -> None:
             await Coordinator(ServerSettings(listen="192.0.2.1:0")).start()
 
     run(main)
-
-
-def test_one_job_does_not_take_the_places_of_all_others() -> None:
-    async def main() -> None:
-        async with running(max_job_sessions=2, max_sessions=4) as channel:
-            for _ in range(2):
-                await RawSession.register(channel, "greedy", least=3, most=3)
-            with pytest.raises(aio.AioRpcError, match="2 sessions, as many as one job may have"):
-                await RawSession.register(channel, "greedy", least=3, most=3)
-            await RawSession.register(channel, "other", least=1, most=1)
-
-    run(main)
-
-
-def test_what_goes_to_terminals_and_logs_is_printable() -> None:
-    assert wire.cut("\x1b[2J\nforged: line\x07 \u00fc", 2_000) == " [2J forged: line  \u00fc"
-    assert len(wire.cut("\u00fc" * 5_000, 2_000).encode()) <= 2_000
-    with pytest.raises(BadRequest, match="printable"):
-        wire.read_address("10.0.0.1:1\x1b]0;x\x07", ServerSettings())

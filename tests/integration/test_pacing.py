@@ -1,10 +1,13 @@
-"""Whoever sends faster than the coordinator means to serve is served more slowly, and loses nothing."""
+"""What one caller can take from the others: served at a pace, within a time, and not all places."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
+import pytest
+
+from paceline_server._grpc import aio
 from pacelinepb.v1 import admin_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
@@ -45,5 +48,17 @@ def test_a_stream_that_says_nothing_is_ended() -> None:
             session = RawSession(channel, "job")
             assert (await session.call.code()).name == "DEADLINE_EXCEEDED"
             assert "no first message within 0.2 s" in await session.call.details()
+
+    run(main)
+
+
+def test_one_job_does_not_take_the_places_of_all_others() -> None:
+    async def main() -> None:
+        async with running(max_job_sessions=2, max_sessions=4) as channel:
+            for _ in range(2):
+                await RawSession.register(channel, "greedy", least=3, most=3)
+            with pytest.raises(aio.AioRpcError, match="2 sessions, as many as one job may have"):
+                await RawSession.register(channel, "greedy", least=3, most=3)
+            await RawSession.register(channel, "other", least=1, most=1)
 
     run(main)

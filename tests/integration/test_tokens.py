@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -18,23 +17,18 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from typer.testing import CliRunner
 
 import paceline
 from paceline import token_source
 from paceline._loop import loop_thread
 from paceline.cli import admin
-from paceline.cli.app import app
-from paceline.cli.health import is_serving
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.testing import coordinator
-from paceline_server.__main__ import main as serve_alone
 from paceline_server._grpc import aio, grpc
 from paceline_server.security import token_file
 from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
-from support.command import command
 from support.coordinator import reason_of, run, running
 from support.hanging import hanging
 from support.http2 import DATA, claimed, connect, frame, open_call
@@ -332,75 +326,3 @@ def test_a_member_whose_token_is_out_of_force_is_refused_when_it_comes_back(toke
                 session.store.set("key", b"a new call shows the old token")
         finally:
             session.leave()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "words"),
-    [
-        ((), {"PACELINE_TOKEN": ""}, "PACELINE_TOKEN is set, but empty"),
-        ((), {"PACELINE_TOKEN_FILE": ""}, "PACELINE_TOKEN_FILE is set, but empty"),
-        ((), {"PACELINE_TOKEN": "short"}, "the token has 5 characters, 16 at least"),
-        ((), {"PACELINE_TOKEN_FILE": "/no/such/file"}, "cannot read the token file /no/such/file"),
-        (("--token-file", "/no/such/file"), {}, "cannot read the token file /no/such/file"),
-        (("--restart-after", "0"), {}, "must be above 0, not 0"),
-        (("--tls-cert", "/no/such/cert"), {}, "tls_cert and tls_key go together"),
-        (("--tls-cert", "/no/such/cert", "--tls-key", "/no/key"), {}, "cannot read /no/key"),
-    ],
-)
-def test_a_coordinator_that_cannot_start_says_why(
-    arguments: tuple[str, ...],
-    environ: dict[str, str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Both commands that start one."""
-    monkeypatch.setattr(logging.getLogger("paceline_server.app"), "setLevel", lambda level: None)
-    whole = ["--listen", "127.0.0.1:0", *arguments]
-    result = CliRunner().invoke(app, ["coordinator", *whole], env=environ)
-    assert result.exit_code == 2
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["paceline_server", *whole])
-    assert serve_alone() == 1
-    for said in (result.stderr, capsys.readouterr().err):
-        assert words in said
-        assert said.count("\n") == 1
-
-
-def test_health_needs_no_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_TOKEN_FILE", "/no/such/file")
-    with coordinator(token=ALL) as address:
-        assert is_serving(address)
-
-
-def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> None:
-    result = CliRunner().invoke(app, ["run", __file__], env={"PACELINE_TOKEN": "short"})
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "the token has 5 characters, 16 at least" in result.stderr
-
-
-@pytest.mark.slow
-def test_the_command_line_shows_the_token_and_never_prints_it(tmp_path: Path) -> None:
-    script = tmp_path / "hello.py"
-    script.write_text("import paceline\nwith paceline.join() as session: print(session.size)")
-    printed = []
-    with command("coordinator", "--listen", "0.0.0.0:0", PACELINE_TOKEN=ALL) as server:
-        server.wait_for("callers need a token")
-        server.wait_for("the token can be read on the wire")
-        port = server.stderr.split("listens on 0.0.0.0:")[1].split(" ")[0]
-        where = ("--coordinator", f"127.0.0.1:{port.strip(';')}")
-        with command("run", *where, str(script), PACELINE_TOKEN=ALL) as ran:
-            assert ran.wait() == 0, str(ran)
-            printed.append(str(ran))
-        with command("status", *where, "--json", PACELINE_TOKEN=ALL) as status:
-            assert status.wait() == 0, str(status)
-            printed.append(str(status))
-        for environ in ({}, {"PACELINE_TOKEN": TWO}):
-            with command("drain", "--all", "--job", "default", *where, **environ) as drain:
-                assert drain.wait() == 1
-                assert "token" in drain.stderr
-                assert drain.stderr.count("\n") == 1
-                printed.append(str(drain))
-        printed.append(str(server))
-    assert not any(token in text for text in printed for token in (ALL, TWO))
