@@ -2,13 +2,18 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PEERS  := .venv-peers
+WHICH  := peers
 
-# Tests that only compute run side by side, on at most 8 cores. All others start processes, or mind the time.
-SPREAD        := -n auto --maxprocesses 8
-TOGETHER      := tests/unit tests/simulation tests/fuzz
-TOGETHER_SLOW := tests/simulation tests/fuzz
+# Tests run side by side, on at most 8 cores; those marked `alone` after them, one by one (no unit test is).
+SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
+ONE_BY_ONE   := --ignore tests/unit
+FIGURES      := benchmark and not peers
+FAST         := not slow and not root and not containers and not benchmark
+SLOW         := slow and not root and not containers and not peers and not benchmark
+ROOT         := root and not containers and not benchmark
 
-.PHONY: help demo test lint types fmt protos test-slow test-root test-containers fuzz soak bench image clean
+.PHONY: help demo test lint types fmt protos test-slow test-root test-containers fuzz soak bench bench-peers image clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -23,8 +28,8 @@ demo: $(VENV)/.installed  ## train the digits with 4 workers on this machine
 	$(BIN)/paceline demo
 
 test: lint types $(VENV)/.installed  ## lint, types, and all tests that need neither root nor containers nor torch
-	$(BIN)/pytest $(SPREAD) -m 'not slow and not root and not containers and not benchmark' $(TOGETHER)
-	$(BIN)/pytest -m 'not slow and not root and not containers and not benchmark' $(addprefix --ignore=,$(TOGETHER))
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(FAST) and not alone'
+	$(BIN)/pytest $(ONE_BY_ONE) -m '$(FAST) and alone'
 
 lint: $(VENV)/.installed  ## ruff and buf
 	$(BIN)/ruff check .
@@ -42,11 +47,12 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
 test-slow: $(VENV)/.installed  ## the slow tests
-	$(BIN)/pytest $(SPREAD) -m 'slow and not root and not containers' $(TOGETHER_SLOW)
-	$(BIN)/pytest -m 'slow and not root and not containers' $(addprefix --ignore=,$(TOGETHER_SLOW))
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(SLOW) and not alone'
+	$(BIN)/pytest $(ONE_BY_ONE) -m '$(SLOW) and alone'
 
 test-root: $(VENV)/.installed  ## the tests that need root
-	$(BIN)/pytest -m 'root and not containers and not benchmark'
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(ROOT) and not alone'
+	$(BIN)/pytest $(ONE_BY_ONE) -m '$(ROOT) and alone'
 
 test-containers: $(VENV)/.installed  ## the tests that need a Docker engine
 	$(BIN)/pytest -m containers
@@ -59,10 +65,20 @@ soak: $(VENV)/.installed  ## train in a storm of faults: make soak SECONDS=600 S
 	$(BIN)/python tests/elastic/soak.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 bench: $(VENV)/.installed  ## measure (tests/benchmarks), with the figures that must hold
-	$(BIN)/pytest -m benchmark -s
+	$(BIN)/pytest -m '$(FIGURES)' -s
+
+# An environment of its own, of 1.2 GB: without an index of builds for CPUs alone (PIP_EXTRA_INDEX_URL), torch brings CUDA too.
+$(PEERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[bench]' --group peers
+	@touch $@
+
+bench-peers: $(PEERS)/.installed  ## measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
+	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s tests/e2e/test_bench.py $(wildcard tests/benchmarks/test_peer_*.py)
 
 image:           ## build the container image
 	docker build -t paceline -f deploy/Dockerfile .
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,8 @@ training went on after every fault, the digits were learnt, and every epoch used
 from __future__ import annotations
 
 import argparse
+import ipaddress
+import itertools
 import json
 import os
 import subprocess
@@ -28,7 +30,7 @@ from records import Records
 
 HERE = Path(__file__).parent
 FILES = ("compose.yaml", "chaos.yaml")
-FAULTS = ("kill", "more", "coordinator", "fewer", "pause", "disconnect", "drop")
+FAULTS = ("kill", "more", "coordinator", "fewer", "pause", "disconnect", "move", "drop")
 SILENCE_S = 3.0
 """Paceline's failure_timeout: so long nobody knows whether a worker that is silent is lost."""
 
@@ -49,6 +51,7 @@ class Fleet:
         command = ["docker", "compose"] if v2 else ["docker-compose"]
         self._compose = [*command, "-p", project, *(word for file in files for word in ("-f", str(HERE / file)))]
         self.network = f"{project}_default"
+        self._taken = itertools.count()
 
     def run(self, *words: str, timeout: float = 120.0) -> str:
         """Runs a command; what it prints if it fails is in the error."""
@@ -70,6 +73,11 @@ class Fleet:
         labels = (f"com.docker.compose.project={self._project}", f"com.docker.compose.service={service}")
         words = ["docker", "ps", "-q", *(word for label in labels for word in ("--filter", f"label={label}"))]
         return self.run(*words, *([] if running else ["-a"])).split()
+
+    def free_address(self) -> str:
+        """An IP address of the network that nobody has: they are given out from the first on."""
+        subnet = self.run("docker", "network", "inspect", "-f", "{{(index .IPAM.Config 0).Subnet}}", self.network)
+        return str(ipaddress.ip_network(subnet)[-2 - next(self._taken)])
 
     def address(self, container: str) -> str:
         """Its IP address."""
@@ -94,6 +102,7 @@ class Chaos:
     Args:
         fleet: its containers.
         records: what its workers write down.
+        workers: how many there are at the start, and again after `fewer`.
         say: hears a line for each fault.
 
     Attributes:
@@ -102,10 +111,11 @@ class Chaos:
             had, with the disturbed one (`back`); `gap` is the longest time in which nobody committed.
     """
 
-    def __init__(self, fleet: Fleet, records: Records, say: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, records: Records, workers: int, say: Callable[[str], None]) -> None:
         self.results: list[dict[str, Any]] = []
         self._fleet = fleet
         self._records = records
+        self._workers = workers
         self._say = say
 
     def inflict(self, name: str) -> None:
@@ -122,19 +132,20 @@ class Chaos:
         return self._lose(-1, lambda victim: ["docker", "kill", victim])
 
     def _more(self) -> dict[str, Any]:
-        return self._scale(6)
+        return self._scale(self._workers + 2)
 
     def _fewer(self) -> dict[str, Any]:
         facts = self._scale(2)
-        self._scale(4)
+        self._scale(self._workers)
         return facts
 
     def _coordinator(self) -> dict[str, Any]:
         (coordinator,) = self._fleet.containers("coordinator")
         hosts, start = self._fleet.containers("worker"), time.time()
         self._fleet.run("docker", "restart", coordinator)
-        self._await(lambda: self._records.committed(hosts, time.time() - 0.5), "a step was committed after it")
-        return {"what": f"the coordinator is restarted in {time.time() - start:.1f} s"}
+        again = time.time()
+        self._await(lambda: self._records.committed(hosts, again), "a step was committed after it")
+        return {"what": f"the coordinator is restarted in {again - start:.1f} s"}
 
     def _pause(self) -> dict[str, Any]:
         return self._lose(1, lambda victim: ["docker", "pause", victim], lambda victim: ["docker", "unpause", victim])
@@ -142,8 +153,16 @@ class Chaos:
     def _disconnect(self) -> dict[str, Any]:
         network = self._fleet.network
 
-        def connect(victim: str) -> list[str]:  # with the address that the others know
+        def connect(victim: str) -> list[str]:  # with the address that it had
             return ["docker", "network", "connect", "--ip", self._fleet.address(victim), network, victim]
+
+        return self._lose(0, lambda victim: ["docker", "network", "disconnect", network, victim], connect)
+
+    def _move(self) -> dict[str, Any]:
+        network, address = self._fleet.network, self._fleet.free_address()
+
+        def connect(victim: str) -> list[str]:
+            return ["docker", "network", "connect", "--ip", address, network, victim]
 
         return self._lose(0, lambda victim: ["docker", "network", "disconnect", network, victim], connect)
 
@@ -219,7 +238,7 @@ def train(
     first = records.wait(lambda: records.committed(hosts, start), "the first step is committed")
     say(f"first step committed {first - start:.1f} s after `up`")
     records.wait(lambda: records.back(hosts, start, size=workers), f"all {workers} train")
-    chaos = Chaos(fleet, records, say)
+    chaos = Chaos(fleet, records, workers, say)
     for fault in faults:
         chaos.inflict(fault)
     records.wait(lambda: records.accuracy, "training ends", timeout=600.0)
@@ -247,7 +266,7 @@ def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard = [fault for fault in FAULTS if fault != "drop" or _can_drop()]
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=4, choices=range(3, 7), help="at the start; default: 4")
     parser.add_argument("--faults", default=",".join(standard), help=f"of {','.join(FAULTS)}; default: %(default)s")
     parser.add_argument("--project", default="paceline-chaos")
     parser.add_argument("--audit", type=Path, metavar="FOLDER", help="keep here what the workers wrote down")

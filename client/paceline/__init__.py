@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline._version import __version__
 from paceline.errors import (
     CheckpointDamaged,
+    CheckpointFailed,
     CollectiveMismatch,
     ConcurrentUse,
     CoordinatorUnreachable,
@@ -46,7 +47,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline import checkpoint, nn, optim, testing
+    from paceline import checkpoint, compression, nn, optim, testing
     from paceline.config import Config
     from paceline.credentials import Credentials
     from paceline.elastic.dismissed import Dismissed
@@ -85,12 +86,14 @@ __all__ = [
     "Step",
     "Dismissed",
     "checkpoint",
+    "compression",
     "nn",
     "optim",
     # in-process ranks for tests
     "testing",
     # errors
     "CheckpointDamaged",
+    "CheckpointFailed",
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
@@ -138,7 +141,7 @@ _HOME = {
     "Dismissed": "paceline.elastic.dismissed",
     "Step": "paceline.elastic.step",
 }
-_SUBMODULES = ("checkpoint", "nn", "optim", "testing")
+_SUBMODULES = ("checkpoint", "compression", "nn", "optim", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,20 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own C log; what matter
 import grpc
 from grpc import aio
 
-__all__ = ["EOF", "aio", "grpc", "untyped"]
+__all__ = ["EOF", "aio", "grpc", "hold_aio", "untyped"]
 
 EOF: object = aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
 """What `read` returns at the end of a stream."""
+
+
+def hold_aio() -> None:
+    """Keeps grpc.aio up for as long as the process lives; called on the loop that it shall serve.
+
+    Otherwise it shuts down when its last object is freed, in the thread that happens to free it (an error's traceback
+    holds a channel, say), closes the socket by which its poller calls the loop, and leaves the loop to read from it:
+    "Exception in callback None()", OSError 9 (grpcio 1.85.1).
+    """
+    aio.init_grpc_aio()  # type: ignore[attr-defined]  # not in grpc-stubs
 
 
 def untyped(value: Any) -> Any:

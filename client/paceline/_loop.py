@@ -14,6 +14,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from paceline._grpc import hold_aio
 from paceline._wait import wait_in_slices
 
 __all__ = ["LoopThread", "loop_thread"]
@@ -34,6 +35,7 @@ class LoopThread:
     def _run(self, made: Future[asyncio.AbstractEventLoop]) -> None:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
+        loop.call_soon(hold_aio)  # before anything that is started here
         made.set_result(loop)
         loop.run_forever()
 

@@ -8,8 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-__all__ = ["ENVIRONMENT", "Config", "checked_timeout"]
+__all__ = ["ENVIRONMENT", "LINKS", "MAX_STREAMS", "Config", "checked_timeout"]
+
+LINKS = ("shm", "tcp", "grpc")
+"""Kinds of links between processes, the best first: shared memory on one host, raw TCP, and what goes wherever gRPC
+goes."""
+
+MAX_STREAMS = 16
+"""TCP connections of one link, for each direction."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_COORDINATOR": "address of the coordinator, host:port; without it the world is this process alone",
@@ -34,13 +42,17 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_STEP_TIMEOUT": "seconds to wait for a member that has not entered a collective",
     "PACELINE_CALL_TIMEOUT": "seconds for a call to the coordinator: store, barrier",
     "PACELINE_REJOIN_TIMEOUT": "seconds to try to come back to a coordinator that is away",
+    "PACELINE_LINKS": "kinds of links that may be used, with commas (default: 'shm,tcp,grpc'); grpc always may",
+    "PACELINE_TCP_STREAMS": "TCP connections of one link in each direction, 1 to 16 (default: 1): several carry more "
+    "where the delay is long",
+    "PACELINE_TUNING": "file with a table of schedules, from `paceline bench --tune`; all members need the same",
 }
 """Every variable that Paceline reads, with what it means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Timeouts in seconds. All of them must be above 0.
+    """Timeouts in seconds, all above 0; and how members talk to each other.
 
     `failure_timeout` is the one knob for silence. Heartbeats go out six times as often; a failure waits a sixth of it,
     half a second at most, for the coordinator's verdict. It must exceed the longest time for which the process can hold
@@ -62,29 +74,54 @@ class Config:
     rejoin_timeout: float = 600.0
     """How long a member that is cut off from the coordinator tries to come back."""
 
+    links: tuple[str, ...] = LINKS
+    """Kinds of links that this member may use, where its peers may too. gRPC is always among them."""
+
+    tcp_streams: int = 1
+    """TCP connections of one link in each direction, 1 to 16."""
+
+    tuning: str = ""
+    """File with a table of schedules (`paceline.collectives.tuning`); all members of a job must have the same.
+
+    Empty for the one that Paceline comes with.
+    """
+
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _SECONDS:
+            value = getattr(self, name)
             if not value > 0:
-                raise ValueError(f"{field.name} must be above 0 s, not {value!r}")
+                raise ValueError(f"{name} must be above 0 s, not {value!r}")
+        for kind in self.links:
+            if kind not in LINKS:
+                raise ValueError(f"links are of the kinds {', '.join(LINKS)}; there is no {kind!r}")
+        if not 1 <= self.tcp_streams <= MAX_STREAMS:
+            raise ValueError(f"tcp_streams must be 1 to {MAX_STREAMS}, not {self.tcp_streams!r}")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """The defaults, overridden by PACELINE_<FIELD> where set.
 
         Raises:
-            ValueError: a variable does not hold a number above 0; the text names it.
+            ValueError: a variable does not hold what it should; the text names it.
         """
-        found: dict[str, float] = {}
-        for field in fields(cls):
-            name = f"PACELINE_{field.name.upper()}"
-            if text := environ.get(name):
+        found: dict[str, Any] = {}
+        for name in _SECONDS:
+            variable = f"PACELINE_{name.upper()}"
+            if text := environ.get(variable):
                 try:
-                    found[field.name] = float(text)
+                    found[name] = float(text)
                 except ValueError:
-                    found[field.name] = 0.0
-                if not found[field.name] > 0:
-                    raise ValueError(f"{name} must be a number of seconds above 0, not {text!r}")
+                    found[name] = 0.0
+                if not found[name] > 0:
+                    raise ValueError(f"{variable} must be a number of seconds above 0, not {text!r}")
+        if text := environ.get("PACELINE_LINKS"):
+            found["links"] = tuple(kind.strip() for kind in text.split(","))
+        if text := environ.get("PACELINE_TCP_STREAMS"):
+            if not text.isdecimal():
+                raise ValueError(f"PACELINE_TCP_STREAMS must be a number from 1 to {MAX_STREAMS}, not {text!r}")
+            found["tcp_streams"] = int(text)
+        if text := environ.get("PACELINE_TUNING"):
+            found["tuning"] = text
         return replace(cls(), **found)
 
     @property
@@ -97,6 +134,8 @@ class Config:
         """Seconds to wait for the coordinator's verdict before a failure is raised as this member sees it."""
         return min(0.5, self.failure_timeout / 6)
 
+
+_SECONDS = tuple(field.name for field in fields(Config) if isinstance(field.default, float))
 
 _LONGEST = 1e8  # three years; a lock waits for no infinity
 

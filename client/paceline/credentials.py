@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 from paceline._grpc import aio, grpc, untyped
 from paceline.tls import TlsFiles, check_member, make_context
@@ -58,13 +59,12 @@ class Credentials:
         """What PACELINE_TLS_CA, _CERT and _KEY and PACELINE_TOKEN or _TOKEN_FILE say.
 
         Raises:
-            ValueError: a variable that belongs to another is missing, one for the token is empty, or a file cannot be
-                read or used; the text says which.
+            ValueError: a variable that belongs to another is missing, one is set but empty, or a file cannot be read or
+                used; the text says which.
         """
-        token, token_file = environ.get("PACELINE_TOKEN"), environ.get("PACELINE_TOKEN_FILE")
-        for name, value in (("PACELINE_TOKEN", token), ("PACELINE_TOKEN_FILE", token_file)):
-            if value is not None and not value.strip():
-                raise ValueError(f"{name} is set, but empty: unset it if there is no token to show")
+        token, token_file = (
+            _filled(environ, name, "there is no token to show") for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE")
+        )
         if token and token_file:
             raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
         return cls._from_environment(environ, Path(token_file) if token_file else token)
@@ -80,7 +80,7 @@ class Credentials:
 
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str], token: str | Path | None) -> Self:
-        paths = {name: environ.get(name) or None for name in (_CA, _CERT, _KEY)}
+        paths = {name: _filled(environ, name, "there is to be no TLS") for name in (_CA, _CERT, _KEY)}
         _check_together(paths, (_CA, _CERT, _KEY))
         ca, cert, key = (_read(name, path) for name, path in paths.items())
         try:
@@ -92,11 +92,6 @@ class Credentials:
     def __repr__(self) -> str:
         tls = "none" if self.ca is None else "mutual" if self.cert is not None else "authority only"
         return f"Credentials(tls={tls!r}, token={self.token!r})"
-
-    @property
-    def is_secure(self) -> bool:
-        """True if everything goes over TLS."""
-        return self.ca is not None
 
     @property
     def files(self) -> TlsFiles | None:
@@ -123,22 +118,25 @@ class Credentials:
         """A channel to the coordinator. Unary calls on it show the token; a stream's needs `metadata`."""
         # A stream is not intercepted: grpc.aio would put a queue of its own between its writer and the wire.
         shows: Any = [_ShowsToken(self._source.current)] if self._source is not None else None
+        target = _target(address)
         if self.ca is None:
-            return aio.insecure_channel(address, options=options, interceptors=shows)
-        return aio.secure_channel(address, self._channel_credentials(), options=options, interceptors=shows)
+            return aio.insecure_channel(target, options=options, interceptors=shows)
+        return aio.secure_channel(target, self._channel_credentials(), options=options, interceptors=shows)
 
     def member_channel(self, address: str, options: _Options) -> aio.Channel:
         """A channel to the door of a member. No token goes there."""
+        target = _target(address)
         if self.ca is None:
-            return aio.insecure_channel(address, options=options)
+            return aio.insecure_channel(target, options=options)
         named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]
-        return aio.secure_channel(address, self._channel_credentials(), options=named)
+        return aio.secure_channel(target, self._channel_credentials(), options=named)
 
     def probe_channel(self, address: str, options: _Options) -> grpc.Channel:
         """A channel for calls that block, to the coordinator's health, which is open to all: no token."""
+        target = _target(address)
         if self.ca is None:
-            return grpc.insecure_channel(address, options=options)
-        return grpc.secure_channel(address, self._channel_credentials(), options=options)
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, self._channel_credentials(), options=options)
 
     def add_port(self, server: aio.Server, where: str) -> int:
         """Has a worker's door listen; with TLS every caller needs a certificate of the same authority.
@@ -168,6 +166,11 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
+def _target(address: str) -> str:
+    """What grpc is to dial for "host:port". It takes "dns:7400", and other hosts, for a scheme of its own."""
+    return f"dns:///{quote(address, safe=':')}"
+
+
 class _ShowsToken(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Adds the token to the metadata of each unary call."""
 
@@ -184,6 +187,18 @@ class _ShowsToken(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  #
 
 async def _bearer(token: Callable[[], Awaitable[str]]) -> aio.Metadata:
     return aio.Metadata(("authorization", f"Bearer {await token()}"))
+
+
+def _filled(environ: Mapping[str, str], name: str, unless: str) -> str | None:
+    """What a variable says; None if it is unset.
+
+    Raises:
+        ValueError: it is empty: what was to fill it has failed, and nothing would be guarded.
+    """
+    value = environ.get(name)
+    if value is not None and not value.strip():
+        raise ValueError(f"{name} is set, but empty: unset it if {unless}")
+    return value
 
 
 def _check_together(given: Mapping[str, object], names: tuple[str, str, str]) -> None:

@@ -28,12 +28,14 @@ PacelineError
     ForkedSession (RuntimeError)        use of a session in a child of the process that joined
     LinkUnavailable                     no way to move bytes to a member
     CheckpointDamaged (ValueError)      a checkpoint that is not what was written
+    CheckpointFailed (OSError)          a checkpoint that ranks could not write together
 """
 
 from __future__ import annotations
 
 __all__ = [
     "CheckpointDamaged",
+    "CheckpointFailed",
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
@@ -169,7 +171,11 @@ class DivergenceError(PacelineError):
 
 
 class OrphanedError(PacelineError):
-    """The member was cut off from the coordinator for longer than `rejoin_timeout`."""
+    """The member cannot go on by itself.
+
+    It was cut off from the coordinator for longer than `rejoin_timeout`, or some of a state that was spread over
+    members is lost, and there is no checkpoint.
+    """
 
 
 class SessionClosed(PacelineError):
@@ -186,3 +192,7 @@ class LinkUnavailable(PacelineError):
 
 class CheckpointDamaged(PacelineError, ValueError):
     """A checkpoint is not what was written: a file is missing, cut, or has other bytes; the text names it."""
+
+
+class CheckpointFailed(PacelineError, OSError):
+    """A checkpoint that ranks write together was not written; the text says at which rank, and why."""

@@ -32,6 +32,9 @@ class Optimizer(abc.ABC):
         module: whose parameters are trained. Those frozen now get no state, and are never trained.
         settings: numbers of the formula, by name.
 
+    Attributes:
+        is_new: no step was taken, and no state loaded.
+
     Raises:
         StepOrderError: FSDP has wrapped the module: the optimizer is to be made of the wrapper.
     """
@@ -44,12 +47,8 @@ class Optimizer(abc.ABC):
         self._parameters = {path: p for path, p in parameters_of(module).items() if p.requires_grad}
         self._check_own()
         self._state = {path: self._fresh(p) for path, p in self._parameters.items()}
-        # One parameter's worth of memory for each dtype, for intermediate results of the largest.
-        largest: dict[np.dtype[Any], int] = {}
-        for parameter in self._parameters.values():
-            data = parameter.data
-            largest[data.dtype] = max(largest.get(data.dtype, 0), data.size)
-        self._scratch = {dtype: np.empty(size, dtype) for dtype, size in largest.items()}
+        self._scratch = self._room()
+        self.is_new = True
 
     @property
     def lr(self) -> float:
@@ -67,6 +66,7 @@ class Optimizer(abc.ABC):
             StepOrderError: FSDP has wrapped the module since: make the optimizer of the wrapper.
         """
         self._check_own()
+        self.is_new = False
         for path, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
                 data = parameter.data
@@ -103,6 +103,7 @@ class Optimizer(abc.ABC):
             ]
         if problems:
             raise SizeMismatch(f"the state does not fit this {type(self).__name__}: " + "; ".join(problems))
+        self.is_new = False
         self.settings.update(saved["settings"])
         for path, state in self._state.items():
             for name, value in saved["state"][path].items():
@@ -131,6 +132,32 @@ class Optimizer(abc.ABC):
         """Takes over what `numbers` gave."""
         for path, values in numbers.items():
             self._state[path].update(values)
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """What it trains, by path."""
+        return self._parameters
+
+    @property
+    def is_blank(self) -> bool:
+        """True while `is_new` and all arrays of the state are zero: so they are on every rank, in whatever shape."""
+        return self.is_new and not any(array.any() for array in self.live_arrays().values())
+
+    def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """The parameters have other shapes now: these arrays take the place of those that `live_arrays` gave."""
+        self.is_new = False
+        for key, array in arrays.items():
+            path, _, name = key.rpartition("/")
+            self._state[path][name] = array
+        self._scratch = self._room()
+
+    def _room(self) -> dict[np.dtype[Any], NDArray[Any]]:
+        """One parameter's worth of memory for each dtype, for intermediate results of the largest."""
+        largest: dict[np.dtype[Any], int] = {}
+        for parameter in self._parameters.values():
+            data = parameter.data
+            largest[data.dtype] = max(largest.get(data.dtype, 0), data.size)
+        return {dtype: np.empty(size, dtype) for dtype, size in largest.items()}
 
     def _check_own(self) -> None:
         """An optimizer of what FSDP trains through pieces would see no gradient, and silently train nothing."""
@@ -183,7 +210,7 @@ class SGD(Optimizer):
         super().__init__(module, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
     def _fresh(self, parameter: Parameter) -> State:
-        return {"momentum": np.zeros_like(parameter.data)} if self.settings["momentum"] else {}
+        return {"momentum": _zeros(parameter)} if self.settings["momentum"] else {}
 
     def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
         lr, momentum = self.settings["lr"], self.settings["momentum"]
@@ -237,7 +264,7 @@ class Adam(Optimizer):
         super().__init__(module, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def _fresh(self, parameter: Parameter) -> State:
-        return {"mean": np.zeros_like(parameter.data), "square": np.zeros_like(parameter.data), "updates": 0}
+        return {"mean": _zeros(parameter), "square": _zeros(parameter), "updates": 0}
 
     def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
         beta1, beta2, decay = (self.settings[name] for name in ("beta1", "beta2", "weight_decay"))
@@ -260,6 +287,11 @@ class Adam(Optimizer):
         np.divide(mean, scratch, out=scratch)
         np.multiply(scratch, self.settings["lr"] / (1 - beta1 ** state["updates"]), out=scratch)
         np.subtract(data, scratch, out=data)
+
+
+def _zeros(parameter: Parameter) -> NDArray[Any]:
+    """As `np.zeros_like` of the values; takes memory when it is written: who joins a line builds more than it keeps."""
+    return np.zeros(parameter.data.shape, parameter.dtype)
 
 
 def _decayed(grad: NDArray[Any], data: NDArray[Any], decay: float, scratch: NDArray[Any]) -> NDArray[Any]:

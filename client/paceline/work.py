@@ -123,7 +123,13 @@ class Lane:
         self._owner: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._running: Work[Any] | None = None  # on that thread
-        self.progress = Progress(0, monotonic(), False)
+        self._awaited = 0  # threads that wait for a change, beside the lane's own
+        self._progress = (0, monotonic(), False)
+
+    @property
+    def progress(self) -> Progress:
+        """Where the lane is."""
+        return Progress(*self._progress)
 
     def run(self, begin: Begin[T], deadline: float) -> T:
         """Runs an operation in its turn and returns its result; `begin` makes its task of its number.
@@ -146,7 +152,7 @@ class Lane:
                     work = self._enqueue(operation, task)
             if work is not None:
                 return work.wait(max(0.0, deadline - monotonic()))
-            self.progress = Progress(operation, monotonic(), True)
+            self._progress = (operation, monotonic(), True)
             self._inside = True
             result = task()
             self._inside = False
@@ -181,8 +187,12 @@ class Lane:
         """Waits until nothing is under way or in line. What is aborted ends too, with its error at whoever waits."""
         me = threading.current_thread()
         with self._lock:
-            while self._working(me) and not self._only_ends():
-                self._changed.wait(SLICE)
+            self._awaited += 1
+            try:
+                while self._working(me) and not self._only_ends():
+                    self._changed.wait(SLICE)
+            finally:
+                self._awaited -= 1
 
     def _only_ends(self) -> bool:
         """True if the last operation is over, and the thread that ran it has yet to say that its turn is."""
@@ -198,6 +208,7 @@ class Lane:
         me = threading.current_thread()
         with self._lock:
             self._closed = True
+            self._awaited += 1  # for good: nothing begins any more
             self._changed.notify_all()
             while (left := deadline - monotonic()) > 0 and self._working(me):
                 self._changed.wait(left)
@@ -255,7 +266,7 @@ class Lane:
                     return
                 self._busy = me
                 work = self._queue.popleft()
-            self.progress = Progress(work.operation, monotonic(), True)
+            self._progress = (work.operation, monotonic(), True)
             self._running = work
             work._run()
             del work  # its result belongs to the caller, not to an idle thread
@@ -264,7 +275,8 @@ class Lane:
 
     def _frees(self) -> None:
         """The next in line may begin."""
-        self.progress = Progress(self.progress.operation, monotonic(), False)
+        self._progress = (self._progress[0], monotonic(), False)
         with self._lock:
             self._busy = None
-            self._changed.notify_all()
+            if self._thread is not None or self._awaited:
+                self._changed.notify_all()

@@ -5,12 +5,14 @@ Refused by name of the difference, so that the user can tell which of two comman
 
 from __future__ import annotations
 
+import secrets
+
 from paceline_server.errors import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
 from paceline_server.events import Registered, Reported
-from paceline_server.model import JobSettings, JobState, Session, Standing
+from paceline_server.model import JobSettings, JobState, Seat, Session, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["check", "check_report", "is_loopback"]
+__all__ = ["check", "check_report", "has_been", "is_loopback"]
 
 _LOOPBACK = ("127.", "[::1]:", "localhost:")
 """How addresses begin that only their own machine reaches. A test of text: it is made for each pair of members."""
@@ -51,11 +53,20 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     for holder in others:
         if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank or holder.stream is None:
             continue
+        if has_been(claim, holder):  # itself: it has moved, and we have yet to notice
+            continue
         raise RankTaken(
             f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
             f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
         )
     return [ghost for ghost in ghosts if _in_the_way(claim, ghost)]
+
+
+def has_been(claim: Registered, known: Session | Seat) -> bool:
+    """True if the worker proves that it was this member: ids are no secret, and a member's end voids its view."""
+    if not claim.former_member_id or claim.former_member_id != known.member_id:
+        return False
+    return secrets.compare_digest(claim.former_token_sha256, known.token_sha256)
 
 
 def check_report(session: Session, event: Reported) -> None:
@@ -148,4 +159,5 @@ def _settings_side_by_side(mine: JobSettings, theirs: JobSettings) -> list[tuple
         ("min_workers", mine.min_workers, theirs.min_workers),
         ("max_workers", mine.max_workers, theirs.max_workers),
         ("failure_timeout", f"{mine.failure_timeout:g} s", f"{theirs.failure_timeout:g} s"),
+        ("the table of schedules (PACELINE_TUNING)", mine.tuning or "none", theirs.tuning or "none"),
     ]

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import socket
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline_server._grpc import aio, grpc
+from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher, Observer
+from paceline_server.listening import listen
 from paceline_server.security.authenticate import AuthenticationInterceptor
+from paceline_server.security.certificate_files import CertificateKeeper
 from paceline_server.security.exposure import exposure
-from paceline_server.security.tls import server_credentials
-from paceline_server.security.token_file import TokenKeeper, read_tokens
+from paceline_server.security.tls import TlsPaths
+from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Tokens
 from paceline_server.services.admin import AdminHandlers
 from paceline_server.services.paced import PacingInterceptor
@@ -35,7 +35,7 @@ from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pacelinepb.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 
-__all__ = ["Coordinator", "PortInUse"]
+__all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,10 +55,6 @@ after a quarter of a second; and who comes back after a cut shall not wait for l
 
 _HEALTH_S = 0.2
 """Seconds for those who watch our health to hear that it ends."""
-
-
-class PortInUse(OSError):
-    """Somebody listens at the address already; the text names it."""
 
 
 class Coordinator:
@@ -83,7 +79,10 @@ class Coordinator:
         self._dispatcher = Dispatcher(self._settings, self._storage, observer)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         self._server: aio.Server | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._began = self._stopped = False
         self._tokens: TokenKeeper | None = None
+        self._certificates: CertificateKeeper | None = None
 
     async def start(self) -> str:
         """Takes up the stored state and serves.
@@ -97,27 +96,33 @@ class Coordinator:
             TlsUnusable, TokensUnusable: of the files that the settings name.
             OSError: the address cannot be listened at for another reason.
         """
-        assert self._server is None, "a coordinator starts once"
-        credentials = await asyncio.to_thread(server_credentials, self._settings)
-        self._tokens = await asyncio.to_thread(_keeper, self._settings)
+        assert not self._began, "a coordinator starts once"
+        self._began = True
+        try:
+            return await self._start()
+        except BaseException:  # a signal may come at any moment of it
+            await self.stop(grace=0)
+            raise
+
+    async def _start(self) -> str:
+        self._tokens = await _token_keeper(self._settings)
+        if (paths := TlsPaths.of(self._settings)) is not None:
+            self._certificates = await CertificateKeeper.open(paths)
+        credentials = None if self._certificates is None else self._certificates.credentials
         interceptors: list[aio.ServerInterceptor] = [PacingInterceptor(self._settings), RefusalInterceptor()]  # type: ignore[type-arg]
         if self._tokens is not None:
             interceptors.append(AuthenticationInterceptor(self._tokens))
-        server = aio.server(interceptors=interceptors, options=self._options())
+        self._server = server = aio.server(interceptors=interceptors, options=self._options())
         SessionHandlers(self._dispatcher).add_to(server)
         add_StoreServiceServicer_to_server(StoreHandlers(self._dispatcher), server)
         add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host, _, _ = self._settings.listen.rpartition(":")
-        port = _bind(server, self._settings.listen, credentials)
-        self._server = server
-        try:
-            await self._dispatcher.start()
-        except BaseException:
-            await self.stop(grace=0)
-            raise
-        await server.start()
+        port = await listen(server, self._settings.listen, credentials)
+        await self._dispatcher.start()
+        self._starting = asyncio.ensure_future(server.start())
+        await asyncio.shield(self._starting)
         for name in _SERVICES:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         address = f"{host}:{port}"
@@ -132,17 +137,23 @@ class Coordinator:
         Args:
             grace: seconds for calls in progress to end before they are cut.
         """
-        if self._server is None:
+        if self._stopped or not self._began:
             return
-        server, self._server = self._server, None
+        self._stopped = True
         self._dispatcher.drain()
         # A watcher that does not read holds the lock of the health service, and must not hold us.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEALTH_S):
                 await self._health.enter_graceful_shutdown()
-        await server.stop(grace)
+        if self._starting is not None:  # grpc crashes if a server is stopped while it starts
+            await asyncio.wait({self._starting})
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace)
         if self._tokens is not None:
             await self._tokens.close()
+        if self._certificates is not None:
+            self._certificates.close()
         await self._storage.close()
         _log.info("stopped")
 
@@ -170,40 +181,8 @@ class Coordinator:
         ]
 
 
-def _keeper(settings: ServerSettings) -> TokenKeeper | None:
+async def _token_keeper(settings: ServerSettings) -> TokenKeeper | None:
     """The tokens that the settings name; None if nobody needs one."""
     if settings.token is not None:
         return TokenKeeper(Tokens.single(settings.token))
-    if (path := settings.token_file) is not None:
-        return TokenKeeper(read_tokens(path), lambda: read_tokens(path))
-    return None
-
-
-def _bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    _check_free(address)
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from None
-    if not port:
-        raise OSError(f"cannot listen on {address}")
-    return port
-
-
-def _check_free(address: str) -> None:
-    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
-    host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, where in found:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
-                probe.listen()
-    except OSError as cause:
-        if cause.errno == errno.EADDRINUSE:
-            raise PortInUse(cause.errno, f"{address} is in use: is a coordinator running there already?") from None
-        raise OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}") from None
+    return None if settings.token_file is None else await TokenKeeper.of_file(settings.token_file)

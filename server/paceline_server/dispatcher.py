@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from paceline_server import wire
+from paceline_server import admission, wire
 from paceline_server.abandonment import Abandonment
 from paceline_server.effects import (
     Effect,
@@ -138,11 +138,18 @@ class Dispatcher:
             claimed_rank=message.rank if message.HasField("rank") else None,
             generation_floor=message.generation_floor,
             former_member_id=wire.check_length(message.former_member_id, "a member id", 64),
+            former_token_sha256=wire.token_hash(message.former_session_token),
         )
-        if sum(len(job.membership.state.sessions) for job in self.jobs.values()) >= self.settings.max_sessions:
+        job = self.jobs.get(name)
+        former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
+        freed = int(former is not None and admission.has_been(event, former))  # its place, when it has come in
+        if (
+            sum(len(each.membership.state.sessions) for each in self.jobs.values()) - freed
+            >= self.settings.max_sessions
+        ):
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
-        job = self.jobs.get(name) or self._new_job(name)
-        if len(job.membership.state.sessions) >= self.settings.max_job_sessions:
+        job = job or self._new_job(name)
+        if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
             raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
         self._attach(job, stream, token, event)
         return stream

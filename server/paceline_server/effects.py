@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline_server.errors import Refused
 from paceline_server.model import Ending, Process, Seat, Tag, Verdict, View
+from paceline_server.shares import Share
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "PushMisfit",
     "PushMissing",
     "PushRunning",
+    "PushSpare",
+    "PushStateLost",
     "PushSummons",
     "PushVerdict",
     "PushView",
@@ -89,7 +92,12 @@ class PushCatchUp:
     member_id: str
     generation: int
     base: Tag
-    donors: tuple[Seat, ...]
+    donors: tuple[tuple[Seat, tuple[Share, ...]], ...]
+    """Who has it, each with the shares that it holds."""
+    share: Share | None
+    """What to take of a spread state; None: all that it has not, or the step that it is prepared for."""
+    fingerprint: bytes = b""
+    """Of the base; see `Met.fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,22 @@ class PushDismissed:
 
     member_id: str
     last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushSpare:
+    """Tell a member that the next view has no seat for it: it waits as a candidate."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushStateLost:
+    """Tell a member that nobody has all of the line's state any more: its own part of it is of no use."""
+
+    member_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,5 +241,7 @@ Effect = (
     | PushMissing
     | PushDrain
     | PushDismissed
+    | PushSpare
+    | PushStateLost
     | PushFinished
 )

@@ -45,6 +45,8 @@ class Registered:
     generation_floor: int
     former_member_id: str = ""
     """Which member this process was before, empty for none."""
+    former_token_sha256: bytes = b""
+    """What proves that it was."""
 
 
 @dataclass(frozen=True, slots=True)

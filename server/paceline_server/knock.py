@@ -8,7 +8,8 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+
+from paceline_server.apart import start_apart
 
 __all__ = ["Knocks", "is_refused"]
 
@@ -72,7 +73,7 @@ async def _refuses(ip: str, port: int) -> bool:
 
 
 async def _addresses(host: str) -> set[str]:
-    """Of a name, by a daemon thread: asyncio's pool would be held by a stalled resolver, and so would our end.
+    """Of a name.
 
     Raises:
         OSError: it does not resolve, or too many names are being looked up.
@@ -86,18 +87,16 @@ async def _addresses(host: str) -> set[str]:
         return {host}
     if not _look_ups.acquire(blocking=False):
         raise OSError("too many names are being looked up")
-    answer: Future[set[str]] = Future()
-    answer.set_running_or_notify_cancel()
-    threading.Thread(target=functools.partial(_look_up, host, answer), name="paceline-lookup", daemon=True).start()
+    try:
+        answer = start_apart(functools.partial(_look_up, host), "paceline-lookup")
+    except RuntimeError as error:  # there are too many threads
+        _look_ups.release()
+        raise OSError(str(error)) from None
     return await asyncio.wrap_future(answer)
 
 
-def _look_up(host: str, answer: Future[set[str]]) -> None:
+def _look_up(host: str) -> set[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it
-        answer.set_exception(error)
-    else:
-        answer.set_result({str(target[0]) for *_, target in found})
+        return {str(target[0]) for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     finally:
         _look_ups.release()

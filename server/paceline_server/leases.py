@@ -16,8 +16,8 @@ LOOK_AGAIN = 0.02
 
 
 _CANDIDATE_S = 10.0
-"""For how long at most a candidate that has lost its stream keeps its place. It has nothing that others wait for, and
-`failure_timeout` is its own to say: a day of it must not keep the places of others."""
+"""For how long at most a candidate that has lost its stream keeps its place, unless it holds a part of a state that
+others may wait for. `failure_timeout` is its own to say: a day of it must not keep the places of others."""
 
 _OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
 
@@ -138,7 +138,9 @@ class Leases:
 def _lease(session: Session) -> float:
     """Seconds of silence that end the session."""
     timeout = session.settings.failure_timeout
-    return min(timeout, _CANDIDATE_S) if session.standing is Standing.WAITING and session.stream is None else timeout
+    if session.standing is not Standing.WAITING or session.stream is not None or session.holds_a_part:
+        return timeout
+    return min(timeout, _CANDIDATE_S)
 
 
 def _how(now: float, session: Session) -> str:

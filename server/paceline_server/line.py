@@ -17,6 +17,8 @@ from paceline_server.effects import (
     PushDismissed,
     PushDrain,
     PushFinished,
+    PushSpare,
+    PushStateLost,
     PushView,
     StoreFinished,
     StoreView,
@@ -70,8 +72,7 @@ class Line(Departures):
             return []  # said before it heard of its new view
         if session.standing is not Standing.WAITING and (view is None or view.generation != session.generation):
             # Its view was forgotten, for it had no state yet: now it is as any other newcomer.
-            session.standing, session.generation, session.rank = Standing.WAITING, 0, None
-            session.verdict, self.state.last_arrival = None, now
+            self._become_candidate(now, session)
         session.met = replace(met, generation=session.generation, holds_base=met.holds_base and session.generation > 0)
         session.catching_up = False
         self._orders.forget(session)
@@ -134,7 +135,7 @@ class Line(Departures):
         self.decision = decide(now, self.state, self._settings.settle_time)
         meeting = self.decision.meeting
         if meeting is not None and meeting.over:
-            effects += self._begin_anew(now)
+            effects += self._begin_anew(now, meeting)
             self.decision = decide(now, self.state, self._settings.settle_time)
             meeting = self.decision.meeting
         if self.decision.members is not None or self.state.live is not None or not self.state.sessions:
@@ -147,7 +148,7 @@ class Line(Departures):
             return effects
         effects += self._orders.give(self.decision)
         if meeting is not None and meeting.dismissed:
-            effects += self._dismiss(meeting.dismissed, last=True)
+            effects += self._dismiss(meeting.dismissed)
         return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
 
     def _line_is_over(self, view: View) -> bool:
@@ -167,12 +168,19 @@ class Line(Departures):
         self._evidence.clear()
         return [ForgetView(view.generation)]
 
-    def _begin_anew(self, now: float) -> list[Effect]:
-        """The line is over: its last members are newcomers to the next, but for those that hold nothing."""
+    def _begin_anew(self, now: float, meeting: Meeting) -> list[Effect]:
+        """The line is over: its last members are newcomers to the next, but for those that hold nothing.
+
+        Those whose shares are of no use any more begin from what they find on a disk, and so do candidates.
+        """
         view = self.state.view
         assert view is not None
         effects: list[Effect] = []
-        for session in self.state.present():
+        present = self.state.present()
+        for session in meeting.lost:
+            self._become_candidate(now, session)
+            effects.append(PushStateLost(session.member_id, meeting.reason))
+        for session in (session for session in present if session not in meeting.lost):
             assert session.met is not None
             if session.met.tag is None:
                 text = (
@@ -180,18 +188,34 @@ class Line(Departures):
                 )
                 effects += self._end(session, Ending("held no state", orderly=False), SessionEnded(text))
                 continue
-            session.standing, session.generation, session.rank = Standing.WAITING, 0, None
-            session.verdict, self.state.last_arrival = None, now
-            session.met = replace(session.met, generation=0, holds_base=False)
+            met = replace(session.met, generation=0, holds_base=False)
+            self._become_candidate(now, session)
+            session.met = met
         return effects + self._forget_view(view)
 
-    def _dismiss(self, sessions: tuple[Session, ...], *, last: bool) -> list[Effect]:
+    def _become_candidate(self, now: float, session: Session) -> None:
+        """A member is in no view any more, and has yet to say what it holds."""
+        session.standing, session.generation, session.rank = Standing.WAITING, 0, None
+        session.verdict, session.met, session.told_to_meet, session.catching_up = None, None, None, False
+        session.promised = None
+        self.state.last_arrival = now
+
+    def _dismiss(self, sessions: tuple[Session, ...]) -> list[Effect]:
         for session in sessions:
             session.standing = Standing.DISMISSED
-        return [PushDismissed(session.member_id, last) for session in sessions]
+        return [self._may_go(session) for session in sessions]
+
+    def _may_go(self, session: Session) -> PushDismissed:
+        """Who goes keeps the state if no view has formed without it; of a spread one, which takes all, if all go."""
+        view = self.state.view
+        whole = session.met is None or session.met.node_size == 1
+        last = view is None or (view.generation == session.generation and (whole or not self.state.present()))
+        return PushDismissed(session.member_id, last)
 
     def _form(self, members: tuple[Session, ...], meeting: Meeting | None) -> list[Effect]:
         shown = max(session.generation_floor for session in self.state.sessions.values())
+        if meeting is not None and meeting.base is not None:  # it may be older than this coordinator: a checkpoint's
+            shown = max(shown, meeting.base.generation)
         self.state.generation = max(self.state.generation, shown) + 1
         seats = tuple(
             Seat(rank, s.member_id, s.token_sha256, s.process, s.address, s.arrival) for rank, s in enumerate(members)
@@ -217,6 +241,7 @@ class Line(Departures):
             return [ForgetView(generation), *self._reconsider(now)]
         there = self.state.present() if self.state.view is not None else []
         leavers = tuple(s for s in there if s not in sessions and s.met is not None and s.met.leaving)
+        spares = [s for s in there if s not in sessions and s not in leavers and s.has_met]
         self.state.view, self.state.verdict, self.state.vouched_at = view, None, now
         self.state.endings.clear()
         self._evidence.clear()
@@ -229,7 +254,11 @@ class Line(Departures):
                 session.generation = session.last_generation = generation
                 session.verdict, session.met, session.progress = None, None, Progress()
                 effects.append(PushView(session.member_id, view, rank))
-        effects += self._dismiss(leavers, last=False)
+        effects += self._dismiss(leavers)
+        for session in spares:
+            self._become_candidate(now, session)
+            session.came_back = True
+            effects.append(PushSpare(session.member_id, f"generation {generation} has no seat for it"))
         missing = {
             rank: self._gone_meanwhile[view.seats[rank].member_id] for rank, s in enumerate(sessions) if s is None
         }

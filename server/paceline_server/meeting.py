@@ -12,15 +12,27 @@ When a generation is over, its members *meet*: each says which state it holds. T
 
 A view without a base is one whose members have yet to compare what they brought: there everybody leads.
 
-Source: the interleavings in DESIGN.md 13, each of which is a test.
+A state may be *spread*: each member holds a share of it. Then, in addition:
+
+- A tag counts only if those who are there hold all of it between them (`shares.lacking`), candidates that were members
+  once included: equal tags are equal bits. What is lacking of the greatest tag is waited for if somebody silent may
+  have it; if all who had it are known to have ended, that state is lost.
+- Whoever is prepared for a step that another has applied finishes it before anything else happens.
+- The seats of the next view are given out first, and each member takes the share of its seat inside the meeting,
+  newcomers too; nobody drops what it had before the new generation runs. So whatever ends a meeting half way, all that
+  was there is there; and who leaves, or gets no seat, gives what it has until the view has formed.
+
+Source: the interleavings in DESIGN.md 10.3 and 10.4, each of which is a test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from paceline_server.model import JobState, Met, Seat, Session, Tag, View
+from paceline_server.model import JobState, Met, Seat, Session, Standing, Tag, View
+from paceline_server.seats import holds, seated
+from paceline_server.shares import WHOLE, Share, lacking, share_of
 
 __all__ = ["Meeting", "convene", "way_out"]
 
@@ -41,9 +53,13 @@ class Meeting:
         manifest: of the line.
         laggards: who is to take the base before anything else happens.
         misfits: whose manifest differs from the line's.
-        donors: who holds the base.
+        donors: who holds the base, or shares of it.
+        targets: the share that each member is to have, by member id, in rank order; none where laggards take all that
+            they have not.
         dismissed: who may go; at once if no view forms, else with the next view.
+        spares: who gets no seat, for members come in nodes.
         over: the line is over; whoever holds a state of any kind may begin a new one.
+        lost: whose shares are of no use any more, for nobody has the rest.
     """
 
     reason: str
@@ -54,8 +70,11 @@ class Meeting:
     laggards: tuple[Session, ...] = ()
     misfits: tuple[Session, ...] = ()
     donors: tuple[Session, ...] = ()
+    targets: Mapping[str, Share] = field(default_factory=dict)
     dismissed: tuple[Session, ...] = ()
+    spares: tuple[Session, ...] = ()
     over: bool = False
+    lost: tuple[Session, ...] = ()
 
 
 def convene(state: JobState) -> Meeting:
@@ -73,19 +92,27 @@ def convene(state: JobState) -> Meeting:
     leaders = [session for session in present if _leads(view, session)]
     if not leaders or not _may_speak(view, leaders):
         return _without_leader(state, view, present)
-    base = max(_met(session).tag or Tag(0, 0) for session in leaders)
-    first = next(session for session in leaders if _met(session).tag == base)
+    found = _whole_base(state, view, present, leaders)
+    if isinstance(found, Meeting):
+        return found
+    base, first = found
+    spread = _met(first).node_size != 1
     manifest = view.manifest or _met(first).manifest
     misfits = tuple(session for session in [*present, *state.ready()] if _met(session).manifest != manifest)
-    donors = tuple(session for session in leaders if _met(session).state == _met(first).state)
-    laggards = tuple(s for s in present if s not in donors and s not in misfits and not _met(s).leaving)
-    meeting = Meeting("", base=base, manifest=manifest, laggards=laggards, misfits=misfits, donors=donors)
+    holders = _bring(state, present) if spread else leaders
+    donors = tuple(s for s in holders if _met(s).state == _met(first).state and _met(s).manifest == manifest)
+    meeting = Meeting("", base=base, manifest=manifest, misfits=misfits, donors=donors)
     odd = [session for session in present if session in misfits]
+    if not spread:
+        behind = [s for s in present if s not in donors and s not in misfits and not _met(s).leaving]
+        what = f"take the state of step {base.step}"
+    else:
+        behind = [s for s in holders if s not in donors and s not in misfits and _met(s).prepared == base]
+        what = f"finish step {base.step}"
+    meeting = _with(meeting, f"waiting for {_names(view, behind)} to {what}", laggards=tuple(behind))
     if odd:
         return _with(meeting, f"waiting for {_names(view, odd)} to leave: what it trains differs from the others'")
-    if laggards:
-        return _with(meeting, f"waiting for {_names(view, laggards)} to take the state of step {base.step}")
-    return _seat(state, view, present, meeting)
+    return meeting if behind else _seat(state, view, present, meeting)
 
 
 def way_out(state: JobState, silent: Sequence[Seat]) -> str:
@@ -103,34 +130,89 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
 
 def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> Meeting:
     """Everyone of the old generation holds the base: who is in the next one?"""
-    closed = any(_met(session).closed for session in present)
-    ready = [] if closed else [session for session in state.ready() if session not in meeting.misfits]
     staying = [session for session in present if not _met(session).leaving]
-    if not staying and ready:
-        staying = list(meeting.donors)  # somebody must hold the base then: they leave at the step after
+    closed = any(_met(session).closed for session in present) and len(staying) >= _node_size(meeting)
+    ready = [] if closed else [session for session in state.ready() if session not in meeting.misfits]
+    ready = _in_time(staying, ready, meeting)
+    all_leave = not staying
+    if all_leave and (ready or _is_to_be_kept(state, view, present, meeting)):
+        # Somebody must hold the base then: they leave at the step after.
+        staying = [session for session in present if session in meeting.donors or _node_size(meeting) != 1]
     if not staying:
         text = f"all members of generation {view.generation} have left"
         return _with(meeting, text, dismissed=tuple(present))
     least, most = view.settings.min_workers, view.settings.max_workers
     incoming = _incoming(view, staying, ready, most)
-    count, needed = len(staying) + len(incoming), most if view.explicit else least
-    if closed and not view.explicit:
+    members = _in_order(view, staying, incoming, meeting)
+    count, needed = len(members), most if view.explicit else least
+    if (closed or (all_leave and not ready)) and not view.explicit:
         needed = 1  # nobody may come in before those who are left have done what they are about
-    if count < needed:
-        lacking = needed - count
-        why = f" ({state.verdict.text})" if state.verdict is not None else ""
-        text = f"waiting for {lacking} more worker{'s'[: lacking != 1]} ({count} of at least {needed}){why}"
-        # Who stays holds the base by now, and a notice to leave does not wait.
-        return _with(meeting, text, dismissed=tuple(session for session in present if session not in staying))
-    members = staying + incoming
-    if view.explicit:
-        members.sort(key=lambda session: session.claimed_rank or 0)
-    newcomers = tuple(rank for rank, session in enumerate(members) if session in incoming)
     leaving = tuple(session for session in present if session not in staying)
-    text = f"{len(staying)} member{'s'[: len(staying) != 1]} of generation {view.generation} go on"
-    if incoming:
-        text += f" with {len(incoming)} newcomer{'s'[: len(incoming) != 1]}"
-    return _with(meeting, text, members=tuple(members), newcomers=newcomers, dismissed=leaving)
+    if count < max(needed, 1):
+        return _too_few(state, view, [*staying, *incoming], needed, _with(meeting, "", dismissed=leaving))
+    newcomers = tuple(rank for rank, session in enumerate(members) if session in incoming)
+    spares = tuple(session for session in staying if session not in members)
+    on, new = len(members) - len(newcomers), len(newcomers)
+    text = f"{on} member{'s'[: on != 1]} of generation {view.generation} go on"
+    if new:
+        text += f" with {new} newcomer{'s'[: new != 1]}"
+    if spares:
+        text += f"; {_names(view, spares)} will be spare"
+    seating = _with(meeting, text, members=tuple(members), newcomers=newcomers, dismissed=leaving, spares=spares)
+    return _share_out(view, seating)
+
+
+def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting) -> list[Session]:
+    """Newcomers that count now. Each that came while all take their shares would have the state cut anew, for ever.
+
+    They wait for the next step, unless somebody has gone to whom a seat was promised: then it is cut anew anyhow.
+    """
+    promised = [s for s in [*staying, *ready] if s.promised is not None and s.promised[0] == meeting.base]
+    worlds = {session.promised[1] for session in promised if session.promised is not None}
+    return [session for session in ready if session in promised] if worlds == {len(promised)} else ready
+
+
+def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int, meeting: Meeting) -> Meeting:
+    """No view forms yet. Who stays holds the base by now, and a notice to leave does not wait."""
+    node = max(1, _node_size(meeting))
+    lacking_ = -(-max(needed, 1) // node) * node - len(there)
+    of_node = f", in nodes of {node}" if node > 1 else ""
+    why = f" ({state.verdict.text})" if state.verdict is not None else ""
+    workers = f"{lacking_} more worker{'s'[: lacking_ != 1]} ({len(there)} of at least {needed}{of_node})"
+    staying = [session for session in meeting.donors if session not in meeting.dismissed]
+    if meeting.dismissed and _lacks(staying, meeting.base):
+        text = f"waiting for {workers}, who are to take what {_names(view, meeting.dismissed)} hold{why}"
+        return _with(meeting, text, dismissed=())
+    return _with(meeting, f"waiting for {workers}{why}")
+
+
+def _is_to_be_kept(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> bool:
+    """True if all leave a spread state, and the generation that is over can write no checkpoint of it any more."""
+    node_size = _node_size(meeting)
+    void = state.verdict is not None or len(present) < len(view.seats)
+    return node_size != 1 and void and not view.explicit and len(present) >= node_size
+
+
+def _share_out(view: View, meeting: Meeting) -> Meeting:
+    """If the state is spread: does everyone have the share of its seat?"""
+    base, world, node_size = meeting.base, len(meeting.members), _node_size(meeting)
+    assert base is not None
+    if node_size == 1:
+        return meeting
+    targets = {s.member_id: share_of(rank, world, node_size) for rank, s in enumerate(meeting.members)}
+    late = [s for s in meeting.members if s not in meeting.donors or not holds(s, base, targets[s.member_id])]
+    if not late:
+        return meeting
+    text = f"waiting for {_names(view, late)} to take their part of the state of step {base.step}"
+    changes = {"members": (), "newcomers": (), "dismissed": (), "spares": ()}
+    return _with(meeting, text, laggards=tuple(late), targets=targets, **changes)
+
+
+def _in_order(view: View, staying: list[Session], incoming: list[Session], meeting: Meeting) -> list[Session]:
+    assert meeting.base is not None
+    if view.explicit:
+        return sorted([*staying, *incoming], key=lambda session: session.claimed_rank or 0)
+    return seated(staying, incoming, meeting.base, _node_size(meeting), view.settings.max_workers)
 
 
 def _incoming(view: View, staying: Sequence[Session], ready: Sequence[Session], most: int) -> list[Session]:
@@ -146,11 +228,95 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
     silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
     if silent:
         return Meeting(f"generation {view.generation} cannot go on: {way_out(state, silent)}")
+    if going := _going(state, view):
+        return Meeting(f"waiting for {_names(view, going)} to leave")
     taking = [session for session in present if session.catching_up]
     if taking:
         return Meeting(f"waiting for {_names(view, taking)} to say if the state of the line was taken in time")
     text = f"all who held the state of generation {view.generation} have ended: a new line begins"
     return Meeting(text, over=True)
+
+
+def _going(state: JobState, view: View) -> list[Session]:
+    """Who may go, and is there: it writes a checkpoint first, or has not heard of it yet, and goes on."""
+    there = state.sessions.values()
+    return [s for s in there if s.standing is Standing.DISMISSED and s.generation == view.generation]
+
+
+def _whole_base(
+    state: JobState, view: View, present: Sequence[Session], leaders: Sequence[Session]
+) -> tuple[Tag, Session] | Meeting:
+    """The greatest tag among those who lead of which all is there, and one who holds it; else what to wait for."""
+    lost = ""
+    everyone = _bring(state, present)
+    prepared = {_met(session).prepared for session in leaders}  # these will lead with it, if anybody has applied it
+    held = [(_met(session).tag, session) for session in [*reversed(everyone), *reversed(leaders)]]
+    firsts = {tag: s for tag, s in held if tag is not None and (s in leaders or tag in prepared)}
+    for tag, first in sorted(firsts.items(), key=lambda item: item[0], reverse=True):
+        there = [s for s in everyone if _has_some(s, tag, _met(first).fingerprint)]
+        lacks = _lacks([first, *there], tag)
+        if not lacks:
+            return tag, first
+        if (text := _who_may_have(state, view, present, tag)) is not None:
+            return Meeting(f"generation {view.generation} cannot go on: {_in_words(lacks)} is not there; {text}")
+        lost = lost or f"{_in_words(lacks)} of the state of step {tag.step} is lost with {_ended(state, view)}"
+    return Meeting(lost, over=True, lost=tuple(s for s in everyone if _is_of_no_use(s, everyone)))
+
+
+def _is_of_no_use(session: Session, everyone: Sequence[Session]) -> bool:
+    """True if nobody has the rest of what it holds, or could finish. What is whole a new line may begin with."""
+    met = _met(session)
+    states = [(met.tag, met.fingerprint), (met.prepared, b"")]
+    return all(tag is None or _lacks([s for s in everyone if _has_some(s, tag, bits)], tag) for tag, bits in states)
+
+
+def _has_some(session: Session, tag: Tag, fingerprint: bytes) -> bool:
+    """True if it holds some of a state, or can finish the step that makes it."""
+    met = _met(session)
+    return (met.tag, met.fingerprint) == (tag, fingerprint) or met.prepared == tag
+
+
+def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: Tag) -> str | None:
+    """Who may bring what is lacking, in words; None if nobody can."""
+    silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
+    if silent:
+        return way_out(state, silent)
+    waiting = [s for s in state.sessions.values() if s.standing is Standing.WAITING]
+    coming = [s for s in waiting if s.came_back and s.met is None]
+    coming += [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
+    coming += [s for s in [*present, *state.bringing()] if s.catching_up]
+    return f"waiting for {_names(view, coming)} to say what it holds" if coming else None
+
+
+def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
+    """All who have said what they hold: members, and candidates that may have been members once."""
+    return [*present, *state.bringing()]
+
+
+def _lacks(sessions: Sequence[Session], tag: Tag | None) -> tuple[Share, ...]:
+    """What these have not, between them, of a state; a checkpoint that one of them can read has everything."""
+    shares: list[Share] = []
+    for session in sessions:
+        met = _met(session)
+        if met.tag == tag:
+            shares += [WHOLE] if met.stored else met.shares
+        elif met.prepared == tag:
+            shares += met.shares[:1]
+    return lacking(shares)
+
+
+def _ended(state: JobState, view: View) -> str:
+    ended = [f"{view.seats[rank].short_label}, which {ending.how}" for rank, ending in sorted(state.endings.items())]
+    return "; ".join(ended[:_NAMED]) or "members that are gone"
+
+
+def _in_words(lacks: Sequence[Share]) -> str:
+    parts = ", ".join(str(share.part) for share in lacks[:_NAMED])
+    return f"part{'s'[: len(lacks) != 1]} {parts} of {lacks[0].parts}"
+
+
+def _node_size(meeting: Meeting) -> int:
+    return _met(meeting.donors[0]).node_size
 
 
 def _leads(view: View, session: Session) -> bool:

@@ -23,7 +23,6 @@ from paceline_server.departures import rank_of
 from paceline_server.effects import (
     Effect,
     FailBarrier,
-    PushDismissed,
     PushDrain,
     PushFinished,
     PushVerdict,
@@ -145,7 +144,8 @@ class Membership(Line):
         for ghost in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
             effects += self._end(ghost, Ending(text, orderly=False), SessionEnded(text))
-        effects += self._came_back(now, event)
+        seat_freed = self._came_back(now, event)
+        effects += seat_freed
         self._arrivals += 1
         session = Session(
             member_id=event.member_id,
@@ -159,6 +159,7 @@ class Membership(Line):
             stream=event.stream,
             heard=now,
             lease_from=now,
+            came_back=bool(seat_freed),
         )
         self.state.sessions[session.member_id] = session
         self.state.last_arrival = now
@@ -170,15 +171,14 @@ class Membership(Line):
 
     def _came_back(self, now: float, event: Registered) -> list[Effect]:
         """A process whose session has ended, or is about to, is no silent member of the last view any more."""
-        former, view = event.former_member_id, self.state.view
-        if not former:
-            return []
+        view = self.state.view
         ending = Ending("came back as a new member", orderly=False)
-        if (session := self.state.sessions.get(former)) is not None:
+        session = self.state.sessions.get(event.former_member_id)
+        if session is not None and admission.has_been(event, session):
             return self._lose(now, [(session, ending)])
         for seat in view.seats if view is not None else ():
             known = self.state.endings.get(seat.rank)
-            if seat.member_id == former and known is not None and not known.sure:
+            if known is not None and not known.sure and admission.has_been(event, seat):
                 return self._mark(seat.rank, ending)
         return []
 
@@ -198,8 +198,7 @@ class Membership(Line):
             return effects + self._reconsider(now, newcomer=session)
         view = self.state.view
         if session.standing is Standing.DISMISSED:
-            last = view is None or view.generation == session.generation  # no view has formed without it
-            return [*effects, PushDismissed(session.member_id, last)]
+            return [*effects, self._may_go(session)]
         if view is not None and event.generation < session.generation == view.generation:
             effects.append(PushView(session.member_id, view, rank_of(session)))  # it was lost with the old stream
         if session.verdict is not None:

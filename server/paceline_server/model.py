@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline_server.shares import WHOLE, Share
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
@@ -40,6 +41,8 @@ class Process:
     """Start of the process in clock ticks since boot, 0 where unknown."""
     pid_namespace: int = 0
     """Number of its pid namespace, 0 where unknown."""
+    node: str = ""
+    """Alike for processes that can share memory, empty where it shares none."""
 
     def can_see(self, other: Process) -> bool:
         """True if this process can tell whether the other one is still there."""
@@ -63,6 +66,8 @@ class JobSettings:
     max_workers: int
     failure_timeout: float
     """Seconds of silence after which a member counts as lost."""
+    tuning: str = ""
+    """Hash of the table by which members choose among schedules."""
 
     @property
     def heartbeat_interval(self) -> float:
@@ -96,6 +101,16 @@ class Met:
     leaving: bool = False
     closed: bool = False
     """No newcomer may come in now."""
+    shares: tuple[Share, ...] = (WHOLE,)
+    """What it holds of that state, if it is spread over members. The one that it trains on comes first."""
+    node_size: int = 1
+    """So many members hold one copy of the state between them, 0 for all of a view; views have a multiple of it."""
+    prepared: Tag | None = None
+    """A step that it may have to finish, because others may have applied it: it holds what it takes."""
+    stored: bool = False
+    """It holds nothing of the state yet, but can read all of it from a checkpoint."""
+    unproven: bool = False
+    """A candidate that has yet to show its links: it gives what it holds, and takes no seat."""
 
     @property
     def state(self) -> tuple[Tag | None, bytes]:
@@ -255,13 +270,22 @@ class Session:
     """Members of its host that it was asked to look for."""
     catching_up: bool = False
     """It was told to take the base, and has not said since what it holds: `met` may be less than that."""
+    promised: tuple[Tag, int, int] | None = None
+    """The seat that a meeting has in mind for it: to hold which state, among how many, at which rank."""
     draining: str = ""
     """Why it was told to leave, empty if it was not."""
+    came_back: bool = False
+    """It was a member of the last view, or the one before: it may bring what it holds of the state."""
 
     @property
     def has_met(self) -> bool:
         """True if it has stopped in its generation."""
         return self.met is not None and self.met.generation == self.generation
+
+    @property
+    def holds_a_part(self) -> bool:
+        """True if it has some of a spread state, which others may not have."""
+        return self.met is not None and self.met.node_size != 1 and bool(self.met.shares)
 
     @property
     def is_silent(self) -> bool:
@@ -322,9 +346,13 @@ class JobState:
             s for s in found if s is not None and s.generation == generation and s.standing is not Standing.DISMISSED
         ]
 
+    def bringing(self) -> list[Session]:
+        """Candidates that have said what they hold, in order of arrival."""
+        return [s for s in self.candidates() if s.met is not None and s.met.generation == 0]
+
     def ready(self) -> list[Session]:
         """Candidates that could enter a line's next generation, in order of arrival."""
-        return [s for s in self.candidates() if s.met is not None and s.met.generation == 0]
+        return [s for s in self.bringing() if s.met is not None and not s.met.unproven]
 
     def session_of(self, rank: int) -> Session | None:
         """The session of a member of the view, None if it has ended."""

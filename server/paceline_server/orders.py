@@ -10,6 +10,7 @@ from paceline_server.effects import Effect, PushCatchUp, PushMisfit, PushMissing
 from paceline_server.meeting import Meeting
 from paceline_server.model import JobState, Seat, Session, View
 from paceline_server.policy import Decision
+from paceline_server.shares import Share
 
 __all__ = ["Orders"]
 
@@ -35,7 +36,7 @@ class Orders:
         """A new view has formed."""
         self._summoned = ""
         for session in self._state.sessions.values():
-            session.told_to_meet, session.catching_up = None, False
+            session.told_to_meet, session.catching_up, session.promised = None, False, None
 
     def give(self, decision: Decision) -> list[Effect]:
         """What to tell whom, now that the policy has decided."""
@@ -48,16 +49,17 @@ class Orders:
         if decision.summon:
             effects += self._summon(view)
         if decision.meeting is not None:
-            effects += self._tell_laggards(view, decision.meeting)
+            effects += self._tell_laggards(decision.meeting)
         return effects
 
     def _tell_candidates(self, view: View) -> list[Effect]:
         effects: list[Effect] = []
         for session in self._state.candidates():
-            if session.met is None and session.told_to_meet != view.generation:
-                session.told_to_meet = view.generation
-                effects.append(PushRunning(session.member_id, view))
-            elif session.met is not None and view.base is not None and session.met.manifest != view.manifest:
+            if session.met is None or session.met.unproven:
+                if session.told_to_meet is None:
+                    session.told_to_meet = view.generation
+                    effects.append(PushRunning(session.member_id, view))
+            elif view.base is not None and session.met.manifest != view.manifest:
                 effects += self._misfit(session, self._state.present())
         return effects
 
@@ -69,7 +71,7 @@ class Orders:
             return []
         effects: list[Effect] = []
         seats = [seat for seat in view.seats if seat.member_id in silent]
-        for session in self._state.candidates():
+        for session in [*self._state.candidates(), *(s for s in self._state.present() if s.has_met)]:
             visible = [seat for seat in seats if session.process.can_see(seat.process)]
             names = frozenset(seat.member_id for seat in visible)
             if not names <= session.told_missing:
@@ -87,17 +89,24 @@ class Orders:
         self._summoned = attached.member_id
         return [PushSummons(attached.member_id, view.generation)]
 
-    def _tell_laggards(self, view: View, meeting: Meeting) -> list[Effect]:
+    def _tell_laggards(self, meeting: Meeting) -> list[Effect]:
         effects: list[Effect] = []
         for session in meeting.misfits:
             effects += self._misfit(session, list(meeting.donors))
         assert meeting.base is not None or not meeting.laggards
-        donors = tuple(_seat(view, donor) for donor in meeting.donors)
+        live = [(donor, donor.met) for donor in meeting.donors if donor.met is not None and not donor.met.stored]
+        donors = tuple((_seat(donor), met.shares) for donor, met in live)
+        fingerprint = meeting.donors[0].met.fingerprint if meeting.donors and meeting.donors[0].met is not None else b""
+        for rank, member_id in enumerate(meeting.targets):
+            assert meeting.base is not None
+            self._state.sessions[member_id].promised = (meeting.base, len(meeting.targets), rank)
         for session in meeting.laggards:
-            order = (meeting.base, donors)
+            share = meeting.targets.get(session.member_id) or _own_share(session)
+            order = (meeting.base, share or donors)  # as long as it takes a share, others' shares come and go
             if session.told_to_meet != order and meeting.base is not None:
                 session.told_to_meet, session.catching_up = order, True
-                effects.append(PushCatchUp(session.member_id, view.generation, meeting.base, donors))
+                order_ = PushCatchUp(session.member_id, session.generation, meeting.base, donors, share, fingerprint)
+                effects.append(order_)
         return effects
 
     def _misfit(self, session: Session, donors: list[Session]) -> list[Effect]:
@@ -106,9 +115,16 @@ class Orders:
         if donor is None or view is None or session.told_to_meet == donor.member_id:
             return []
         session.told_to_meet = donor.member_id
-        return [PushMisfit(session.member_id, _seat(view, donor))]
+        return [PushMisfit(session.member_id, _seat(donor))]
 
 
-def _seat(view: View, session: Session) -> Seat:
-    assert session.rank is not None
-    return view.seats[session.rank]
+def _own_share(session: Session) -> Share | None:
+    """What it keeps, if it has a part of a spread state, and is to finish the step that others have applied."""
+    met = session.met
+    return met.shares[0] if met is not None and met.node_size != 1 and met.shares else None
+
+
+def _seat(session: Session) -> Seat:
+    """Where a member is reached; a candidate has no rank, and is as good as any."""
+    rank = session.rank or 0
+    return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)

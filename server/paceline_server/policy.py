@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from paceline_server.meeting import Meeting, convene, way_out
 from paceline_server.model import JobState, Session, View
+from paceline_server.seats import by_host
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "decide", "spares"]
 
 _NAMED = 8
 """So many missing ranks are listed by number; a sentence is for people."""
@@ -52,6 +53,10 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
         return Decision(None, f"the job is done: its last step was {state.finished}")
     if state.view is not None and _is_over(state):
         meeting = convene(state)
+        if meeting.lost:  # candidates that have some of it may be on their way back, if the coordinator is new
+            patient_until = state.last_arrival + state.view.settings.failure_timeout
+            if now < patient_until:
+                return Decision(None, f"{meeting.reason}, unless they come back soon", patient_until)
         if meeting.members and state.storage_trouble:
             return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
         reason = meeting.reason
@@ -96,12 +101,35 @@ def _running(state: JobState, live: View) -> Decision:
         return Decision(None, f"{text}; a newcomer waits until it ends")
     if state.candidates() and (reason := _with_way_out(state, live, text)) != text:
         return Decision(None, reason)
-    ready = len([s for s in state.ready() if s.met is not None and s.met.manifest == live.manifest])
+    fitting = _fitting(state, live)
+    ready = len(fitting)
     if not ready:
         return Decision(None, text)
     if there >= live.settings.max_workers:
         return Decision(None, f"{text}, as many as it takes")
+    if spares(state):
+        node = _node_size(fitting)
+        lacking = node - (there + ready) % node
+        spare = f"{ready} {_plural('spare', ready)} {'waits' if ready == 1 else 'wait'} for {lacking} more"
+        return Decision(None, f"{text}; {spare}, for members come in nodes of {node}")
     return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will come in after this step", summon=True)
+
+
+def spares(state: JobState) -> list[Session]:
+    """Who is ready and gets no seat in the line that runs before others come, for members come in nodes."""
+    if (live := state.live) is None or not (fitting := _fitting(state, live)):
+        return []
+    there, most, node = len(live.seats) - len(state.endings), live.settings.max_workers, _node_size(fitting)
+    return fitting if there < most and min(there + len(fitting), most) // node * node <= there else []
+
+
+def _fitting(state: JobState, live: View) -> list[Session]:
+    return [s for s in state.ready() if s.met is not None and s.met.manifest == live.manifest]
+
+
+def _node_size(sessions: list[Session]) -> int:
+    met = sessions[0].met
+    return max(1, met.node_size) if met is not None else 1
 
 
 def _decide_explicit(candidates: list[Session]) -> Decision:
@@ -123,10 +151,10 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         lacking = least - count
         return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
     if count >= most:
-        return Decision(tuple(candidates[:most]), f"{most} workers are there, as many as a view takes")
+        return Decision(tuple(by_host(candidates[:most])), f"{most} workers are there, as many as a view takes")
     settled_at = state.last_arrival + settle_time
     if now >= settled_at:
-        return Decision(tuple(candidates), f"{count} workers are there and no more came for {settle_time:g} s")
+        return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
     return Decision(
         None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
     )

@@ -12,6 +12,8 @@ from paceline_server.effects import (
     PushFinished,
     PushMisfit,
     PushMissing,
+    PushSpare,
+    PushStateLost,
     PushSummons,
     PushVerdict,
     PushWaiting,
@@ -29,6 +31,8 @@ Push = (
     | PushFinished
     | PushMisfit
     | PushMissing
+    | PushSpare
+    | PushStateLost
     | PushSummons
     | PushVerdict
     | PushWaiting
@@ -50,10 +54,13 @@ def to_message(effect: Push) -> pb.SessionResponse:
             return pb.SessionResponse(verdict=wire.write_verdict(verdict))
         case PushSummons(_, generation):
             return pb.SessionResponse(summons=pb.Summons(generation=generation))
-        case PushCatchUp(_, generation, base, donors):
+        case PushCatchUp(_, generation, base, donors, share, fingerprint):
+            holders = [pb.Holder(member=wire.write_member(seat), shares=wire.write_shares(has)) for seat, has in donors]
             order = pb.CatchUp(
-                generation=generation, base=wire.write_tag(base), donors=[wire.write_member(seat) for seat in donors]
+                generation=generation, base=wire.write_tag(base), holders=holders, fingerprint=fingerprint
             )
+            if share is not None:
+                order.share.CopyFrom(*wire.write_shares([share]))
             return pb.SessionResponse(catch_up=order)
         case PushMisfit(_, donor):
             return pb.SessionResponse(misfit=pb.Misfit(donor=wire.write_member(donor)))
@@ -64,5 +71,9 @@ def to_message(effect: Push) -> pb.SessionResponse:
             return pb.SessionResponse(drain=pb.Drain(reason=why))
         case PushDismissed(_, last):
             return pb.SessionResponse(dismissed=pb.Dismissed(last=last))
+        case PushSpare(_, why):
+            return pb.SessionResponse(spare=pb.Spare(reason=why))
+        case PushStateLost(_, why):
+            return pb.SessionResponse(state_lost=pb.StateLost(reason=why))
         case PushFinished(_, step):
             return pb.SessionResponse(finished=pb.Finished(step=step))

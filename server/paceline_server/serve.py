@@ -14,7 +14,7 @@ __all__ = ["serve"]
 
 
 def serve(settings: ServerSettings, announce: Callable[[str], None] | None = None, grace: float = 1.0) -> None:
-    """Serves until SIGTERM or SIGINT; a second one cuts the drain short.
+    """Serves until SIGTERM or SIGINT; a second one cuts the drain short. One that comes while it starts ends that.
 
     Args:
         settings: the coordinator's settings.
@@ -24,6 +24,8 @@ def serve(settings: ServerSettings, announce: Callable[[str], None] | None = Non
     Raises:
         PortInUse: somebody listens at the address already.
         StateUnusable: the state file cannot be used.
+        TlsUnusable, TokensUnusable: of the files that the settings name.
+        OSError: the address cannot be listened at for another reason.
     """
     share_one_heap()
     raise_file_limit()
@@ -40,10 +42,18 @@ async def _serve(settings: ServerSettings, announce: Callable[[str], None] | Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    address = await coordinator.start()
+    starting = asyncio.create_task(coordinator.start())
+    told = asyncio.create_task(asked[0].wait())
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # it may be a file or a resolver that hangs
+        starting.cancel()
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            return
+    address = starting.result()
     if announce is not None:
         announce(address)
-    await asked[0].wait()
+    await told
     stopping = asyncio.create_task(coordinator.stop(grace))
     again = asyncio.create_task(asked[1].wait())
     await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)

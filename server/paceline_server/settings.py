@@ -112,7 +112,8 @@ class ServerSettings:
     """See `message_rate`."""
 
     call_rate: float = 2_000
-    """Calls a second of one connection; beyond `call_burst` at once they are served no faster."""
+    """Calls a second of one connection, streams among them, and those that are refused for want of a token; beyond
+    `call_burst` at once they are served no faster."""
 
     call_burst: float = 10_000
     """See `call_rate`."""

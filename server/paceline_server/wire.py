@@ -6,12 +6,15 @@ Refuses whatever the .proto comments call a MUST; decides nothing.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.model import JobSettings, Met, Process, Progress, Report, Seat, Tag, Verdict
 from paceline_server.settings import ServerSettings
+from paceline_server.shares import WHOLE, Share
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -33,6 +36,7 @@ __all__ = [
     "write_process",
     "write_progress",
     "write_settings",
+    "write_shares",
     "write_tag",
     "write_verdict",
 ]
@@ -43,6 +47,15 @@ _CENTURY = 3.15e9
 """Seconds; stands for whatever is longer, so that it fits into a Duration again (at most 10,000 years)."""
 
 _HASH_BYTES = 64
+
+_LONGEST_NODE = 128
+
+_TUNING = re.compile(r"([0-9a-f]{16})?")
+
+_MOST_SHARES = 64
+"""A member holds one, and another for each attempt at a view that has come to nothing since the last step."""
+
+_MOST_PARTS = 1 << 16
 
 _STORABLE = 1 << 63
 """Numbers from outside must be below: integers of the state file have 64 bits and a sign."""
@@ -141,12 +154,13 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
         BadRequest: a name is too long or not printable, or there is no pid.
     """
     check_name(message.host, "the name of a host", settings.max_address_bytes)
-    if not message.host.isprintable() or not message.boot_id.isprintable() or len(message.boot_id) > 64:
+    names = (message.host, message.boot_id, message.node)
+    if not all(map(str.isprintable, names)) or len(message.boot_id) > 64 or len(message.node) > _LONGEST_NODE:
         raise BadRequest("the names in a process identity must be printable and not long")
     if not message.pid:
         raise BadRequest("a process identity needs a pid")
-    start = _storable(message.start_ticks, "start_ticks")
-    return Process(message.host, message.pid, message.boot_id, start, _storable(message.pid_namespace, "pid_namespace"))
+    start, space = _storable(message.start_ticks, "start_ticks"), _storable(message.pid_namespace, "pid_namespace")
+    return Process(message.host, message.pid, message.boot_id, start, space, message.node)
 
 
 def read_settings(message: pb.JobSettings) -> JobSettings:
@@ -163,7 +177,9 @@ def read_settings(message: pb.JobSettings) -> JobSettings:
             f"settings.failure_timeout must be {_SHORTEST_FAILURE_TIMEOUT:g} to {_LONGEST_FAILURE_TIMEOUT:g} s, "
             f"not {timeout:g} s"
         )
-    return JobSettings(message.min_workers, message.max_workers, timeout)
+    if not _TUNING.fullmatch(message.tuning):
+        raise BadRequest("settings.tuning must be 16 hexadecimal digits, or empty")
+    return JobSettings(message.min_workers, message.max_workers, timeout, message.tuning)
 
 
 def read_progress(now: float, message: pb.Heartbeat) -> Progress:
@@ -195,13 +211,11 @@ def read_met(message: pb.Meet) -> Met:
     """What a member says at a meeting.
 
     Raises:
-        BadRequest: a number is too great to be one, or a hash too long.
+        BadRequest: a number is too great to be one, a hash too long, or a share is none.
     """
     if len(message.fingerprint) > _HASH_BYTES or len(message.manifest) > _HASH_BYTES:
         raise BadRequest(f"hashes in a meeting have at most {_HASH_BYTES} bytes")
-    tag = None
-    if message.HasField("tag"):
-        tag = Tag(_storable(message.tag.generation, "tag.generation"), _storable(message.tag.step, "tag.step"))
+    tag = _read_tag(message.tag) if message.HasField("tag") else None
     return Met(
         generation=_storable(message.generation, "meet.generation"),
         tag=tag,
@@ -210,7 +224,26 @@ def read_met(message: pb.Meet) -> Met:
         manifest=message.manifest,
         leaving=message.leaving,
         closed=message.closed,
+        shares=_read_shares(message),
+        node_size=message.node_size if message.HasField("node_size") else 1,
+        prepared=_read_tag(message.prepared) if message.HasField("prepared") else None,
+        stored=message.stored,
+        unproven=message.unproven,
     )
+
+
+def _read_shares(message: pb.Meet) -> tuple[Share, ...]:
+    if not message.HasField("node_size"):
+        return (WHOLE,)
+    if len(message.shares) > _MOST_SHARES:
+        raise BadRequest(f"a member holds at most {_MOST_SHARES} shares, not {len(message.shares)}")
+    if any(not share.part < share.parts <= _MOST_PARTS for share in message.shares):
+        raise BadRequest(f"the part of a share must be below the number of parts, and that at most {_MOST_PARTS}")
+    return tuple(Share(share.part, share.parts) for share in message.shares)
+
+
+def _read_tag(message: pb.Tag) -> Tag:
+    return Tag(_storable(message.generation, "tag.generation"), _storable(message.step, "tag.step"))
 
 
 def _storable(number: int, name: str) -> int:
@@ -227,6 +260,7 @@ def write_process(process: Process) -> pb.ProcessIdentity:
         boot_id=process.boot_id,
         start_ticks=process.start_ticks,
         pid_namespace=process.pid_namespace,
+        node=process.node,
     )
 
 
@@ -236,6 +270,7 @@ def write_settings(settings: JobSettings) -> pb.JobSettings:
         min_workers=settings.min_workers,
         max_workers=settings.max_workers,
         failure_timeout=to_duration(settings.failure_timeout),
+        tuning=settings.tuning,
     )
 
 
@@ -262,6 +297,11 @@ def write_member(seat: Seat) -> pb.Member:
     return pb.Member(
         member_id=seat.member_id, rank=seat.rank, process=write_process(seat.process), address=seat.address
     )
+
+
+def write_shares(shares: Iterable[Share]) -> list[pb.Share]:
+    """Shares as messages."""
+    return [pb.Share(part=share.part, parts=share.parts) for share in shares]
 
 
 def write_verdict(verdict: Verdict) -> pb.Verdict:

@@ -45,6 +45,32 @@ def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None
     _report("newcomer: from connecting to its first committed step", joins, 0.5, 1.5)
 
 
+def test_a_kill_where_two_replicas_are_spread_over_two_each(tmp_path: Path) -> None:
+    """8 times in one job: SIGKILL of one of four under HYBRID_SHARD, then a new worker, with which the spare comes in.
+
+    Two go on, and three have survived: both parts are at members that are there, so none moves.
+    """
+    kills: list[float] = []
+    with cluster(tmp_path, least=2, most=4, total=100_000, hidden=HIDDEN, wrapper="hybrid_shard") as c:
+        c.start(4)
+        for n in range(8):
+            _wait_for_world(c, 4)
+            victim = _alive(c)[n % 4]
+            survivors = [trainer for trainer in _alive(c) if trainer is not victim]
+            before = max(t.of("attempt")[-1]["generation"] for t in survivors)
+            at = time.monotonic()
+            victim.signal(signal.SIGKILL)
+
+            def commits(survivors: list[Trainer] = survivors, before: int = before) -> list[float]:
+                return [found for t in survivors if (found := _commit_after(t, before)) is not None]
+
+            c.wait_until(lambda commits=commits: len(commits()) >= 2, "two go on")
+            kills.append(max(commits()) - at)
+            c.start(1)
+        assert sum(c.redone().values()) <= 8, "at most one step redone for each fault"
+    _report("HYBRID_SHARD 2 x 2, SIGKILL to the next committed step", kills, 1.0, 1.0)
+
+
 def test_a_freeze(tmp_path: Path) -> None:
     """SIGSTOP of one of four, failure_timeout 1 s: from the freeze to the next committed step."""
     freezes: list[float] = []

@@ -35,7 +35,7 @@ def bench(*arguments: str) -> dict[int, dict[str, Any]]:
 
 
 def test_grpc_ring() -> None:
-    rows = bench("all-reduce", "-n", "2", "--sizes", "1KiB,16MiB")
+    rows = bench("all-reduce", "-n", "2", "--sizes", "1KiB,16MiB", "--links", "grpc")
     small, large = rows[1024]["median_us"], rows[16 << 20]["busbw_GBps"]
     print(f"\nW=2 over grpc: 1 KiB {small:.0f} us, 16 MiB {large:.2f} GB/s bus bandwidth")
     assert small <= 800

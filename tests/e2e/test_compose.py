@@ -128,8 +128,8 @@ def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> Non
         "--project",
         f"{PROJECT}-chaos",
     ]
-    faults = ["kill", "more", "coordinator", "fewer", "pause", "disconnect", "drop"]
-    length = {"PACELINE_EPOCHS": "150", "PACELINE_PAUSE": "0.04"}  # no longer than the faults need, and a little
+    faults = ["kill", "more", "coordinator", "fewer", "pause", "disconnect", "move", "drop"]
+    length = {"PACELINE_EPOCHS": "170", "PACELINE_PAUSE": "0.04"}  # no longer than the faults need, and a little
     out = run(*script, "--faults", ",".join(faults), "--audit", str(tmp_path), timeout=400.0, **length)
     print(out.rpartition("\n{")[0])
     told = json.loads(out.splitlines()[-1])
@@ -140,7 +140,7 @@ def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> Non
     _check_samples(tmp_path, told["steps"])
     assert set(told["exit_codes"].values()) == {0}
     assert told["first_s"] <= FIRST_STEP_S
-    for fault in ("pause", "disconnect", "drop"):
+    for fault in ("pause", "disconnect", "move", "drop"):
         assert found[fault]["others"] <= SILENCE_S + 1.0, found[fault]
         assert found[fault]["back"] <= BACK_S, found[fault]
     assert found["kill"]["others"] <= SILENCE_S + 1.0

@@ -31,7 +31,9 @@ def test_all_files_are_in_the_kustomization() -> None:
 
 def test_a_worker_has_the_time_that_its_launcher_gives_it() -> None:
     assert manifests._DRAIN_S == supervision.DRAIN_S
-    assert _pod(MANIFESTS, "worker")["terminationGracePeriodSeconds"] >= supervision.DRAIN_S + supervision.KILL_AFTER_S
+    held = int(_hook(MANIFESTS)["command"][-1].rpartition(" ")[2])
+    assert held >= supervision.DRAIN_S + 2.0  # killed then, its processes end and its last lines come
+    assert _pod(MANIFESTS, "worker")["terminationGracePeriodSeconds"] >= held + supervision.KILL_AFTER_S
 
 
 def test_shared_memory_is_of_a_size_and_within_the_limit() -> None:
@@ -99,8 +101,15 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda m: _pod(m, "coordinator")["containers"][0]["env"][0].update(value="/etc/token"),
         "/etc/token is on no volume",
     ),
+    "no drain": (lambda m: _pod(m, "worker")["containers"][0].pop("lifecycle"), "no preStop that drains"),
+    "a hook that drains nothing": (lambda m: _hook(m).update(command=["sleep", "35"]), "no preStop that drains"),
+    "a hook that tells nobody": (lambda m: _hook(m)["command"].__setitem__(2, "sleep 35"), "no preStop that drains"),
+    "a hook that does not wait": (
+        lambda m: _hook(m)["command"].__setitem__(2, "kill -TERM 1 && sleep 5"),
+        "no time to leave in good order",
+    ),
     "no time to leave": (
-        lambda m: _pod(m, "worker").update(terminationGracePeriodSeconds=10),
+        lambda m: _pod(m, "worker").update(terminationGracePeriodSeconds=35),
         "no time to leave in good order",
     ),
     "a budget that allows nothing": (
@@ -136,3 +145,8 @@ def _deployment(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
 def _pod(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
     spec: dict[str, Any] = _deployment(found, component)["spec"]["template"]["spec"]
     return spec
+
+
+def _hook(found: list[dict[str, Any]]) -> dict[str, Any]:
+    hook: dict[str, Any] = _pod(found, "worker")["containers"][0]["lifecycle"]["preStop"]["exec"]
+    return hook

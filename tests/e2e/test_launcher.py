@@ -157,7 +157,14 @@ def test_those_who_stay_after_a_failure_are_stopped(script: Path) -> None:
     assert "paceline: stopping worker #" in run.stderr
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_all_and_leaves_nothing(script: Path, signum: signal.Signals, code: int) -> None:
     path = write(script, WAITING)
     with command("run", "-n", "4", *NOWHERE, path) as run:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from support.elastic.cluster import cluster
-from support.elastic.faults import abort
+from support.elastic.faults import abort, kill
 
 pytestmark = pytest.mark.slow
 
 
-def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=150, pace=0.04) as c:
+@pytest.mark.parametrize("wrapper", ["ddp", "shard_grad_op"])
+def test_one_to_four_to_two_to_four(wrapper: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=150, pace=0.04, wrapper=wrapper) as c:
         c.start(1)
         c.wait_for_step(3)
         c.start(3)
@@ -30,8 +31,9 @@ def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
         assert not c.redone(), f"nobody failed, so nothing is redone\n{c}"
 
 
-def test_every_member_is_replaced(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=300, pace=0.03) as c:
+@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
+def test_every_member_is_replaced(wrapper: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=300, pace=0.03, wrapper=wrapper) as c:
         first = c.start(3)
         c.wait_for_step(3)
         for old in first:
@@ -44,9 +46,10 @@ def test_every_member_is_replaced(tmp_path: Path) -> None:
         assert not c.redone(), str(c)
 
 
-def test_a_drain_of_all_keeps_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", ["ddp", "full_shard", "hybrid_shard"])
+def test_a_drain_of_all_keeps_the_state(wrapper: str, tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
-    with cluster(tmp_path, least=2, total=60, pace=0.04, checkpoint_dir=where) as c:
+    with cluster(tmp_path, least=2, total=60, pace=0.04, checkpoint_dir=where, wrapper=wrapper) as c:
         c.start(2)
         c.wait_for_step(5)
         for trainer in c.trainers:
@@ -60,11 +63,12 @@ def test_a_drain_of_all_keeps_the_state(tmp_path: Path) -> None:
         c.check(count=2)
 
 
-def test_an_exception_of_one_rank_is_raised_there_and_named_elsewhere(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=8) as c:
-        c.start(3, [abort(at="forward", rank=1, step=4)])
+@pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
+def test_an_exception_of_one_rank_is_raised_there_and_named_elsewhere(wrapper: str, world: int, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=8, wrapper=wrapper) as c:
+        c.start(world, [abort(at="forward", rank=1, step=4)])
         codes = c.wait()
-        assert sorted(codes.values()) == [0, 0, 4], str(c)
+        assert sorted(codes.values()) == [0] * (world - 1) + [4], str(c)
         c.check(count=2)
         causes = [event["cause"] for t in c.trainers for event in t.of("undone")]
         assert any("rank 1" in cause and "ValueError" in cause for cause in causes), str(c)
@@ -93,14 +97,23 @@ def test_a_job_that_is_done_is_done_for_whoever_comes_later(tmp_path: Path) -> N
         assert not late.of("attempt")
 
 
-def test_evaluation_between_steps_is_run_again(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=120, pace=0.03, evaluate=True) as c:
-        c.start(3)
+@pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
+def test_evaluation_between_steps_is_run_again(wrapper: str, world: int, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=120, pace=0.03, evaluate=True, wrapper=wrapper) as c:
+        c.start(world)
         c.wait_for_step(5)
         c.trainers[1].signal(signal.SIGKILL)
         c.start(1)
-        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
-        c.check(count=3)
+        assert sorted(c.wait().values()) == [-9] + [0] * world, str(c)
+        c.check(count=world)
+
+
+def test_evaluation_goes_on_where_one_member_applied_the_step_and_another_did_not(tmp_path: Path) -> None:
+    """Rank 1 dies when rank 2 has the sums of the step and rank 0 has not: 2 evaluates already, 0 takes its state."""
+    with cluster(tmp_path, total=8, evaluate=True) as c:
+        c.start(3, [kill(at="late_all_reduce", rank=1, step=3)])
+        assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
+        c.check(count=2)
 
 
 @pytest.mark.parametrize(

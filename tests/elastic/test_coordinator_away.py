@@ -14,15 +14,18 @@ from support.relay import relay
 pytestmark = pytest.mark.slow
 
 
-def test_killed_and_back_on_its_state_file(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=60, pace=0.04) as c:
-        c.start(3)
+@pytest.mark.parametrize(
+    ("wrapper", "world"), [("ddp", 3), ("full_shard", 3), ("shard_grad_op", 3), ("hybrid_shard", 4)]
+)
+def test_killed_and_back_on_its_state_file(wrapper: str, world: int, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=60, pace=0.04, wrapper=wrapper) as c:
+        c.start(world)
         c.wait_for_step(5)
         c.kill_coordinator()
         c.wait_for_step(20)  # the ring goes on without it
         c.start_coordinator()
         assert set(c.wait().values()) == {0}, str(c)
-        c.check(count=3)
+        c.check(count=world)
         assert not c.redone(), str(c)
 
 
@@ -42,8 +45,12 @@ def test_away_for_half_a_minute_while_all_go_on(tmp_path: Path) -> None:
         assert len(set(c.line().values())) == 1, "one generation from the first step to the last"
 
 
-def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=4, total=60, pace=0.05, failure_timeout=1.0) as c, relay(c.address) as between:
+@pytest.mark.parametrize("wrapper", ["ddp", "hybrid_shard"])
+def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(wrapper: str, tmp_path: Path) -> None:
+    with (
+        cluster(tmp_path, least=4, total=60, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c,
+        relay(c.address) as between,
+    ):
         c.environment["PACELINE_COORDINATOR"] = between.address
         c.start(4)
         for step in (5, 20, 35):
@@ -56,22 +63,24 @@ def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(tmp_path: Pat
         assert len(set(c.line().values())) == 1, "one generation from the first step to the last"
 
 
-def test_away_for_long_and_a_member_dies_meanwhile(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=60, pace=0.04, failure_timeout=1.0) as c:
-        c.start(3)
+@pytest.mark.parametrize(("wrapper", "world", "rest"), [("ddp", 3, 2), ("hybrid_shard", 4, 2)])
+def test_away_for_long_and_a_member_dies_meanwhile(wrapper: str, world: int, rest: int, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=60, pace=0.04, failure_timeout=1.0, wrapper=wrapper) as c:
+        c.start(world)
         c.wait_for_step(5)
         c.kill_coordinator()
         c.wait_for_step(10)
         c.trainers[2].signal(signal.SIGKILL)
         time.sleep(4)  # long after failure_timeout; the others park
         c.start_coordinator()
-        assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
-        c.check(count=2)
+        assert sorted(c.wait().values()) == [-9] + [0] * (world - 1), str(c)
+        c.check(count=rest)
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-def test_its_state_file_is_lost(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=3, total=80, pace=0.05) as c:
+@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
+def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, least=3, total=80, pace=0.05, wrapper=wrapper) as c:
         c.start(3)
         c.wait_for_step(8)
         c.kill_coordinator()
@@ -84,8 +93,9 @@ def test_its_state_file_is_lost(tmp_path: Path) -> None:
         assert line[80] > line[8], "generations went on above those that members had seen"
 
 
-def test_a_newcomer_waits_for_it(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=100, pace=0.04) as c:
+@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
+def test_a_newcomer_waits_for_it(wrapper: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=100, pace=0.04, wrapper=wrapper) as c:
         c.start(2)
         c.wait_for_step(5)
         c.kill_coordinator()

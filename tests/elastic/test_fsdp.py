@@ -1,34 +1,168 @@
-"""FSDP in real processes while workers die and come: what every rank has whole goes on, what is spread is refused."""
+"""FSDP in real processes while workers come, go and die: weights are those of one process, whatever is spread."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from support.elastic.cluster import cluster
-from support.elastic.faults import kill
+from support.elastic.faults import fail, kill
+from support.elastic.lost import resumed_from
 
 pytestmark = pytest.mark.slow
 
+SPREADING = ["full_shard", "shard_grad_op", "hybrid_shard"]
+ALL = ["no_shard", *SPREADING]
 
-def test_one_of_three_is_killed(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=6, wrapper="fsdp") as c:
-        c.start(3, [kill(at="mid_all_reduce", rank=1, step=3)])
+
+@pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
+def test_one_of_four_is_killed(tmp_path: Path, strategy: str) -> None:
+    with cluster(tmp_path, least=2, total=6, wrapper=strategy) as c:
+        c.start(4, [kill(at="mid_all_reduce", rank=1, step=3)])
         codes = c.wait()
-        assert sorted(codes.values()) == [-9, 0, 0], str(c)
+        assert sorted(codes.values())[0] == -9, str(c)
+        c.check(count=3 if strategy == "no_shard" else 2)
+        assert sum(c.redone().values()) <= 1, f"more than one step was redone\n{c}"
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_two_join_two(tmp_path: Path, strategy: str) -> None:
+    with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
+        c.start(2)
+        c.wait_for_step(2)
+        newcomers = c.start(2, model_seed=99)
+        c.wait_until(lambda: all(newcomer.of("applied") for newcomer in newcomers), "the newcomers applied a step")
+        codes = c.wait()
+        assert set(codes.values()) == {0}, str(c)
+        c.check(count=4)
+        assert not c.redone(), f"a join redoes nothing\n{c}"
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_two_of_four_are_drained(tmp_path: Path, strategy: str) -> None:
+    with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
+        trainers = c.start(4)
+        c.wait_for_step(3)
+        for trainer in trainers[1:3]:
+            trainer.signal(signal.SIGTERM)
+        codes = c.wait()
+        assert set(codes.values()) == {0}, str(c)
+        c.check(count=2)
+        assert not c.redone(), f"a drain redoes nothing\n{c}"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Path, strategy: str) -> None:
+    with cluster(tmp_path, least=2, total=6, wrapper=strategy, log=True) as c:
+        c.start(2, [fail(at="second_word", rank=1, step=3)])
+        codes = c.wait()
+        assert set(codes.values()) == {0}, str(c)
+        c.check(count=2)
+        (applied,) = [t for t in c.trainers if any((e["step"], e["generation"]) == (3, 2) for e in t.of("applied"))]
+        (other,) = [t for t in c.trainers if t is not applied]
+        assert [e["step"] for e in other.of("undone")] == [3], str(c)
+        assert "step 3 is finished here as it was elsewhere" in other.stderr
+        assert c.line()[3] == 2, f"step 3 was taken twice\n{c}"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("at", ["second_word", "behind_gate"])
+def test_one_of_four_is_killed_about_the_second_word(tmp_path: Path, at: str, rank: int) -> None:
+    with cluster(tmp_path, least=2, total=6, wrapper="hybrid_shard") as c:
+        c.start(4, [kill(at=at, rank=rank, step=3)])
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
         c.check(count=2)
         assert sum(c.redone().values()) <= 1, f"more than one step was redone\n{c}"
 
 
-def test_one_joins_two(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, most=3, total=40, wrapper="fsdp", pace=0.05) as c:
+def test_one_is_killed_when_it_has_its_first_share(tmp_path: Path) -> None:
+    """Before the first step everybody has all of the state, and who is left goes on."""
+    with cluster(tmp_path, least=2, total=6, wrapper="hybrid_shard") as c:
+        c.start(4, [kill(at="taking_share", once=tmp_path / "killed")])
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
+        c.check(count=2)
+
+
+def test_one_is_killed_while_it_gives_its_share(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, most=6, total=60, wrapper="hybrid_shard", pace=0.05) as c:
+        c.start(4, [kill(at="giving_share", once=tmp_path / "killed")])
+        c.wait_for_step(3)
+        c.start(2, model_seed=99)
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0, 0, 0], str(c)
+        c.check(count=4)
+
+
+@pytest.mark.parametrize(("strategy", "rest"), [("full_shard", 3), ("shard_grad_op", 3), ("hybrid_shard", 2)])
+def test_a_newcomer_is_killed_when_it_has_its_share(tmp_path: Path, strategy: str, rest: int) -> None:
+    with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
         c.start(2)
-        c.wait_for_step(2)
-        (newcomer,) = c.start(1, model_seed=99)
+        c.wait_for_step(3)
+        c.start(2, [kill(at="taking_share", once=tmp_path / "killed")], model_seed=99)
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
+        c.check(count=rest)
+        assert not c.redone(), f"it was not yet in the line\n{c}"
+
+
+def test_one_leaves_while_another_is_killed(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, most=4, total=60, wrapper="hybrid_shard", pace=0.05) as c:
+        c.start(4)
+        c.wait_for_step(3)
+        trainers = sorted(c.trainers, key=lambda trainer: trainer.of("attempt")[0]["rank"])
+        trainers[1].signal(signal.SIGTERM)
+        trainers[2].signal(signal.SIGKILL)
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
+        c.check(count=2)
+
+
+def test_a_drain_of_all_keeps_the_state_though_one_is_killed(tmp_path: Path) -> None:
+    """The generation that is over can write nothing together; so there is one more."""
+    where = str(tmp_path / "checkpoints")
+    with cluster(tmp_path, least=2, most=4, total=60, wrapper="hybrid_shard", pace=0.05, checkpoint_dir=where) as c:
+        first, *others = c.start(4)
+        c.wait_for_step(5)
+        first.signal(signal.SIGKILL)
+        for trainer in others:
+            trainer.signal(signal.SIGTERM)
+        assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
+        last = max(e["step"] for t in c.trainers for e in t.of("applied"))
+        c.start(2, model_seed=99)
+        c.wait()
+        assert min(e["step"] for t in c.trainers[4:] for e in t.of("applied")) == last + 1, str(c)
+        c.check(count=2)
+
+
+def test_a_spare_comes_in_with_a_newcomer(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, most=4, total=80, wrapper="hybrid_shard", pace=0.05) as c:
+        c.start(4, [kill(at="mid_all_reduce", rank=1, step=3)])
+        c.wait_until(lambda: any(e["size"] == 2 for t in c.trainers for e in t.of("view")), "two go on")
+        (newcomer,) = c.start(1)
         c.wait_until(lambda: bool(newcomer.of("applied")), "the newcomer applied a step")
         codes = c.wait()
-        assert set(codes.values()) == {0}, str(c)
-        assert newcomer.of("applied")[0]["step"] > 2
-        c.check(count=3)
-        assert not c.redone(), f"a join redoes nothing\n{c}"
+        assert sorted(codes.values()) == [-9, 0, 0, 0, 0], str(c)
+        c.check(count=4)
+
+
+def test_a_state_that_is_lost_is_read_from_the_last_checkpoint(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, least=2, total=60, pace=0.02, wrapper="full_shard", checkpoint_dir=str(runs),
+                 checkpoint_every=50) as c:  # fmt: skip
+        c.start(3, [kill(at="before_gate", rank=1, once=tmp_path / "killed", stored=runs)])
+        codes = c.wait()
+        assert sorted(codes.values()) == [-9, 0, 0], str(c)
+        c.check(count=2)
+        assert resumed_from(c) == 50
+        (lost,) = {line for t in c.finishers for line in t.stderr.splitlines() if "line is lost" in line}
+        assert "part 1 of 3" in lost, lost
+
+
+def test_without_a_checkpoint_a_lost_state_is_an_error(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=1, total=9, wrapper="full_shard") as c:
+        c.start(2, [kill(at="before_gate", rank=1, step=3)])
+        codes = c.wait()
+        assert sorted(codes.values()) == [-9, 3], str(c)
+        (error,) = [e for t in c.trainers for e in t.of("error")]
+        assert error["type"] == "OrphanedError"
+        assert "part 1 of 2" in error["text"]
+        assert "there is no checkpoint" in error["text"]

@@ -1,4 +1,4 @@
-"""SIGKILL of a worker at every phase: the others go on, nothing is lost, nothing is used twice."""
+"""SIGKILL of a worker at every phase: the others go on, nothing is used twice, and nothing is lost that another has."""
 
 from __future__ import annotations
 
@@ -8,18 +8,45 @@ import pytest
 
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
+from support.elastic.lost import resumed_from
 
 pytestmark = pytest.mark.slow
 
 PHASES = ["forward", "in_word", "mid_all_reduce", "late_all_reduce", "before_gate", "behind_gate", "between_steps"]
+CASES = [
+    *(("ddp", 25.0, phase) for phase in PHASES),
+    *(("ddp", 1e-4, phase) for phase in PHASES),
+    *(("hybrid_shard", 25.0, phase) for phase in PHASES if phase != "late_all_reduce"),
+    *(("hybrid_shard", 25.0, phase) for phase in ["mid_all_gather", "mid_reduce_scatter", "mid_replicas"]),
+    ("no_shard", 25.0, "mid_replicas"),
+]
+"""Wrapper, size of a bucket in MiB, phase. Over two replicas an all_reduce has no second half."""
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("wrapper", "bucket_mb", "phase"), CASES)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_of_four_is_killed(phase: str, rank: int, tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=6) as c:
+def test_one_of_four_is_killed(wrapper: str, bucket_mb: float, phase: str, rank: int, tmp_path: Path) -> None:
+    """With one bucket of gradients, with one for each parameter, and with two replicas, each spread over two."""
+    with cluster(tmp_path, least=2, total=6, wrapper=wrapper, bucket_mb=bucket_mb) as c:
         c.start(4, [kill(at=phase, rank=rank, step=3)])
         codes = c.wait()
         assert sorted(codes.values()) == [-9, 0, 0, 0], str(c)
-        c.check(count=3)
+        c.check(count=2 if wrapper == "hybrid_shard" else 3)  # where members come in nodes of two, one is spare
         assert sum(c.redone().values()) <= 1, f"more than one step was redone\n{c}"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "phase"),
+    [
+        *(("full_shard", phase) for phase in ["mid_all_gather", "mid_reduce_scatter", "behind_gate"]),
+        *(("shard_grad_op", phase) for phase in ["mid_all_gather", "mid_reduce_scatter", "second_word"]),
+    ],
+)
+def test_one_is_killed_whose_part_nobody_else_has(wrapper: str, phase: str, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, least=2, total=60, pace=0.02, wrapper=wrapper, checkpoint_dir=str(runs),
+                 checkpoint_every=2) as c:  # fmt: skip
+        c.start(3, [kill(at=phase, rank=1, once=tmp_path / "killed", stored=runs)])
+        assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
+        c.check(count=2)
+        resumed_from(c)

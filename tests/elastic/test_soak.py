@@ -13,3 +13,9 @@ from support.elastic.soak import soak
 @pytest.mark.timeout(180)
 def test_a_minute_of_faults(tmp_path: Path) -> None:
     soak(60, 1, tmp_path, print)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_third_of_a_minute_while_the_state_is_spread(tmp_path: Path) -> None:
+    soak(20, 8, tmp_path, print, "full_shard")

@@ -13,12 +13,14 @@ import ml_dtypes
 import numpy as np
 
 from paceline import checkpoint
-from paceline.checkpoint.arrays import decode_arrays, encode_arrays
-from paceline.checkpoint.folder import read_folder
+from paceline.checkpoint.index import index_of
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.reading import Reader
 from paceline.checkpoint.tree import join, split
 from paceline.errors import CheckpointDamaged
+from paceline.testing import run_ranks
 
-__all__ = ["SEEDS", "arrays", "manifest", "skeleton"]
+__all__ = ["SEEDS", "manifest", "parts", "skeleton"]
 
 _STATE: dict[str, Any] = {
     "model": {"w": np.ones((2, 3), np.float32), "half": np.ones(2, ml_dtypes.bfloat16), "z": np.array([1j])},
@@ -27,17 +29,22 @@ _STATE: dict[str, Any] = {
 }
 
 
-def arrays(data: bytes) -> None:
-    """What is accepted is written and read again with the same bits."""
+def parts(data: bytes) -> None:
+    """What a manifest, or another rank, says of parts: each byte belongs to one element, or it is refused."""
     try:
-        found = decode_arrays(data)
+        described = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(described, list):
+        return
+    try:
+        found = [Part.from_tree(tree) for tree in described]
+        index = index_of(found)
     except ValueError:
         return
-    assert sum(array.nbytes for array in found.values()) <= len(data)
-    again = decode_arrays(encode_arrays(found))
-    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in again.items()} == {
-        name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()
-    }
+    assert sum(part.nbytes - part.header for part in found) == sum(stored.nbytes for stored in index.values())
+    assert [Part.from_tree(part.to_tree()) for part in found] == found
+    assert all(0 <= part.checksum(chunk) < 1 << 32 for part in found for chunk in range(part.chunks))
 
 
 def skeleton(data: bytes) -> None:
@@ -62,7 +69,7 @@ def manifest(data: bytes) -> None:
         (folder / "arrays.safetensors").write_bytes(b"x")
         for content in (data, sealed.encode()):
             (folder / "manifest.json").write_bytes(content)
-            for read in (lambda: read_folder(folder), lambda: checkpoint.load(directory)):
+            for read in (lambda: Reader(folder).verify(), lambda: checkpoint.load(directory)):
                 try:
                     read()
                 except CheckpointDamaged:
@@ -75,8 +82,14 @@ def _body() -> bytes:
         return str(json.loads((folder / "manifest.json").read_bytes())["body"]).encode()
 
 
+def _parts() -> bytes:
+    with tempfile.TemporaryDirectory() as directory:
+        run_ranks(3, lambda group: checkpoint.save_sharded(directory, _STATE, (1, 1), group))
+        return json.dumps([part.to_tree() for part in Reader(Path(directory) / "g00000001-s0000000001").parts]).encode()
+
+
 SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
-    "arrays": lambda: [encode_arrays(split(_STATE)[1]), encode_arrays({})],
+    "parts": lambda: [_parts(), b"[]"],
     "skeleton": lambda: [json.dumps(split(_STATE)[0]).encode(), b'{"$array":"w"}'],
     "manifest": lambda: [_body()],
 }

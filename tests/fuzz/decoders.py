@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from math import prod
@@ -18,8 +19,11 @@ from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames
 from paceline._grpc import aio, grpc
+from paceline.collectives.choose import choose, format_rules
 from paceline.collectives.messages import Assembler, to_frames
 from paceline.collectives.objects import decode_object, encode_object
+from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.tuning import digest, dump_rules, parse_rules
 from paceline.errors import PacelineError
 from paceline.links.fault import read_verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
@@ -31,7 +35,7 @@ from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.peer_pb2 import FramesRequest
 
-__all__ = ["SEEDS", "SEGMENT", "frame", "messages", "objects", "signature", "status", "verdict", "view"]
+__all__ = ["SEEDS", "SEGMENT", "frame", "messages", "objects", "signature", "status", "tuning", "verdict", "view"]
 
 SEGMENT = 1024
 """Bytes per frame while a target runs, so that a short input makes a message of many frames."""
@@ -160,6 +164,9 @@ def view(data: bytes) -> None:
     formed.pages = len(pages)
 
     class Channel:
+        async def call(self, make: Callable[[Any], Any]) -> Any:
+            return await make(self)
+
         def unary_unary(self, path: str, request_serializer: Any) -> Callable[..., Any]:
             async def get_page(request: session_pb2.GetViewRequest, **_: Any) -> bytes:
                 return pages[request.page]
@@ -172,6 +179,20 @@ def view(data: bytes) -> None:
     except PacelineError:
         return
     assert [peer.rank for peer in peers] == list(range(formed.world_size))
+
+
+def tuning(data: bytes) -> None:
+    """A table that is accepted has a schedule for whatever is called, and survives being written."""
+    try:
+        rules = parse_rules(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):  # whoever reads the file takes both alike
+        return
+    assert digest(parse_rules(dump_rules(rules))) == digest(rules)
+    for collective, schedules in SCHEDULES.items():
+        for world, nodes in ((1, ()), (2, (0, 0)), (4, (0, 0, 1, 1)), (100, ())):
+            for nbytes in (0, 1 << 20, 1 << 40):
+                assert choose(collective, nbytes, world, rules=rules, nodes=nodes).schedule in schedules
+    assert format_rules(rules)
 
 
 def _finish(coroutine: Any) -> Any:
@@ -259,7 +280,19 @@ def _view_seeds() -> Sequence[bytes]:
     return [pack_chunks([formed.SerializeToString(), *pages]), pack_chunks([huge.SerializeToString(), pages[0]])]
 
 
+def _tuning_seeds() -> Sequence[bytes]:
+    tables: list[Any] = [
+        {},
+        {"barrier": [{"schedule": "ring", "max_world": 4}, {"schedule": "dissemination", "reason": "so"}]},
+        {"all_reduce": [{"schedule": "hierarchical", "where": "shared_nodes", "max_bytes": None}]},
+        {"all_reduce": [{"schedule": "nothing"}]},
+        {"all_reduce": [{"schedule": "ring", "max_incast": -1}]},
+    ]
+    return [dump_rules().encode(), *(json.dumps({"rules": table}).encode() for table in tables), b"[" * 5000]
+
+
 SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
+    "tuning": _tuning_seeds,
     "frame": _frame_seeds,
     "signature": _signature_seeds,
     "objects": _object_seeds,

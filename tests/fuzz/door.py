@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -15,18 +15,26 @@ from google.protobuf.message import DecodeError
 from fuzz.decoders import SEEDS as DECODERS
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks
 from paceline._grpc import EOF
-from paceline.credentials import IN_THE_CLEAR
+from paceline.config import MAX_STREAMS, Config
+from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
-from paceline.links.grpc_door import MAX_TEXT, Door, _relay
+from paceline.links.grpc_door import Door
+from paceline.links.grpc_intake import MAX_TEXT, Intake, _relay
+from paceline.links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
+from paceline.links.negotiation import Ways
+from paceline.session.address import parse_endpoint
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 
-__all__ = ["SEEDS", "abort", "hello", "stream"]
+__all__ = ["SEEDS", "abort", "hello", "knock", "stream"]
 
 _JOB = "fuzzed"
+
+_NODES = ("node", "another")
+"""Of the peers; the door is on the first."""
 
 
 class _Refused(Exception):
@@ -38,10 +46,14 @@ class _Inbox:
         self.frames: list[Frame] = []
         self.ended = False
 
+    def claim(self) -> bool:
+        return True
+
     async def put(self, frame: Frame) -> None:
         self.frames.append(frame)
 
-    def end(self, error: LinkEnded) -> None:
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        assert frames is None or 0 <= frames < 1 << 64
         self.ended = True
 
 
@@ -50,7 +62,9 @@ class _House:
 
     generation = 1
     member_id = "member-1"
+    node = "node"
     size = 2
+    neighbours = 1
 
     def __init__(self) -> None:
         self.fault = Fault(1, 1, verdict_timeout=0.0)
@@ -58,7 +72,7 @@ class _House:
         self.lost: list[int] = []
 
     def peer_by_id(self, member_id: str) -> Peer | None:
-        return next((peer for peer in PEERS if peer.member_id == member_id), None)
+        return next((replace(peer, node=_NODES[peer.rank]) for peer in PEERS if peer.member_id == member_id), None)
 
     def inbox(self, rank: int, purpose: Purpose, group: str) -> Any:
         assert len(group.encode()) <= MAX_GROUP_NAME
@@ -70,6 +84,20 @@ class _House:
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
         self.lost.append(rank)
+
+
+class _Listening:
+    """What a door has for halves, as if it listened."""
+
+    name = "paceline-0"
+    port = 40_000
+
+    def __init__(self) -> None:
+        self.expected: list[tuple[Any, ...]] = []
+
+    def expect(self, ticket: bytes, *rest: Any) -> None:
+        assert len(ticket) == 16
+        self.expected.append(rest)
 
 
 class _Context:
@@ -86,6 +114,9 @@ class _Context:
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
+
+    def time_remaining(self) -> float:
+        return 0.3
 
     async def read(self) -> Any:
         return self._messages.pop(0) if self._messages else EOF
@@ -129,8 +160,11 @@ def hello(data: bytes) -> None:
         return  # grpc refuses it
     house, context = _House(), _Context()
 
+    shm, tcp = _Listening(), _Listening()
+
     async def knock() -> Any:
         door = Door(_JOB, IN_THE_CLEAR)
+        door.ways._shm, door.ways._tcp = shm, tcp  # type: ignore[assignment]
         door.enter(house)
         return await door._hello(request, context)
 
@@ -139,12 +173,28 @@ def hello(data: bytes) -> None:
             answer = _loop().run_until_complete(knock())
     except _Refused:
         assert context.refusal.details
+        assert not shm.expected + tcp.expected
     else:
         assert len(answer.ticket) == 16
         assert (request.protocol_version, request.job) == (PROTOCOL_VERSION, _JOB)
         assert (request.to_member, request.generation) == ("member-1", 1)
         assert request.from_member in ("member-0", "member-1")
+        _check_chosen(request, answer, shm, tcp)
     assert not house.fault.failed
+
+
+def _check_chosen(request: Any, answer: Any, shm: _Listening, tcp: _Listening) -> None:
+    """What was offered, and what both can have: the first of it; and that alone is expected."""
+    shares = request.from_member == "member-0"
+    has = {
+        peer_pb2.LINK_KIND_GRPC: True,
+        peer_pb2.LINK_KIND_TCP: request.tcp_streams <= MAX_STREAMS,
+        peer_pb2.LINK_KIND_SHM: shares,
+    }
+    assert answer.chosen == next(kind for kind in request.offered if has.get(kind))
+    assert len(shm.expected) == (answer.chosen == peer_pb2.LINK_KIND_SHM)
+    assert len(tcp.expected) == (answer.chosen == peer_pb2.LINK_KIND_TCP)
+    assert all(1 <= streams <= MAX_STREAMS for streams, *_ in tcp.expected)
 
 
 def stream(data: bytes) -> None:
@@ -153,9 +203,9 @@ def stream(data: bytes) -> None:
     house, context = _House(), _Context(messages, b"ticket")
 
     async def deliver() -> None:
-        door = Door(_JOB, IN_THE_CLEAR)
-        door._tickets[b"ticket"] = (house, PEERS[0], house.box, time.monotonic() + 60.0)  # type: ignore[assignment]
-        await door._frames(None, context)
+        intake = Intake(Ways(Config(), IN_THE_CLEAR))
+        intake.expect(b"ticket", house, PEERS[0], house.box, peer_pb2.LINK_KIND_GRPC)  # type: ignore[arg-type]
+        await intake.serve(None, context)
 
     try:
         _loop().run_until_complete(deliver())
@@ -166,6 +216,37 @@ def stream(data: bytes) -> None:
         assert house.box.ended or house.lost == [0] or house.fault.failed
     assert len(house.box.frames) <= len(messages)
     assert all(frame.generation == 1 and frame.kind is FrameKind.DATA for frame in house.box.frames)
+
+
+def knock(data: bytes) -> None:
+    """A typed refusal, an answer, or, for who knows whose door this is, a knock at what can be the address of one."""
+    try:
+        request = peer_pb2.KnockRequest.FromString(data)
+    except DecodeError:
+        return  # it is refused before
+    context = _Context()
+    dialled: list[str] = []
+
+    def no_channel(self: Credentials, address: str, options: Any) -> Any:
+        dialled.append(address)
+        raise _Refused
+
+    with mock.patch.object(Credentials, "member_channel", no_channel):
+        try:
+            answer = _loop().run_until_complete(
+                Knocks(_JOB, lambda: "member-1", IN_THE_CLEAR)._answer(request, context)
+            )
+        except _Refused:
+            assert dialled or context.refusal.details
+        else:
+            assert not answer.trouble
+            assert not request.address
+    if (request.job, request.to_member) != (_JOB, "member-1"):
+        assert not dialled
+        assert context.refusal is not None
+    for address in dialled:
+        assert parse_endpoint(address).port > 0
+        assert len(address.encode()) <= MAX_ADDRESS_BYTES
 
 
 def _hello_seeds() -> Sequence[bytes]:
@@ -186,11 +267,21 @@ def _hello_seeds() -> Sequence[bytes]:
         {"generation": 2},
         {"purpose": 7},
         {"job": "x"},
+        {"tcp_streams": 7},
+        {"from_member": "member-1"},
     ):
         other = peer_pb2.HelloRequest()
         other.CopyFrom(right)
-        other.MergeFrom(peer_pb2.HelloRequest(**change))  # type: ignore[arg-type]
+        other.MergeFrom(peer_pb2.HelloRequest(**change))
         found.append(other.SerializeToString())
+    grpc, tcp, shm = peer_pb2.LINK_KIND_GRPC, peer_pb2.LINK_KIND_TCP, peer_pb2.LINK_KIND_SHM
+    for offered in ([shm, tcp, grpc], [tcp, grpc], [shm], [tcp], [grpc, shm], []):
+        for streams in (0, 16, 17):
+            other = peer_pb2.HelloRequest()
+            other.CopyFrom(right)
+            del other.offered[:]
+            other.MergeFrom(peer_pb2.HelloRequest(offered=offered, tcp_streams=streams))
+            found.append(other.SerializeToString())
     return found
 
 
@@ -201,8 +292,19 @@ def _stream_seeds() -> Sequence[bytes]:
     return [pack_chunks([part, part, end]), pack_chunks([part]), *(pack_chunks([part, word, end]) for word in words)]
 
 
+def _knock_seeds() -> Sequence[bytes]:
+    addresses = ("", "10.0.0.1:5000", "[fd00::1]:5000", "node-b:1", "10.0.0.1:0", "10.0.0.1", "a b:1", "x" * 600 + ":1")
+    known = [peer_pb2.KnockRequest(job=_JOB, from_member="m", to_member="member-1", address=each) for each in addresses]
+    strangers = [
+        peer_pb2.KnockRequest(job="x", from_member="m", to_member="member-1", address="10.0.0.1:5000"),
+        peer_pb2.KnockRequest(job=_JOB, from_member="m", to_member="member-0", address="10.0.0.1:5000"),
+    ]
+    return [request.SerializeToString() for request in known + strangers]
+
+
 SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     "abort": DECODERS["verdict"],
     "hello": _hello_seeds,
     "stream": _stream_seeds,
+    "knock": _knock_seeds,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from fuzz import checkpoints, cli, collectives, coordinator, decoders, door, states
+from fuzz import checkpoints, cli, collectives, coordinator, decoders, door, links, states
 
 __all__ = ["TARGETS", "seeds"]
 
@@ -21,11 +21,18 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "verdict": decoders.verdict,
     "status": decoders.status,
     "view": decoders.view,
+    "tuning": decoders.tuning,
     "collective": collectives.collective,
     "receive": collectives.receive,
     "abort": door.abort,
     "hello": door.hello,
     "stream": door.stream,
+    "knock": door.knock,
+    "slots": links.slots,
+    "handover": links.handed_over,
+    "tcp_hello": links.tcp_hello,
+    "tcp_streams": links.tcp_streams,
+    "answer": links.answer,
     "address": cli.address,
     "sizes": cli.sizes,
     "news": cli.news,
@@ -33,10 +40,11 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "requests": coordinator.requests,
     "storage": coordinator.storage,
     "state_file": coordinator.state_file,
-    "arrays": checkpoints.arrays,
+    "parts": checkpoints.parts,
     "skeleton": checkpoints.skeleton,
     "manifest": checkpoints.manifest,
     "description": states.description,
+    "wanted_runs": states.wanted_runs,
     "line_manifest": states.line_manifest,
 }
 
@@ -44,6 +52,7 @@ _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     **decoders.SEEDS,
     **collectives.SEEDS,
     **door.SEEDS,
+    **links.SEEDS,
     **cli.SEEDS,
     **coordinator.SEEDS,
     **checkpoints.SEEDS,

@@ -112,7 +112,7 @@ class _ScriptedLink(Link):
     def send(self, frame: Frame, deadline: float) -> None:
         self._fault.check()
 
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         self._fault.check()
         if self._ending == 3 and self._frames and self._at == len(self._frames):
             self._at -= 1

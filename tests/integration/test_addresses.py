@@ -14,6 +14,8 @@ from paceline.config import Config
 from paceline.session.address import parse_endpoint
 from paceline.testing import coordinator
 
+pytestmark = pytest.mark.alone
+
 QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
 
 

@@ -37,6 +37,28 @@ with paceline.join(timeout=20) as session:
 """
 
 
+WAITING = """
+from concurrent.futures import ThreadPoolExecutor
+
+def held():
+    return {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+
+with paceline.join(timeout=20) as session, ThreadPoolExecutor(2) as pool:
+    session.store.set("before", b"1")
+    waits = pool.submit(session.store.get, "late", timeout=60)
+    time.sleep(1)
+    emit("waits", **held())
+    stored = pool.submit(session.store.set, "meanwhile", b"2")
+    time.sleep(5)
+    session.store.set("late", b"here")
+    emit("stored")
+    emit("got", value=waits.result().decode())
+    stored.result()
+    time.sleep(1)
+    emit("ends", **held())
+"""
+
+
 @contextmanager
 def _coordinator(host: Host, listen: str, *more: str) -> Iterator[None]:
     command = host.command([sys.executable, "-m", "paceline_server", "--listen", listen, *more])
@@ -100,6 +122,19 @@ def test_of_several_addresses_of_the_coordinator_the_one_counts_that_answers(tmp
         assert time.monotonic() - start < 8
 
 
+def test_hosts_whose_names_grpc_takes_for_schemes(tmp_path: Path) -> None:
+    """The coordinator's, and one that a worker advertises."""
+    with network(3) as net, _coordinator(net.hosts[0], f"{net.hosts[0].address}:7400"):
+        names = tmp_path / "hosts"
+        a, b = net.hosts[1:]
+        names.write_text(f"{net.hosts[0].address} unix\n{a.address} dns\n")
+        for host in (a, b):
+            host.etc["hosts"] = names
+        at = {"COORDINATOR": "unix:7400"}
+        with _workers((a, {**at, "ADVERTISE": "dns"}), (b, at)) as workers:
+            assert _met(workers) == {"dns", b.address}
+
+
 def test_ipv6_between_hosts() -> None:
     with network(3) as net, _coordinator(net.hosts[0], f"[{net.hosts[0].address6}]:7400"):
         a, b = net.hosts[1:]
@@ -159,6 +194,38 @@ def test_a_coordinator_that_moves_to_another_address_is_found_there(tmp_path: Pa
                 names.write_text(f"{second.address} coordinator\n")
                 worker.go()
                 worker.expect("stored")
+
+
+@pytest.mark.parametrize("token", [None, "0123456789abcdef0123456789abcdef"], ids=["", "with a token"])
+def test_a_coordinator_whose_name_was_gone_for_long_is_found_at_once(token: str | None, tmp_path: Path) -> None:
+    """It comes back at another address. Whoever waits for an answer of its store gets it, and no channel is left."""
+    with network(3) as net:
+        first, second, here = net.hosts
+        names = tmp_path / "hosts"
+        names.write_text(f"{first.address} coordinator\n")
+        here.etc["hosts"] = names
+        options = ["--state", str(tmp_path / "state.db")]
+        at = {"COORDINATOR": "coordinator:7400"}
+        if token is not None:
+            (tmp_path / "tokens").write_text(f"{token}\n")
+            options += ["--token-file", str(tmp_path / "tokens")]
+            at["TOKEN"] = token
+        with _workers((here, at), code=WAITING) as (worker,):
+            with _coordinator(first, f"{first.address}:7400", *options):
+                before = worker.expect("waits")
+            names.write_text("127.0.0.1 localhost\n")
+            time.sleep(15)
+            with _coordinator(second, f"{second.address}:7400", *options):
+                names.write_text(f"{second.address} coordinator\n")
+                named = time.monotonic()
+                back = worker.expect("stored")["at"] - named
+                got = worker.expect("got")
+                assert got["value"] == "here"
+                assert back < 2
+                after = worker.expect("ends")
+                assert after["files"] <= before["files"] + 2, worker.stderr
+                assert after["threads"] <= before["threads"] + 2, worker.stderr
+                assert worker.wait() == 0, worker.stderr
 
 
 def test_a_worker_on_loopback_beside_one_on_another_host_is_refused_with_both_named() -> None:

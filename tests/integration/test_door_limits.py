@@ -32,8 +32,10 @@ from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.grpc_pair import JOB, GrpcWorld, grpc_world
 from support.http2 import DATA, HEADERS, SETTINGS, call_headers, claimed, connect, frame, open_call
 
+pytestmark = pytest.mark.alone
+
 SERVICE = "/pacelinepb.v1.PeerService/"
-METHODS = ("Hello", "DescribeState", "GetState", "GetManifest")
+METHODS = ("Hello", "DescribeState", "GetState", "GetManifest", "Knock")
 SOON = 5.0
 FAR = 2**63
 """A generation that will not come."""
@@ -287,6 +289,7 @@ def test_a_refusal_tells_nothing_and_keeps_its_kind(long: str) -> None:
             refused(world, "Hello", hello(from_member=long)),
             refused(world, "GetManifest", peer_pb2.GetManifestRequest(job=long, to_member=long)),
             refused(world, "DescribeState", peer_pb2.DescribeStateRequest(job=long, to_member=long)),
+            refused(world, "Knock", peer_pb2.KnockRequest(job=long, to_member=long, address="10.0.0.1:1")),
         ]
     for code, reason, text in answers:
         assert (code, reason) == (grpc.StatusCode.NOT_FOUND, "NOT_FOUND")

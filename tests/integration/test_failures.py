@@ -10,6 +10,8 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import Worker, workers
 
+pytestmark = pytest.mark.alone
+
 BLOCKED = """
 with paceline.join() as session:
     session.group.all_reduce(np.ones(1000))

@@ -7,8 +7,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from paceline.testing import coordinator
 from support.processes import workers
+
+pytestmark = pytest.mark.alone
 
 FORKING = """
 with paceline.join() as session:

@@ -56,7 +56,13 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("strategy", "node"), [("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("NO_SHARD", None), ("HYBRID_SHARD", 2)]
+    ("strategy", "node"),
+    [
+        ("FULL_SHARD", None),
+        pytest.param("SHARD_GRAD_OP", None, marks=pytest.mark.slow),
+        pytest.param("NO_SHARD", None, marks=pytest.mark.slow),
+        ("HYBRID_SHARD", 2),
+    ],
 )
 @pytest.mark.parametrize(
     ("end", "error"),

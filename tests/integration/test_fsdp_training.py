@@ -17,11 +17,20 @@ from paceline.parallel import FSDP, ShardingStrategy
 from support.worlds import run_over
 
 STEPS = 20
+WITH_SGD, WITH_ADAM = partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)
 
 
 @pytest.mark.parametrize(("strategy", "node"), [*((s, None) for s in list(ShardingStrategy)[:3]), ("hybrid_shard", 2)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        (WITH_SGD, "float64"),
+        (WITH_ADAM, "float32"),
+        pytest.param(WITH_SGD, "float32", marks=pytest.mark.slow),
+        pytest.param(WITH_ADAM, "float64", marks=pytest.mark.slow),
+    ],
+    ids=["sgd-float64", "adam-float32", "sgd-float32", "adam-float64"],
+)
 def test_four_ranks_train_as_one_process_does(
     strategy: ShardingStrategy, node: int | None, dtype: str, optimizer: partial[SGD | Adam]
 ) -> None:

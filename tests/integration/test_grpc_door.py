@@ -32,7 +32,7 @@ def hello(**changes: Any) -> peer_pb2.HelloRequest:
         from_member="member-0",
         to_member="member-1",
         generation=1,
-        purpose=peer_pb2.PURPOSE_COLLECTIVE,
+        purpose=peer_pb2.PURPOSE_POINT_TO_POINT,  # rank 0 has a stream for collectives already
         offered=[peer_pb2.LINK_KIND_GRPC],
     )
     request.MergeFrom(peer_pb2.HelloRequest(**changes))
@@ -112,8 +112,20 @@ def test_frames_without_a_ticket_are_refused_and_a_ticket_is_good_once() -> None
 
     with grpc_world() as world:
         codes = at_door_1(world, talk)
-        assert world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0).payload == b"x"
+        assert world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0).payload == b"x"
     assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED]
+
+
+def test_a_second_stream_of_a_link_is_refused_and_names_its_sender() -> None:
+    async def talk(channel: aio.Channel) -> list[grpc.StatusCode]:
+        close = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))
+        return [await deliver(channel, await knock(channel, hello()), close) for _ in range(2)]
+
+    with grpc_world() as world:
+        assert at_door_1(world, talk) == [grpc.StatusCode.OK, grpc.StatusCode.ALREADY_EXISTS]
+        with pytest.raises(errors.PeerBrokeProtocol, match="opened a link twice") as caught:
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
+    assert caught.value.ranks == (0,)
 
 
 def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None:
@@ -124,7 +136,7 @@ def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None
     with grpc_world() as world:
         assert at_door_1(world, talk) is grpc.StatusCode.FAILED_PRECONDITION
         with pytest.raises(errors.PeerBrokeProtocol, match="generation 2") as caught:
-            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 
 
@@ -140,7 +152,7 @@ def test_a_frame_after_the_last_is_refused_and_names_its_sender(kind: FrameKind,
     with grpc_world() as world:
         assert at_door_1(world, talk) is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(errors.PeerBrokeProtocol, match=f"{kind.name} came after the last") as caught:
-            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 
 
@@ -168,7 +180,7 @@ def test_an_abort_that_makes_no_sense_names_its_sender(payload: bytes) -> None:
     with grpc_world() as world:
         at_door_1(world, talk)
         with pytest.raises(errors.PeerBrokeProtocol, match="abort") as caught:
-            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 
 
@@ -195,7 +207,7 @@ def test_bytes_that_are_no_frame_name_their_sender(data: bytes) -> None:
     with grpc_world() as world:
         at_door_1(world, talk)
         with pytest.raises(errors.PeerBrokeProtocol, match="rank 0") as caught:
-            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 
 
@@ -208,7 +220,7 @@ def test_what_is_far_too_long_for_a_frame_ends_the_link() -> None:
     with grpc_world() as world:
         at_door_1(world, talk)
         with pytest.raises(errors.PeerLost, match="rank 0") as caught:
-            world.meshes[1].link(0, Purpose.COLLECTIVE).recv(time.monotonic() + 5.0)
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
 
 

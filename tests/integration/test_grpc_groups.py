@@ -14,7 +14,7 @@ from paceline.links.base import Purpose
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.testing import run_groups
 from support.grpc_pair import grpc_world
-from support.worlds import grpc_groups
+from support.worlds import member_groups
 
 
 def test_many_parts_made_used_and_closed_leave_no_links_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_many_parts_made_used_and_closed_leave_no_links_behind(monkeypatch: pyte
         group.barrier()
         return len(mesh._links), len(mesh.fault._wakers)
 
-    with grpc_groups(2) as groups:
+    with member_groups("grpc", 2) as groups:
         for links, wakers in run_groups(groups, rank):
             assert links <= 2
             assert wakers <= 4

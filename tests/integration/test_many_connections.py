@@ -14,14 +14,15 @@ import grpc
 import pytest
 
 from paceline_server._grpc import aio
-from pacelinepb.v1 import admin_pb2
+from pacelinepb.v1 import admin_pb2, peer_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.coordinator import RawSession, duration
 from support.hostile import Targets, targets_in
 from support.http2 import PREFACE, SETTINGS, connect, frame, open_call
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(120)]
 
 CONNECTIONS = 10_000
 BEGINNINGS = {"silent": b"", "settled": PREFACE + frame(SETTINGS, 0, 0, b"")}
@@ -42,6 +43,19 @@ def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path
             sizes.append(targets.resident())
         assert sizes[0] < 400 << 20
         assert sizes[4] - sizes[2] < 16 << 20, f"it grows each time: {sizes}"
+        targets.check()
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_more_connections_than_a_worker_may_have_files(beginning: str, tmp_path: Path) -> None:
+    """Strangers' at its door, opened and left: they go, and the door lets in who comes then."""
+    with _files(300), targets_in(tmp_path) as targets, _files(2_000), ExitStack() as stack:
+        for _ in range(1_000):
+            stack.enter_context(connect(targets.door)).sendall(BEGINNINGS[beginning])
+        with grpc.insecure_channel(targets.door) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                PeerServiceStub(channel).Knock(peer_pb2.KnockRequest(job="another"), timeout=60, wait_for_ready=True)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         targets.check()
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline_server._grpc import aio
 from pacelinepb.v1 import admin_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
-from support.coordinator import RawSession, duration, run, running
+from support.coordinator import RawSession, duration, refused, run, running
+
+pytestmark = pytest.mark.alone
 
 
 def test_a_session_is_read_at_its_rate() -> None:
@@ -42,6 +47,43 @@ def test_calls_of_a_connection_are_served_at_their_rate_and_none_is_refused() ->
     run(main)
 
 
+async def paced(make: Callable[[], Any], code: str) -> None:
+    """100 calls at once, which all end with that code, at 200 a second after 20 at once."""
+    began = time.monotonic()
+    codes = await asyncio.gather(*(make().code() for _ in range(100)))
+    assert {each.name for each in codes} == {code}
+    assert 0.35 < time.monotonic() - began < 3.0
+
+
+def test_refusals_for_want_of_a_token_have_the_same_rate() -> None:
+    async def main() -> None:
+        async with running(call_rate=200.0, call_burst=20.0, token="a-token-that-nobody-guesses") as channel:
+            stub = AdminServiceStub(channel)
+            await paced(lambda: stub.ListJobs(admin_pb2.ListJobsRequest(), timeout=10.0), "UNAUTHENTICATED")
+
+    run(main)
+
+
+def test_sessions_that_are_opened_have_the_same_rate() -> None:
+    async def main() -> None:
+        async with running(call_rate=200.0, call_burst=20.0, first_message_time=0.05) as channel:
+            await paced(lambda: RawSession(channel, "job").call, "DEADLINE_EXCEEDED")
+
+    run(main)
+
+
+def test_probes_do_not_wait() -> None:
+    async def main() -> None:
+        async with running(call_rate=1.0, call_burst=1.0) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            began = time.monotonic()
+            for _ in range(20):
+                assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+            assert time.monotonic() - began < 1.0
+
+    run(main)
+
+
 def test_a_stream_that_says_nothing_is_ended() -> None:
     async def main() -> None:
         async with running(first_message_time=0.2) as channel:
@@ -60,5 +102,29 @@ def test_one_job_does_not_take_the_places_of_all_others() -> None:
             with pytest.raises(aio.AioRpcError, match="2 sessions, as many as one job may have"):
                 await RawSession.register(channel, "greedy", least=3, most=3)
             await RawSession.register(channel, "other", least=1, most=1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_who_comes_back_as_a_new_member_needs_no_second_place(proved: bool) -> None:
+    """It may have moved before its old session is known to have ended. Without the old token nobody's session ends."""
+
+    async def main() -> None:
+        async with running(max_job_sessions=2, max_sessions=2) as channel:
+            first, _ = [await RawSession.register(channel, "full", least=3, most=3, pid=pid) for pid in (1, 2)]
+            token = first.token if proved else b"a guess"
+            again = RawSession.register(
+                channel, "full", least=3, most=3, former_member_id=first.member_id, former_session_token=token
+            )
+            if proved:
+                assert (await again).member_id != first.member_id
+                assert "came back as a new member" in str((await refused(first)).details())
+                return
+            with pytest.raises(aio.AioRpcError, match="2 sessions, as many as it takes"):
+                await again
+            await first.heartbeat()
+            job = await AdminServiceStub(channel).GetJob(admin_pb2.GetJobRequest(job="full"))
+            assert first.member_id in str(job)
 
     run(main)

@@ -16,10 +16,10 @@ from paceline.links.faulty import FaultyMesh
 from paceline.links.frame import Frame
 from paceline.links.local import local_meshes
 from paceline.testing import run_groups
-from support.worlds import LINKS, SOON, errors_over, run_over, scheduled
+from support.worlds import EACH_LINK, SOON, errors_over, run_over, scheduled
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=EACH_LINK)
 def link(request: pytest.FixtureRequest) -> str:
     """A kind of link; each test that asks for it runs over every one."""
     return str(request.param)

@@ -29,6 +29,8 @@ from support.grpc_pair import JOB, grpc_world
 from support.reference import MIB, Background, X, every, states, talk_both_ways, wait_for
 from support.worlds import SOON, run_over, scheduled, world_over
 
+pytestmark = pytest.mark.alone
+
 # 11. Two writes a frame and delayed acknowledgements: 88 ms for a star of 1 KiB, 88 ms for a barrier.
 
 
@@ -226,7 +228,10 @@ def test_21_links_over_ipv6() -> None:
             stack.callback(lambda door=door: thread.run(door.close()))
         ports = [thread.run(door.start("::1", 0)) for door in doors]
         peers = [Peer(rank, f"member-{rank}", "host", f"[::1]:{ports[rank]}", 100 + rank) for rank in range(2)]
-        meshes = [GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR) for rank in range(2)]
+        meshes = [
+            GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR, doors[rank].ways)
+            for rank in range(2)
+        ]
         for door, mesh in zip(doors, meshes, strict=True):
             thread.loop.call_soon_threadsafe(door.enter, mesh)
         results = run_groups([Group(mesh, SOON) for mesh in meshes], lambda g: g.all_reduce(X).tolist())

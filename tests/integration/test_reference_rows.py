@@ -20,10 +20,10 @@ from paceline import errors
 from paceline.collectives.programs import SCHEDULES
 from paceline.errors import InvalidRank, InvalidWorldSize, OperationTimeout, SizeMismatch
 from paceline.group import Group
-from support.worlds import LINKS, run_over, scheduled, world_over
+from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=EACH_LINK)
 def link(request: pytest.FixtureRequest) -> str:
     """A kind of link; each test that asks for it runs over every one."""
     return str(request.param)

@@ -24,6 +24,8 @@ from support.grpc_pair import grpc_world
 from support.reference import MIB, Background, X, states, talk_both_ways, wait_for
 from support.worlds import SOON, run_over, world_over
 
+pytestmark = pytest.mark.alone
+
 # 5. No timeout held while sending: a ring blocked for 8 s with a timeout of 0.5 s; 0 meant another thing on each
 # backend; 50 ms were told as "0s".
 
@@ -80,8 +82,7 @@ def die(group: Group, doors: list[Door]) -> None:
         return
     assert isinstance(mesh, GrpcMesh)
     loop_thread().run(mesh.end())
-    server = doors[mesh.rank]._server
-    assert server is not None
+    (server,) = doors[mesh.rank]._servers
     loop_thread().run(server.stop(None))
 
 
@@ -96,7 +97,7 @@ def test_6_a_death_is_news_to_whoever_waits(call: str, link: str) -> None:
         if link == "local":
             groups = local_groups(2, SOON)
         else:
-            made = stack.enter_context(grpc_world(2))
+            made = stack.enter_context(grpc_world(2, kind=link))
             doors, groups = made.doors, [Group(mesh, SOON) for mesh in made.meshes]
         for group in groups:
             stack.callback(group.close, 0.2)

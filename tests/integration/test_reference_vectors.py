@@ -21,7 +21,7 @@ from paceline.collectives.rows import chunk_bounds, ring_neighbours
 from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch
 from paceline.group import Group
 from paceline.links.frame import Frame, FrameKind, decode, encode
-from support.worlds import LINKS, run_over, scheduled, world_over
+from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
 
 class Vector(NamedTuple):
@@ -138,7 +138,7 @@ COLLECTIVES = [
 """A result's shape is that of `expected`."""
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", EACH_LINK)
 @pytest.mark.parametrize(
     ("vector", "schedule"),
     [
@@ -322,7 +322,7 @@ def bytes_roundtrip_f64(link: str) -> None:
     bytes_roundtrip(link, "f8")
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", EACH_LINK)
 @pytest.mark.parametrize("name", VECTORS)
 def test_vector(name: str, link: str) -> None:
     VECTORS[name](link)
@@ -331,7 +331,7 @@ def test_vector(name: str, link: str) -> None:
 BARRIERS = ["backend::simulated_barrier", "collective::barrier_completes", "ring::barrier_serialises_all_ranks"]
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", EACH_LINK)
 @pytest.mark.parametrize("schedule", SCHEDULES["barrier"])
 @pytest.mark.parametrize("name", BARRIERS)
 def test_barrier(name: str, schedule: str, link: str) -> None:

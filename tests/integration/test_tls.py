@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -25,15 +27,18 @@ from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.elastic.take import out_of_reach
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
+from paceline.links.grpc_knock import Knocker
 from paceline.session.wire import CHANNEL_OPTIONS
 from paceline.testing import coordinator
 from paceline_server import ServerSettings
-from paceline_server.security.tls import server_credentials
+from paceline_server.security import certificate_files
+from paceline_server.security.tls import TlsPaths
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.certificates import CertificateFolder, make_folder, renew
 from support.command import command
 from support.elastic.cluster import cluster
+from support.hanging import hanging
 
 QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
 
@@ -51,7 +56,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> CertificateFolder:
     return make_folder(tmp_path_factory.mktemp("tls") / "foreign")
 
 
-def join(address: str, credentials: Credentials, **arguments: int) -> paceline.Session:
+def join(address: str, credentials: Credentials, **arguments: Any) -> paceline.Session:
     return paceline.join(address, credentials=credentials, config=QUICK, **arguments)
 
 
@@ -106,12 +111,79 @@ def test_a_coordinator_says_that_its_certificate_is_out_of_its_time(
     settings = good.server(mutual=mutual)
     today = time.time()
     monkeypatch.setattr("time.time", lambda: today + now)
-    assert server_credentials(ServerSettings(**settings)) is not None
+    paths = TlsPaths.of(ServerSettings(**settings))
+    assert paths is not None
+    paths.read()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == (words is not None)
     for each in said:
         assert each.startswith(f"the certificate {settings['tls_cert']} {words}")
         assert str(datetime.fromtimestamp(today, UTC).year) in each
+
+
+def served(address: str, authority: Path) -> bytes:
+    """The certificate that a new connection is shown."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(authority))
+    with (
+        socket.create_connection((host, int(port)), SOON) as plain,
+        context.wrap_socket(plain, server_hostname=host) as there,
+    ):
+        return there.getpeercert(binary_form=True) or b""
+
+
+def test_a_certificate_that_is_made_anew_needs_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New connections get it, those that are there stay; a slip in the files leaves the last one in force."""
+    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    folder = make_folder(tmp_path / "tls")
+    ca, cert, key = (folder.path / name for name in ("ca.pem", "coordinator.pem", "coordinator.key"))
+
+    def is_served(data: bytes) -> bool:
+        return served(address, ca) == ssl.PEM_cert_to_DER_cert(data.decode())
+
+    def wait_for(happened: Callable[[], bool]) -> None:
+        end = time.monotonic() + SOON
+        while not happened():
+            assert time.monotonic() < end, caplog.text
+            time.sleep(0.01)
+
+    with coordinator(**folder.server(mutual=False)) as address, join(address, folder.credentials) as session:
+        first = cert.read_bytes()
+        assert is_served(first)
+        part = key.with_suffix(".part")
+        part.write_bytes(b"nothing")
+        part.replace(key)
+        wait_for(lambda: "the last certificate stays in force" in caplog.text)
+        assert all(is_served(first) for _ in range(10))
+        assert caplog.text.count("the last certificate stays in force") == 1  # though it was looked at again and again
+        renew(folder, "coordinator", days=0.5)
+        second = cert.read_bytes()
+        wait_for(lambda: is_served(second))
+        session.store.set("key", b"value")
+        with join(address, folder.credentials, job="another"):
+            pass
+
+
+def test_certificate_files_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A look that hangs holds nobody up; at the start it has an end, and names the files."""
+    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    monkeypatch.setattr(certificate_files, "FIRST_S", 0.2)
+    folder = make_folder(tmp_path / "tls")
+    cert = folder.path / "coordinator.pem"
+    with coordinator(**folder.server()) as address, hanging(cert), join(address, folder.credentials):
+        pass
+    with hanging(cert):
+        began = time.monotonic()
+        with (
+            pytest.raises(ValueError, match=f"cannot read {cert}, .*nothing came of it in 0.2 s"),
+            coordinator(**folder.server()),
+        ):
+            pass
+        assert time.monotonic() - began < SOON
 
 
 def test_health_wants_tls_too(
@@ -270,7 +342,7 @@ def test_an_impostors_door_is_not_entered(good: CertificateFolder, foreign: Cert
     try:
         peer = Peer(0, "m", "host-a", f"127.0.0.1:{port}", 1)
         start = time.monotonic()
-        (trouble,) = thread.run(out_of_reach("job", [peer], 0.5, whole))
+        (trouble,) = thread.run(out_of_reach("job", [peer], Knocker("me", "127.0.0.1:1"), 0.5, whole))
         assert time.monotonic() - start < SOON
         assert trouble.startswith("rank 0 (host-a, pid 1) at 127.0.0.1")
     finally:

@@ -33,6 +33,8 @@ from support.coordinator import reason_of, run, running
 from support.hanging import hanging
 from support.http2 import DATA, claimed, connect, frame, open_call
 
+pytestmark = pytest.mark.alone
+
 ALL, ONE, TWO = "the-token-for-all-0123456789", "the-token-for-one-0123456789", "the-token-for-two-0123456789"
 
 QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
@@ -214,6 +216,42 @@ def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
         assert "the token file has not been read for 0.1 s" in said
 
 
+def test_a_token_file_that_hangs_from_the_start(tmp_path: Path) -> None:
+    """It has an end, names the file, and does not keep the process from ending."""
+    path = tmp_path / "tokens"
+    os.mkfifo(path)
+    serve = (
+        "from paceline_server.__main__ import main\n"
+        "from paceline_server.security import token_file\n"
+        "token_file.FIRST_S = 0.2\n"
+        "raise SystemExit(main())\n"
+    )
+    with process(["-c", serve, "--listen", "127.0.0.1:0", "--token-file", str(path)]) as server:
+        said = server.communicate(timeout=10.0)[1]
+    assert server.returncode == 1
+    assert f"cannot read the token file {path}: nothing came of it in 0.2 s" in said
+    assert "Traceback" not in said
+
+
+def test_a_signal_ends_a_start_that_hangs(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    os.mkfifo(path)
+    serve = ["-m", "paceline_server", "--listen", "127.0.0.1:0", "--token-file", str(path)]
+    with process(serve) as server, ExitStack() as stack:
+        end = time.monotonic() + 10.0
+        while True:
+            try:
+                stack.callback(os.close, os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                break  # it reads, and nothing comes
+            except OSError:
+                assert time.monotonic() < end, "the file is not opened"
+                time.sleep(0.01)
+        server.send_signal(signal.SIGTERM)
+        out, said = server.communicate(timeout=5.0)
+        assert (server.returncode, out) == (0, "")
+        assert "Traceback" not in said
+
+
 @contextlib.contextmanager
 def process(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Python, killed at the end of the block if it still runs."""
@@ -255,7 +293,7 @@ def test_every_request_about_another_job_is_refused(tokens: Path) -> None:
     run(main)
 
 
-def test_health_is_open_and_reflection_is_not(tokens: Path) -> None:
+def test_a_probe_is_open_and_watching_and_reflection_are_not(tokens: Path) -> None:
     async def services(channel: aio.Channel, token: str | None) -> int:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
@@ -268,6 +306,10 @@ def test_health_is_open_and_reflection_is_not(tokens: Path) -> None:
             health: Any = health_pb2_grpc.HealthStub(channel)
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
             assert await services(channel, ALL) > 3
+            everybody = aio.Metadata(("authorization", f"Bearer {ALL}"))
+            assert (await health.Watch(health_pb2.HealthCheckRequest(), metadata=everybody).read()).status == 1
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.code()).name == "UNAUTHENTICATED"
             for token, code in ((None, "UNAUTHENTICATED"), (ONE, "PERMISSION_DENIED")):
                 with pytest.raises(aio.AioRpcError) as caught:
                     await services(channel, token)

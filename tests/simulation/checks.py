@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline_server.model import JobState, View
+from simulation.broken import Broken
+from simulation.hosting import Hosting
+from simulation.shares import is_all
+
+from paceline.checkpoint.tag import Tag
+from paceline.elastic.share import Share, share_of
+from paceline_server.effects import PushCatchUp, PushStateLost
+from paceline_server.model import JobState, Standing, View
 
 if TYPE_CHECKING:
     from simulation.member import Member
     from simulation.world import World
 
-__all__ = ["Broken", "Checks"]
-
-
-class Broken(AssertionError):
-    """An invariant does not hold."""
+__all__ = ["Checks"]
 
 
 class Checks:
@@ -40,6 +43,9 @@ class Checks:
         self._line_began = 0.0
         self._gave_at: dict[int, float] = {}
         self._applied: dict[tuple[int, int], set[str]] = {}
+        self._had: list[tuple[Member, Share]] = []
+        self._let_go: dict[str, Tag | None] = {}
+        self._hosting = Hosting(world.shape.node_size)
         self.committed: tuple[object, ...] = ()
         self.finished: tuple[object, ...] | None = None
         self.promised = False
@@ -60,11 +66,12 @@ class Checks:
         if before is None:
             raise Broken(f"I2: generation {view.generation} has a base and no generation before it")
         self._check_base(state, before, view)
+        self._hosting.forming(before, view)
         base = self._bits[view.base]
         if before.base is None:
             self._line += 1
             self._line_began = self._world.clock.now
-            self.committed = base
+            self.committed, self._had = base, []
         elif base[: len(self.committed)] != self.committed and not self._is_known_in(view):
             raise Broken(f"I1: {self.committed} was committed, and generation {view.generation} starts from {base}")
         self._lines[view.generation] = self._line
@@ -88,8 +95,11 @@ class Checks:
             holds = seat.member_id in old and met.generation == before.generation and met.tag is not None
             if holds and (met.holds_base or before.base is None):
                 holders.append(met.tag)
-            if seat.rank not in view.newcomers and met.tag != view.base:
+            spread = self._world.shape.node_size != 1
+            if (seat.rank not in view.newcomers or spread) and met.tag != view.base:
                 raise Broken(f"I2: {seat.process.host} is to start from {view.base} and holds {met.tag}")
+            if spread and share_of(seat.rank, len(view.seats), self._world.shape.node_size) not in met.shares:
+                raise Broken(f"I2: {seat.process.host} is to have seat {seat.rank}, and holds {met.shares}")
         leavers = [
             s.met.tag
             for s in state.sessions.values()
@@ -97,8 +107,70 @@ class Checks:
         ]
         if not holders:
             raise Broken(f"I2: generation {view.generation} has no member of {before.generation} that holds its base")
-        if view.base != max([*holders, *leavers]):
+        greatest = max([*holders, *leavers])
+        if self._world.shape.node_size != 1:
+            assert view.base is not None
+            if view.base < greatest and self._world.has_all(Tag(*greatest), self._heard(state)):
+                raise Broken(
+                    f"I2: all of {greatest} is there, and generation {view.generation} starts from {view.base}"
+                )
+        elif view.base != greatest:
             raise Broken(f"I2: generation {view.generation} starts from {view.base}, not from {max(holders)}")
+
+    def _heard(self, state: JobState) -> list[Member]:
+        """Who could bring what it holds: not those who may go, for the others have had time to take it."""
+        staying = [s.member_id for s in state.sessions.values() if s.standing is not Standing.DISMISSED]
+        return [self._world.by_id[id_] for id_ in staying if self._world.by_id[id_].answers_as(id_)]
+
+    def ordered(self, state: JobState, order: PushCatchUp) -> None:
+        """A member is told to take a state: not in place of a later one of which all is there."""
+        met, view = state.sessions[order.member_id].met, state.view
+        assert met is not None
+        assert view is not None
+        self._hosting.ordered(self._world.clock.now, state, order)
+        leads = met.generation > 0 and (met.holds_base or view.base is None)
+        if not self._strict or not leads or met.tag is None or met.tag <= order.base:
+            return
+        if self._world.has_all(Tag(*met.tag), self._heard(state)):
+            raise Broken(f"I2: all of {met.tag} is there, and {order.member_id} is to take {order.base}")
+
+    def lost(self, state: JobState, told: PushStateLost) -> None:
+        """A member is told that nobody has the rest of what it holds."""
+        member = self._world.by_id[told.member_id]
+        self._world.note("K", f"says to {member.name}: {told.reason}")
+        held = member.place.held
+        if not self._strict or held in (None, Tag(0, 0)) or not member.answers_as(told.member_id):
+            return  # what others built for themselves has the same tag
+        had = [share for each, share in self._had if each.alive]
+        if is_all(had) and all(each.place.held for each, _ in self._had):
+            raise Broken(f"I1: nobody who had a part of {self.committed} has ended, and {held} is said to be lost")
+        if self._world.has_all(held, self._heard(state)):  # type: ignore[arg-type]
+            raise Broken(f"I2: members hold all of {held} between them, and {member.name} is told that it is lost")
+
+    def let_go(self, state: JobState, member_id: str) -> None:
+        """A member is told that it may go, for others have what it said that it holds."""
+        session, view = state.sessions[member_id], state.view
+        tag = None if session.met is None or session.met.tag is None else Tag(*session.met.tag)
+        self._let_go[member_id] = tag
+        if view is None or view.generation != session.generation or self._world.shape.node_size == 1:
+            return
+        others = [self._world.by_id[each.member_id] for each in [*state.present(), *state.bringing()]]
+        all_ = [*others, self._world.by_id[member_id]]
+        if tag is None or tag == (0, 0) or tag <= self._world.checkpoint[0]:
+            return
+        if state.present() and self._world.has_all(tag, all_) and not self._world.has_all(tag, others):
+            raise Broken(f"I1: {session.process.host} may go with a part of {tag}, which others have not taken")
+
+    def dismissed(self, member: Member, *, last: bool) -> None:
+        """A member goes that has a part of the state: others have taken what is committed, or all write it together."""
+        held, spread = member.place.held, self._world.shape.node_size != 1
+        if not self._strict or not spread or held is None or member.bits != self.committed:
+            return
+        if not last and held != self._let_go[member.member_id]:
+            raise Broken(f"I1: {member.name} leaves with a part of {held}, which others need")
+        written = member.place.stored or held <= self._world.checkpoint[0]
+        if last and member.void and not written and self._world.has_all(held, self._world.living()):
+            raise Broken(f"I1: all leave, hold all of {held} between them, and cannot write it together any more")
 
     def told_finished(self) -> None:
         """A member is told that the line is done: this must hold from now on."""
@@ -115,6 +187,7 @@ class Checks:
         view = self._views.get(generation)
         if not self._strict or view is None or view.base is None:
             return
+        holding = []
         for seat in view.seats:
             member = self._world.by_id.get(seat.member_id)
             if member is None or not member.alive or member.member_id != seat.member_id or member.place.held is None:
@@ -123,7 +196,10 @@ class Checks:
             ahead = seat.rank not in view.newcomers or member.place.held > view.base
             holds = member.place.generation == generation and member.place.holds_base and ahead
             if (unaware or holds) and not member.place.leaving:
-                raise Broken(f"I2: generation {generation} is forgotten, and {member.name} holds its state")
+                holding.append(member)
+        if any(is_all([s for m in holding for s in m.could_give(each.place.held)]) for each in holding):  # type: ignore[arg-type]
+            names = ", ".join(member.name for member in holding)
+            raise Broken(f"I2: generation {generation} is forgotten, and {names} hold its state")
 
     def refused(self, member: Member, event: Any, why: Exception) -> None:
         """A member of a session was told that what it says cannot be."""
@@ -143,6 +219,9 @@ class Checks:
                     f"I5: in step {step} of generation {view.generation} {name} holds {bits} and {member.name} "
                     f"{member.bits}"
                 )
+        parts = member.state.parts
+        if any(bits != member.bits for bits in parts.values()) or set(parts) != set(member.place.shares):
+            raise Broken(f"I5: {member.name} holds {member.bits}, and of it {parts}")
         if len(member.bits) != step - 1:
             raise Broken(f"I6: {member.name} gives to step {step}, and holds {member.bits}")
 
@@ -150,6 +229,10 @@ class Checks:
         """All collectives of a step have completed at a member."""
         if set(states) != {seat.member_id for seat in view.seats}:
             raise Broken(f"I1: a step of generation {view.generation} completes at {member.name} without all of it")
+        if member.bits == self.committed:  # now each has but the share of its seat
+            world, node_size = len(view.seats), self._world.shape.node_size
+            members = [self._world.by_id[seat.member_id] for seat in view.seats]
+            self._had = [(each, share_of(rank, world, node_size)) for rank, each in enumerate(members)]
 
     def applied(self, member: Member, view: View, step: int) -> None:
         """A member has applied a step."""
@@ -173,7 +256,8 @@ class Checks:
         if bits[:shorter] != self.committed[:shorter]:
             raise Broken(f"two lines: {self.committed} was committed, and now {bits}")
         if len(bits) > len(self.committed):
-            self.committed = bits
+            self.committed, self._had = bits, []  # who has a part of this, the next word tells
+            self._world.committed(Tag(view.generation, len(bits)), bits)
         latest = max(self._lines)
         base = self._views[latest].base
         assert base is not None

@@ -13,7 +13,10 @@ from simulation.network import COORDINATOR, Stream
 from paceline_server.effects import (
     EndSession,
     ForgetView,
+    PushCatchUp,
+    PushDismissed,
     PushFinished,
+    PushStateLost,
     PushView,
     PushWaiting,
     StoreEnding,
@@ -186,6 +189,12 @@ class Coordinator:
                 case _:
                     if isinstance(effect, PushFinished):
                         world.checks.told_finished()
+                    if isinstance(effect, PushStateLost):
+                        world.checks.lost(self.membership.state, effect)
+                    if isinstance(effect, PushDismissed):
+                        world.checks.let_go(self.membership.state, effect.member_id)
+                    if isinstance(effect, PushCatchUp):
+                        world.checks.ordered(self.membership.state, effect)
                     if isinstance(effect, PushView):
                         world.checks.pushed(effect.view)
                         world.moment("view")

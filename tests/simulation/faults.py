@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _MOMENTS = ("view", "store", "round", "round", "meet", "planned")
+_MORE_MOMENTS = (*_MOMENTS, "second word", "second word", "take")
 
 
 class _Faults:
@@ -57,6 +58,9 @@ class _Faults:
     def kill(self) -> float:
         seen = self.rng.random() < 0.6
         victims = self.some() if self.rng.random() < 0.15 else [self.one()]
+        if self.world.shape.hosts and self.rng.random() < 0.3:  # whole hosts die
+            nodes = {member.process.node for member in victims if member is not None}
+            victims = [member for member in self.world.living() if member.process.node in nodes]
         for member in victims:
             if member is not None:
                 self.world.kill(member, seen=seen)
@@ -156,6 +160,16 @@ class _Faults:
             member.spoil_next = True
         return 1.0
 
+    def leave_alone(self) -> float:
+        """The coordinator is away for longer than members wait for it."""
+        if self.rng.random() < 0.4:
+            return self.cut([(member.name, COORDINATOR) for member in self.world.living()])
+        coordinator = self.world.coordinator
+        if coordinator.up:
+            coordinator.crash()
+            self.world.clock.after(self.world.delay(3.5, 6.0), coordinator.start)
+        return 6.0
+
     def join(self) -> float:
         if self.world.checks.finished is None:
             self.world.spawn()
@@ -171,9 +185,20 @@ def plan(world: World) -> None:
     faults = _Faults(world)
     weights = [weight for weight, _ in faults.kinds]
     rng = world.rng
+    if world.shape.away:
+        for _ in range(3):
+            world.clock.after(world.delay(0.5, 3.0), faults.strike, faults.drain)
+        for _ in range(4):
+            moment = rng.choice(("planned", "store", "view", "meet", "take"))
+            world.when(moment, rng.randint(1, 6), lambda: faults.strike(faults.leave_alone))
+        return
     for _ in range(rng.randint(*world.shape.faults)):
         _, fault = rng.choices(faults.kinds, weights)[0]
         if rng.random() < 0.5:
             world.clock.after(world.delay(0.0, 4.0), faults.strike, fault)
         else:
-            world.when(rng.choice(_MOMENTS), rng.randint(1, 9), lambda fault=fault: faults.strike(fault))  # type: ignore[misc]
+            world.when(
+                rng.choice(_MOMENTS if world.shape.node_size == 1 else _MORE_MOMENTS),
+                rng.randint(1, 9),
+                lambda fault=fault: faults.strike(fault),
+            )  # type: ignore[misc]

@@ -1,22 +1,26 @@
 """A member: the real `Place`, and around it what a training loop does, with abstract steps.
 
-Its state is the tuple of the generations in which its steps were applied: equal tuples are equal bits.
+What it holds is in `shares.Held`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from simulation.session import Session
+from simulation.shares import Held
+from simulation.taking import Taker
 
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
+from paceline.elastic.share import WHOLE, Share
 from paceline_server.effects import (
     PushCatchUp,
     PushDismissed,
     PushDrain,
     PushFinished,
     PushRunning,
+    PushSpare,
+    PushStateLost,
     PushSummons,
     PushVerdict,
     PushView,
@@ -33,7 +37,7 @@ _LOST = ErrorReason.ERROR_REASON_PEER_LOST
 _RAISED = ErrorReason.ERROR_REASON_PEER_RAISED
 
 
-class Member(Session):
+class Member(Taker):
     """One worker process.
 
     Args:
@@ -50,8 +54,9 @@ class Member(Session):
     """
 
     def __init__(self, world: World, name: str, pid: int, held: Tag, bits: tuple[object, ...]) -> None:
-        self.place = Place(held)
-        self.bits = bits
+        spread = world.shape.node_size != 1
+        self.place = Place(held, world.shape.node_size, stored=spread and held > Tag(0, 0))
+        self.state = Held(bits, self.place.shares)
         self.view: View | None = None
         self.rank: int | None = None
         self.attempt = 0
@@ -59,6 +64,8 @@ class Member(Session):
         self.spoil_next = False
         self._verdict = self._waiting = self._flag = self._went_on = False
         self._stopped = self._taking_for_view = False
+        self._second = 0  # the step whose second word is under way
+        self._prepared_in: View | None = None
         super().__init__(world, name, pid)
         self.floor = held.generation
 
@@ -79,11 +86,19 @@ class Member(Session):
                     self.later(self.world.delay(0.01, 0.3), self._prepared, self.member_id)
             case PushSummons(_, generation):
                 self._flag |= generation == self.place.generation
-            case PushCatchUp(_, generation, base, donors):
-                take = self.place.catch_up(generation, Tag(*base))
-                if take is not None:
+            case PushCatchUp(_, generation, base, donors, share, _):
+                ids = [donor.member_id for donor, _ in donors]
+                take = self.place.catch_up(generation, Tag(*base), Share(*(share or WHOLE)), own=self.member_id in ids)
+                if isinstance(take, Meet):
+                    self.say_meet(take)
+                elif take is not None:
                     self.attempt += 1
-                    self._start_taking(take, [donor.member_id for donor in donors], in_view=False)
+                    self._start_taking(take, ids, in_view=False)
+            case PushSpare():
+                self._let_go_of_view()
+                self.say_meet(self.place.cast_out())
+            case PushStateLost():
+                self._start_from_checkpoint()
             case PushDrain():
                 self.place.leaving = True
                 if self.place.phase is Phase.MEETING and self.last_meet is not None:
@@ -96,7 +111,7 @@ class Member(Session):
                 self._go()
 
     def _prepared(self, member_id: str) -> None:
-        if member_id == self.member_id and self.place.generation == 0:
+        if member_id == self.member_id and self.place.generation == 0 and self.place.phase is Phase.MEETING:
             self.say_meet(self.place.meet())
 
     def _formed(self, view: View, rank: int) -> None:
@@ -109,7 +124,7 @@ class Member(Session):
             self._stopped = False
             self.last_meet = self.unanswered = self.finish = None
             self.word = (0, 0.0)
-        effect = self.place.formed(ViewNews(view.generation, rank, base, frozenset(view.newcomers)))
+        effect = self.place.formed(ViewNews(view.generation, rank, base, frozenset(view.newcomers), len(view.seats)))
         if isinstance(effect, Meet):
             self.void = base is not None
             self._stopped = True
@@ -161,10 +176,11 @@ class Member(Session):
         self.later(self.world.settings.failure_timeout, self._look_around, attempt)
         self.world.rounds.contribute(self, self.view, step, self._flag or self.place.leaving)
 
-    def completed(self, step: int, flagged: bool) -> None:
-        """Every collective of the step has completed here."""
+    def completed(self, step: int, flagged: bool, *, second: bool) -> None:
+        """Every collective of the step has completed here, or its second word has."""
         self.attempt += 1
         self._waiting = self._went_on = False
+        self._second = 0
         generation = self.place.generation
         self.word = (step, self.world.clock.now)
         if step > self.world.last_step:
@@ -173,10 +189,15 @@ class Member(Session):
             self.say_finish(generation, step - 1)
             self.later(self.world.settings.failure_timeout, self._go_unheard, self.attempt)
             return
+        self.place.all_began()
+        self.state.keep(self.place.shares)
+        if self.place.node_size != 1 and not second:
+            self._send_second_word(step, flagged)
+            return
         if self.spoil_next:
             self.spoil_next = False
             self.world.note(self.name, f"is interrupted inside the update of step {step}")
-            self.bits = ("spoiled", self.name)
+            self.state.spoil("spoiled", self.name)
             self.place.spoiled()
             if self.void:
                 self._fail()
@@ -185,7 +206,7 @@ class Member(Session):
                 self._suspect(None, _RAISED)
             return
         self.place.applied(step)
-        self.bits = (*self.bits, generation)
+        self.state.update(generation)
         self.world.note(self.name, f"applies step {step} in generation {generation}{', flagged' if flagged else ''}")
         assert self.view is not None
         self.world.checks.applied(self, self.view, step)
@@ -195,6 +216,15 @@ class Member(Session):
             self.later(self.world.settings.failure_timeout, self._maybe_go_on, self.attempt)
         else:
             self._next_step()
+
+    def _send_second_word(self, step: int, flagged: bool) -> None:
+        if self.void:
+            self._fail()
+            return
+        assert self.view is not None
+        self._second, self._waiting = step, True
+        self.later(self.world.settings.failure_timeout, self._look_around, self.attempt)
+        self.world.rounds.contribute(self, self.view, step, flagged, second=True)
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
@@ -266,6 +296,7 @@ class Member(Session):
 
     def _fail(self) -> None:
         """The step is undone; the verdict has a moment to come before the meeting."""
+        self._prepare()
         self.attempt += 1
         self._waiting = False
         if self._verdict:
@@ -290,7 +321,7 @@ class Member(Session):
     # The coordinator is away ------------------------------------------------------------------------------------------
 
     def _maybe_go_on(self, attempt: int) -> None:
-        if attempt != self.attempt or self.void or self.place.phase is not Phase.MEETING:
+        if attempt != self.attempt or self.void or not self.place.may_go_on:
             return
         timeout = self.world.settings.failure_timeout
         if self.lost_at is None or self.world.clock.now < self.lost_at + timeout:
@@ -315,51 +346,28 @@ class Member(Session):
         if self.finish is not None or self.place.held is None:
             self._go()  # done; or there is nothing worth keeping: its launcher starts it anew
             return
+        self._prepare()
         if self.view is not None:
             self._abort_peers(None)
+        self._let_go_of_view()
+        self.last_meet = self.place.cast_out()
+
+    def _let_go_of_view(self) -> None:
+        """It is in no view any more."""
         self.attempt += 1
         self.view = self.rank = None
         self.void = self._verdict = self._waiting = self._flag = self._went_on = self.place.closed = False
         self.unanswered = None
-        self.last_meet = self.place.cast_out()
 
-    # Taking a state ---------------------------------------------------------------------------------------------------
-
-    def _start_taking(self, take: Take, donors: list[str], *, in_view: bool) -> None:
-        self._taking_for_view = in_view
-        if not in_view:
-            self.last_meet = None
-        give_up = self.world.clock.now + self.world.settings.failure_timeout
-        self.later(self.world.delay(0.01, 0.3), self._try_to_take, self.attempt, take.base, donors, give_up, in_view)
-
-    def _try_to_take(self, attempt: int, base: Tag, donors: list[str], give_up: float, in_view: bool) -> None:
-        if attempt != self.attempt:
+    def _start_from_checkpoint(self) -> None:
+        """What it has of the state is of no use: others had the rest."""
+        held, _ = self.world.checkpoint
+        if held == Tag(0, 0):
+            self._go()
             return
-        for member_id in donors:
-            donor = self.world.by_id[member_id]
-            if donor.gives(member_id, base) and self.world.network.reaches(self.name, donor.name):
-                self.bits = donor.bits
-                self.world.note(self.name, f"takes {tuple(base)} from {donor.name}")
-                self.attempt += 1
-                meet = self.place.took()
-                if meet is not None:
-                    self.say_meet(meet)
-                else:
-                    self._next_step()
-                return
-        if self.world.clock.now < give_up:
-            self.later(self.world.delay(0.05, 0.3), self._try_to_take, attempt, base, donors, give_up, in_view)
-            return
-        self.world.note(self.name, f"gets {tuple(base)} from nobody")
-        if in_view:
-            self.void = True
-            self._abort_peers(None)
-        self._meet()
-
-    def gives(self, member_id: str, base: Tag) -> bool:
-        """True if it can be read from, in this session, what is exactly this state."""
-        live = self.alive and not self.frozen and self.member_id == member_id
-        return live and self.place.held == base
+        self._let_go_of_view()
+        self.state.spoil("lost", self.name)
+        self.say_meet(self.place.lost(held))
 
     # Going ------------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from simulation.network import COORDINATOR, Stream
 from paceline_server.effects import Welcome
 from paceline_server.events import FinishedLine, Heard, LeftJob, MetOthers, Registered, Reported, Resumed
 from paceline_server.model import Met, Process, Progress, Report, Tag
+from paceline_server.shares import Share
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -37,7 +39,8 @@ class Session(abc.ABC):
     def __init__(self, world: World, name: str, pid: int) -> None:
         self.world = world
         self.name = name
-        self.process = Process(name, pid)
+        hosts = world.shape.hosts
+        self.process = Process(name, pid, node=f"node-{pid % hosts}" if hosts else "")
         self.alive = True
         self.frozen = False
         self.stream: Stream | None = None
@@ -49,7 +52,7 @@ class Session(abc.ABC):
         self.finish: tuple[int, int] | None = None
         self.unanswered: tuple[int, Report] | None = None
         self.word = (0, 0.0)
-        self._token = b""
+        self._token = self._former_token = b""
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.later(0.0, self._connect)
         self.later(world.delay(0.0, 0.5), self._beat)
@@ -136,6 +139,7 @@ class Session(abc.ABC):
                 claimed_rank=None,
                 generation_floor=self.floor,
                 former_member_id=self.former_id,
+                former_token_sha256=self._former_token,
             )
         )
 
@@ -148,7 +152,8 @@ class Session(abc.ABC):
             self.lost_at = self.world.clock.now
         if refusal:
             self.world.note(self.name, f"is refused: {refusal}")
-            self.former_id = self.member_id or self.former_id
+            if self.member_id:
+                self.former_id, self._former_token = self.member_id, self._token
             self.floor = max(self.floor, self.generation())
             self.member_id = ""
             self.session_ended(refusal)
@@ -180,7 +185,12 @@ class Session(abc.ABC):
         """Says that it has stopped, now and whenever it is back."""
         self.last_meet = meet
         tag = None if meet.tag is None else Tag(*meet.tag)
-        self.world.note(self.name, f"meets after generation {meet.generation} with {tag and tuple(tag)}")
+        shares = (
+            "" if self.world.shape.node_size == 1 else f", {' '.join(f'{part}/{parts}' for part, parts in meet.shares)}"
+        )
+        if meet.prepared is not None:
+            shares += f", prepared for {tuple(meet.prepared)}"
+        self.world.note(self.name, f"meets after generation {meet.generation} with {tag and tuple(tag)}{shares}")
         self.send(MetOthers(self.member_id, _met(meet)))
 
     def say_report(self, generation: int, report: Report) -> None:
@@ -213,5 +223,8 @@ class Session(abc.ABC):
 
 
 def _met(meet: Meet) -> Met:
-    tag = None if meet.tag is None else Tag(*meet.tag)
-    return Met(meet.generation, tag, meet.holds_base, leaving=meet.leaving, closed=meet.closed)
+    fields = {field.name: getattr(meet, field.name) for field in dataclasses.fields(meet)}
+    fields["shares"] = tuple(Share(*share) for share in meet.shares)
+    for name in ("tag", "prepared"):
+        fields[name] = None if fields[name] is None else Tag(*fields[name])
+    return Met(**fields)

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 from simulation import rounds
-from simulation.checks import Broken
+from simulation.broken import Broken
 from simulation.coordinator import Coordinator
 from simulation.disk import JOB
+from simulation.member import Member
 from simulation.runner import run
 from simulation.world import Shape
 
+from paceline.checkpoint.tag import Tag
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
-from paceline_server import meeting, policy
+from paceline.elastic.share import WHOLE, Share
+from paceline_server import meeting, policy, seats
 from paceline_server.events import ViewStored
 from paceline_server.membership import Membership
 from paceline_server.model import JobState, Met, Session, View
@@ -24,11 +27,11 @@ from paceline_server.storage.base import ViewFormed
 HARSH = Shape(members=(2, 4), steps=(4, 8), faults=(3, 9))
 
 
-def found(within: int) -> str:
+def found(within: int, shape: Shape = HARSH) -> str:
     """The first breach that so many schedules show."""
     for seed in range(within):
         try:
-            run(seed, HARSH)
+            run(seed, shape)
         except Broken as broken:
             return str(broken).splitlines()[0]
     pytest.fail(f"{within} schedules did not find it")
@@ -67,10 +70,13 @@ def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
             view = replace(view, base=place.held, newcomers=frozenset())
         return honest(place, view)
 
+    def by_step(items: Any, key: Any = None, reverse: bool = False) -> Any:
+        return sorted(items, key=key and (lambda item: item[0].step), reverse=reverse)
+
     honest = Place.formed
     monkeypatch.setattr(Place, "formed", formed)
     monkeypatch.setattr(Met, "state", property(lambda met: met.tag and met.tag.step))
-    monkeypatch.setattr(meeting, "max", lambda tags: max(tags, key=lambda tag: tag.step), raising=False)
+    monkeypatch.setattr(meeting, "sorted", by_step, raising=False)
     assert found(3000).startswith(("I1", "I2", "I5", "two lines"))
 
 
@@ -151,3 +157,105 @@ def _has_tag(session: Session) -> bool:
 
 def _always(*_: object) -> bool:
     return True
+
+
+# Of a state that is spread --------------------------------------------------------------------------------------------
+
+SPREAD = Shape(members=(2, 4), faults=(3, 9), node_size=0)
+NODES = Shape(members=(3, 6), faults=(3, 9), node_size=2)
+
+
+def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then one has applied a step for which others do not have what it takes."""
+    honest = Member.completed
+
+    def completed(member: Member, step: int, flagged: bool, *, second: bool) -> None:
+        honest(member, step, flagged, second=True)
+
+    monkeypatch.setattr(Member, "completed", completed)
+    assert found(3000, NODES).startswith(("I1", "I2", "I5", "two lines", "liveness"))
+
+
+def test_who_did_not_see_the_second_word_complete_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Place, "prepare", lambda place, step: None)
+    assert found(3000, NODES).startswith(("I1", "I2", "two lines", "liveness"))
+
+
+def test_who_is_prepared_finishes_a_step_that_nobody_has_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is one of a generation that others are not prepared for."""
+    honest = Place.catch_up
+
+    def catch_up(place: Place, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False) -> Take | None:
+        if place.prepared is not None and base.step == place.prepared.step:
+            place.prepared = base
+        return honest(place, generation, base, share, own=own)
+
+    monkeypatch.setattr(Place, "catch_up", catch_up)
+    assert found(8000, NODES).startswith(("I1", "I5", "two lines"))
+
+
+def test_shares_are_dropped_as_soon_as_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before all have taken theirs."""
+    honest = Place.took
+
+    def took(place: Place) -> Meet | None:
+        place.shares = ()
+        return honest(place)
+
+    monkeypatch.setattr(Place, "took", took)
+    assert found(3000, SPREAD).startswith(("I1", "I2", "liveness"))
+
+
+def test_who_leaves_goes_before_others_have_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = meeting._share_out
+
+    def share_out(view: View, seating: meeting.Meeting) -> meeting.Meeting:
+        return replace(honest(view, seating), dismissed=seating.dismissed)
+
+    monkeypatch.setattr(meeting, "_share_out", share_out)
+    assert found(3000, SPREAD).startswith(("I1", "I2", "liveness"))
+
+
+def test_a_view_forms_of_whatever_shares_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_share_out", lambda view, seating: seating)
+    assert found(100, SPREAD).startswith("I2")
+
+
+def test_a_tag_counts_of_which_a_part_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_lacks", lambda sessions, tag: ())
+    assert found(1000, SPREAD).startswith(("I2", "liveness"))
+
+
+def test_who_holds_a_part_goes_on_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been let go meanwhile, and goes with its part of what came after."""
+    may = property(lambda place: place.phase is Phase.MEETING and place.holds_base)
+    monkeypatch.setattr(Place, "may_go_on", may)
+    assert found(4000, replace(SPREAD, away=True)).startswith(("I1", "I2"))
+
+
+def test_all_leave_a_generation_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot write a checkpoint together any more."""
+    monkeypatch.setattr(meeting, "_is_to_be_kept", lambda *_: False)
+    assert found(8000, replace(SPREAD, away=True)).startswith("I1")
+
+
+def test_what_is_whole_is_given_up_with_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_is_of_no_use", lambda *_: True)
+    assert found(4000, NODES).startswith(("I1", "I2"))
+
+
+def test_a_line_begins_anew_before_the_last_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may not have heard that they may go, and go on."""
+    monkeypatch.setattr(meeting, "_going", lambda *_: [])
+    assert found(8000, replace(SPREAD, node_size=1, away=True)).startswith(("I1", "I6", "two lines"))
+
+
+def test_a_state_is_given_up_while_somebody_silent_may_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_who_may_have", lambda *_: None)
+    assert found(1000, SPREAD).startswith(("I1", "I2"))
+
+
+def test_seats_are_given_out_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then hosts that came turn and turn about hold each part on one host alone."""
+    monkeypatch.setattr(seats, "_host", lambda session: session.member_id)
+    assert found(500, replace(NODES, members=(4, 6), hosts=2)).startswith("hosts")

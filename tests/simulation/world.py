@@ -12,6 +12,7 @@ from simulation.coordinator import Coordinator
 from simulation.member import Member
 from simulation.network import COORDINATOR, Network
 from simulation.rounds import Rounds
+from simulation.shares import is_all
 
 from paceline.checkpoint.tag import Tag
 from paceline_server.events import ExitReported
@@ -30,6 +31,9 @@ class Shape:
         faults: how many faults strike; a range.
         closed: how often a failed step ends in a meeting that lets no newcomer in.
         loses_disk: the coordinator's disk may be lost.
+        node_size: so many members hold one copy of the state between them, 0 for all.
+        hosts: so many hosts there are, which share memory and die as one; 0 if each member has its own.
+        away: what strikes are notices to leave, and a coordinator that is away for longer than members wait for it.
     """
 
     members: tuple[int, int] = (3, 4)
@@ -37,6 +41,9 @@ class Shape:
     faults: tuple[int, int] = (1, 5)
     closed: float = 0.05
     loses_disk: bool = False
+    node_size: int = 1
+    hosts: int = 0
+    away: bool = False
 
 
 class World:
@@ -133,9 +140,21 @@ class World:
         return [member for member in self.members if member.alive]
 
     def dismissed(self, member: Member, last: bool) -> None:
-        """A member may go: the last ones have written a checkpoint."""
-        if last and member.place.held is not None:
+        """A member may go: the last ones have written a checkpoint; of a spread state, if they could do so together."""
+        self.checks.dismissed(member, last=last)
+        together = self.shape.node_size == 1 or not (member.void or member.place.stored)
+        if last and member.place.held is not None and together:
             self.checkpoint = max(self.checkpoint, (member.place.held, member.bits))
+
+    def committed(self, tag: Tag, bits: tuple[object, ...]) -> None:
+        """A state is committed: now and then its checkpoint is due, and is published."""
+        if self.shape.node_size != 1 and self.rng.random() < 0.4:
+            self.note("disk", f"has the checkpoint {tuple(tag)}")
+            self.checkpoint = max(self.checkpoint, (tag, bits))
+
+    def has_all(self, tag: Tag, members: list[Member]) -> bool:
+        """True if members hold all of a state between them."""
+        return is_all([share for member in members for share in member.could_give(tag)])
 
     def kill(self, member: Member, *, seen: bool) -> None:
         """A process dies; a launcher may have seen it."""

@@ -276,6 +276,9 @@ class PureJob:
         floor: int = 0,
         address: str | None = None,
         boot_id: str = "",
+        former: str = "",
+        former_token: bytes | None = None,
+        tuning: str = "",
     ) -> str:
         """A worker registers; returns its member id. `effects` has what followed."""
         self._count += 1
@@ -286,9 +289,11 @@ class PureJob:
             stream=number,
             process=Process(host or f"host-{number}", 1000 + number, boot_id),
             address=address or f"host-{number}:1",
-            settings=JobSettings(least, most, timeout),
+            settings=JobSettings(least, most, timeout, tuning),
             claimed_rank=rank,
             generation_floor=floor,
+            former_member_id=former,
+            former_token_sha256=former_token or b"token-" + former[1:].encode(),
         )
         self.do(event)
         return event.member_id

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline._loop import loop_thread
+from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.links.base import Peer
 from paceline.links.fault import Fault
@@ -29,16 +30,31 @@ class GrpcWorld:
 
 
 @contextmanager
-def grpc_world(world: int = 2, *, generation: int = 1, verdict_timeout: float = 0.05) -> Iterator[GrpcWorld]:
-    """Meshes of `world` members without a coordinator: what each raises is what it saw itself."""
+def grpc_world(
+    world: int = 2, *, generation: int = 1, verdict_timeout: float = 0.05, kind: str = "grpc", streams: int = 1
+) -> Iterator[GrpcWorld]:
+    """Meshes of `world` members without a coordinator: what each raises is what it saw itself.
+
+    Args:
+        world: number of members.
+        generation: its number.
+        verdict_timeout: seconds, as for `Fault`.
+        kind: of the links.
+        streams: as in `Config`.
+    """
     thread = loop_thread()
-    doors = [Door(JOB, IN_THE_CLEAR) for _ in range(world)]
+    config = Config(links=(kind,), tcp_streams=streams)
+    doors = [Door(JOB, IN_THE_CLEAR, config) for _ in range(world)]
     ports = [thread.run(door.start("127.0.0.1", 0)) for door in doors]
     peers = [
-        Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{ports[rank]}", 100 + rank) for rank in range(world)
+        Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{ports[rank]}", 100 + rank, "node")
+        for rank in range(world)
     ]
     faults = [Fault(generation, rank, verdict_timeout) for rank in range(world)]
-    meshes = [GrpcMesh(JOB, generation, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR) for rank in range(world)]
+    meshes = [
+        GrpcMesh(JOB, generation, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR, doors[rank].ways)
+        for rank in range(world)
+    ]
     for door, mesh in zip(doors, meshes, strict=True):
         thread.loop.call_soon_threadsafe(door.enter, mesh)
     try:

@@ -6,6 +6,7 @@ refers to something else by name is followed here: selectors, ports, claims, mou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,20 @@ def _of_deployment(manifest: Manifest, manifests: list[Manifest]) -> Iterator[st
         yield f"{title}: variables of services mix with PACELINE_*"
     for container in pod["containers"]:
         yield from _of_container(f"{title}, {container['name']}", container, volumes, manifests)
-        if container["args"][0] == "run" and pod.get("terminationGracePeriodSeconds", 30) <= _DRAIN_S:
-            yield f"{title}: no time to leave in good order"
+        if container["args"][0] == "run":
+            yield from _of_drain(title, pod, container)
+
+
+def _of_drain(title: str, pod: Manifest, container: Manifest) -> Iterator[str]:
+    """The hook tells the launcher, and holds back the kubelet's SIGTERM, which would kill, until it must have ended."""
+    command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+    hook = re.fullmatch(r"kill -TERM 1 && sleep (\d+)", command[-1] if command[:-1] == ["sh", "-c"] else "")
+    if hook is None:
+        yield f"{title}: no preStop that drains"
+        return
+    held = int(hook[1])
+    if held <= _DRAIN_S or held >= pod.get("terminationGracePeriodSeconds", 30):
+        yield f"{title}: no time to leave in good order"
 
 
 def _of_container(title: str, container: Manifest, volumes: Manifest, manifests: list[Manifest]) -> Iterator[str]:

@@ -122,6 +122,19 @@ class Network:
         """Undoes `cut`."""
         _ip("-n", self._switch, "link", "set", host._port, "up")
 
+    def readdress(self, host: Host, address: str | None) -> None:
+        """Gives a host this IPv4 address in place of the one that it had; with None it has none until the next."""
+        _ip("-4", "-n", host.name, "address", "flush", "dev", "eth0")
+        if address is not None:
+            host.address = address
+            _ip("-n", host.name, "address", "add", f"{address}/24", "dev", "eth0")
+
+    def lose(self, address: str) -> None:
+        """What any host sends to that address is lost from now on, silently."""
+        for host in self.hosts:
+            _ip("-n", host.name, "neigh", "replace", address, "lladdr", _NOBODY, "nud", "permanent",
+                "dev", "eth0")  # fmt: skip
+
     def cut_pair(self, a: Host, b: Host) -> None:
         """These two do not reach each other any more; all others reach both."""
         for here, there in ((a, b), (b, a)):

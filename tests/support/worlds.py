@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
+
 from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.choose import only
 from paceline.collectives.programs import SCHEDULES
@@ -22,7 +24,17 @@ from paceline.links.faulty import FaultyMesh, Tamper
 from paceline.testing import local_groups, run_groups
 from support.grpc_pair import grpc_world
 
-__all__ = ["LINKS", "SOON", "errors_over", "grpc_groups", "local_world", "run_over", "scheduled", "world_over"]
+__all__ = [
+    "EACH_LINK",
+    "LINKS",
+    "SOON",
+    "errors_over",
+    "local_world",
+    "member_groups",
+    "run_over",
+    "scheduled",
+    "world_over",
+]
 
 T = TypeVar("T")
 
@@ -38,20 +50,23 @@ def local_world(world: int, config: Config = SOON) -> Iterator[list[Group]]:
 
 
 @contextmanager
-def grpc_groups(world: int, config: Config = SOON) -> Iterator[list[Group]]:
-    """Groups over gRPC links on real sockets, by rank; closed at the end.
+def member_groups(kind: str, world: int, config: Config = SOON) -> Iterator[list[Group]]:
+    """Groups over links between members, by rank; closed at the end.
 
     There is no coordinator, and so no verdict: a failure is what each rank saw itself, or was told along the links.
     """
-    with grpc_world(world) as made, _closed([Group(mesh, config) for mesh in made.meshes]) as groups:
+    with grpc_world(world, kind=kind) as made, _closed([Group(mesh, config) for mesh in made.meshes]) as groups:
         yield groups
 
 
 LINKS: Mapping[str, Callable[[int, Config], AbstractContextManager[list[Group]]]] = {
     "local": local_world,
-    "grpc": grpc_groups,
+    **{kind: partial(member_groups, kind) for kind in ("shm", "tcp", "grpc")},
 }
 """Kind of link to what makes a world of it."""
+
+EACH_LINK = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "tcp" else []) for kind in LINKS]
+"""For tests over every kind; over TCP among the slow ones, for gRPC's are sockets too."""
 
 
 @contextmanager

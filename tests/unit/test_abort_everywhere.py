@@ -20,9 +20,9 @@ from paceline.collectives.programs import SCHEDULES
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, OperationTimeout, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
 from paceline.group import Group
-from paceline.links.base import LinkEnded
+from paceline.links.base import LEND_BYTES, LinkEnded
 from paceline.links.frame import Frame
-from paceline.links.local import LEND_BYTES, local_meshes
+from paceline.links.local import local_meshes
 from paceline.testing import next_generation
 
 WORLD = 4
@@ -47,6 +47,9 @@ WAYS = [
     *(("all_to_all", "pairwise", counts) for counts in ("", "counts")),
 ]
 """Collective, schedule, and a variant of the call."""
+
+QUICK = [("all_reduce", "recursive_doubling"), ("all_reduce", "ring"), ("all_gather", "bruck"), ("broadcast", "tree")]
+"""One of each shape: frames to one neighbour, to a partner, in growing runs, and up and down a tree."""
 
 
 class Attempt(NamedTuple):
@@ -306,7 +309,7 @@ def frames(worlds: Worlds, at: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[pytest.mark.slow] if way[1] in ("direct", "halving_doubling") else []) for way in WAYS],
+    [pytest.param(way, marks=[] if way[:2] in QUICK else [pytest.mark.slow]) for way in WAYS],
     ids="-".join,
 )
 def test_a_link_that_ends_or_a_rank_that_raises_at_any_frame(way: tuple[str, str, str]) -> None:

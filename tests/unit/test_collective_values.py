@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.collectives.ops import reduction
 from paceline.errors import UnsupportedOp
 from paceline.group import Group
-from paceline.links.local import LEND_BYTES
+from paceline.links.base import LEND_BYTES
 from paceline.testing import run_groups, run_ranks
 from support.collective_calls import (
     COMPLEX,

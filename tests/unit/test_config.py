@@ -24,3 +24,24 @@ def test_a_variable_that_is_no_time_is_named(text: str) -> None:
 
 def test_every_field_is_in_the_table() -> None:
     assert {f"PACELINE_{field.name.upper()}" for field in fields(Config)} <= set(ENVIRONMENT)
+
+
+def test_how_members_talk_to_each_other() -> None:
+    assert Config().links == ("shm", "tcp", "grpc")
+    table = {"PACELINE_LINKS": "tcp, grpc", "PACELINE_TCP_STREAMS": "4", "PACELINE_TUNING": "table.json"}
+    config = Config.from_environment(table)
+    assert (config.links, config.tcp_streams, config.tuning) == (("tcp", "grpc"), 4, "table.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("PACELINE_LINKS", "tcp,udp", "there is no 'udp'"),
+        ("PACELINE_TCP_STREAMS", "many", "PACELINE_TCP_STREAMS must be a number from 1 to 16, not 'many'"),
+        ("PACELINE_TCP_STREAMS", "17", "tcp_streams must be 1 to 16, not 17"),
+        ("PACELINE_TCP_STREAMS", "0", "tcp_streams must be 1 to 16, not 0"),
+    ],
+)
+def test_what_cannot_be_a_link_is_said(name: str, text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Config.from_environment({name: text})

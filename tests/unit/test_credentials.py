@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import token_source
+from paceline._grpc import aio, grpc
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.token_source import TokenSource
 from support.certificates import CertificateFolder, make_folder
@@ -29,16 +30,15 @@ def shown(credentials: Credentials) -> list[tuple[str, str]]:
 
 
 def test_nothing_in_the_environment_is_nothing() -> None:
-    for environ in ({}, {"PACELINE_TLS_CA": ""}):
-        found = Credentials.from_environment(environ)
-        assert found == IN_THE_CLEAR
-        assert not found.is_secure
-        assert shown(found) == []
+    found = Credentials.from_environment({})
+    assert found == IN_THE_CLEAR
+    assert found.files is None
+    assert shown(found) == []
 
 
 def test_certificates_and_a_token(good: CertificateFolder) -> None:
     found = Credentials.from_environment({**good.environment, "PACELINE_TOKEN": TOKEN})
-    assert found.is_secure
+    assert found.files is not None
     assert found.for_worker() is found
     assert shown(found) == [("authorization", f"Bearer {TOKEN}")]
 
@@ -88,16 +88,41 @@ def test_files_that_are_something_else(good: CertificateFolder, name: str, file:
     assert f"PACELINE_TLS_{name}={path}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("address", "target"),
+    [
+        ("dns:7400", "dns:///dns:7400"),
+        ("unix:7400", "dns:///unix:7400"),
+        ("10.0.0.1:7400", "dns:///10.0.0.1:7400"),
+        ("[::1]:7400", "dns:///%5B::1%5D:7400"),
+    ],
+)
+def test_no_host_is_taken_for_a_scheme(
+    good: CertificateFolder, monkeypatch: pytest.MonkeyPatch, address: str, target: str
+) -> None:
+    dialled: list[str] = []
+    for module in (aio, grpc):
+        for name in ("insecure_channel", "secure_channel"):
+            monkeypatch.setattr(module, name, lambda target, *_, **__: dialled.append(target))
+    for credentials in (IN_THE_CLEAR, good.credentials):
+        for make in (credentials.coordinator_channel, credentials.member_channel, credentials.probe_channel):
+            make(address, ())
+    assert dialled == [target] * 6
+
+
 def test_two_tokens_are_one_too_many(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set"):
         Credentials.from_environment({"PACELINE_TOKEN": TOKEN, "PACELINE_TOKEN_FILE": str(tmp_path)})
 
 
-@pytest.mark.parametrize("name", ["PACELINE_TOKEN", "PACELINE_TOKEN_FILE"])
 @pytest.mark.parametrize("nothing", ["", " ", "\n"])
-def test_a_token_that_is_set_and_empty(name: str, nothing: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is set, but empty"):
-        Credentials.from_environment({name: nothing})
+def test_what_is_set_and_empty_is_named(good: CertificateFolder, nothing: str) -> None:
+    for name in (*good.environment, "PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
+        for others in ({}, good.environment):
+            with pytest.raises(ValueError, match=f"{name} is set, but empty: unset it if"):
+                Credentials.from_environment({**others, name: nothing})
+    with pytest.raises(ValueError, match="PACELINE_TLS_CA is set, but empty"):
+        Credentials.tls_from_environment({"PACELINE_TLS_CA": nothing})
 
 
 def test_tls_alone(good: CertificateFolder, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What collectives compute: against NumPy, over dtypes, ops, worlds, lengths, layouts; the same bits on all ranks."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.collectives.choose import choose, only
 from paceline.collectives.programs import SCHEDULES
 from paceline.config import Config
-from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
+from paceline.errors import CollectiveMismatch, InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
 from paceline.group import Group
 from paceline.links.local import local_meshes
 from paceline.testing import local_groups, run_groups, run_ranks
@@ -139,6 +140,45 @@ def test_the_mean_of_the_reference() -> None:
     assert [r.tolist() for r in run_ranks(4, lambda g: g.all_reduce(np.full(3, g.rank, "f4"), op="mean"))] == [
         [1.5] * 3
     ] * 4
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", ml_dtypes.bfloat16])
+def test_a_divisor_that_an_earlier_operation_tells(world: int, dtype: Any) -> None:
+    def rank(g: Group) -> Any:
+        weight = np.full(1, 0.5, np.float64)
+        x = (np.arange(72) % 7 * (g.rank + 1)).astype(dtype)
+        total = g.all_reduce(weight, out=weight, async_op=True)
+        work = g.all_reduce(x, divisor=weight.item, async_op=True)
+        part = g.reduce_scatter(x, divisor=weight.item, async_op=True)
+        assert total.wait() is weight
+        return work.wait(), part.wait()
+
+    for r, (found, part) in enumerate(run_ranks(world, rank)):
+        expected = (np.arange(72) % 7 * sum(range(1, world + 1))).astype(dtype) / np.asarray(0.5 * world).astype(dtype)
+        assert found.dtype == part.dtype == dtype
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(part, np.split(expected, world)[r])
+
+
+def test_a_divisor_is_for_sums_that_can_be_divided() -> None:
+    def rank(g: Group) -> None:
+        for x, op in ((np.ones(3, int), "sum"), (np.ones(3), "mean"), (np.ones(3), "max")):
+            for call in (g.all_reduce, g.reduce_scatter):
+                with pytest.raises(UnsupportedOp, match="a divisor is for sums of floats"):
+                    call(x, op=op, divisor=lambda: 2.0)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("call", [Group.all_reduce, Group.reduce_scatter])
+def test_who_divides_and_who_does_not_are_told(call: Callable[..., Any]) -> None:
+    def rank(g: Group) -> None:
+        with pytest.raises(CollectiveMismatch, match="divided"):
+            call(g, np.ones(4), divisor=(lambda: 2.0) if g.rank else None)
+        assert g.recorder.snapshot()[0]["operation"] == call.__name__, "the record can be read"
+
+    run_ranks(2, rank)
 
 
 def test_infinities_are_values_and_not_warnings() -> None:

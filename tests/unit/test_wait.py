@@ -13,7 +13,7 @@ import pytest
 from paceline._wait import SLICE, wait_in_slices
 from paceline.links.base import LinkTimeout
 from paceline.links.fault import Fault
-from paceline.links.grpc_link import Inbox
+from paceline.links.grpc_queues import Inbox
 from paceline.work import Work
 
 

@@ -1,7 +1,8 @@
 """One checkpoint on disk: a folder that is there whole, or not at all.
 
-    DIR/g00000003-s0000000120/arrays.safetensors
-    DIR/g00000003-s0000000120/manifest.json         checksums of the rest, and of itself
+    DIR/g00000003-s0000000120/arrays.safetensors                   or, of a run with several ranks,
+    DIR/g00000003-s0000000120/arrays-00000-of-00004.safetensors    one for each
+    DIR/g00000003-s0000000120/manifest.json                        what is in them, checksums of them and of itself
 
 It is written under another name, synced file by file, and renamed: a crash at any instant leaves the last good one.
 Source: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, section 2 (atomic replacement via rename).
@@ -15,145 +16,189 @@ import os
 import re
 import secrets
 import shutil
-import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from paceline.checkpoint.disk import sync_folder, write_file
+from paceline.checkpoint.index import index_of
+from paceline.checkpoint.part import Part
 from paceline.checkpoint.tag import Tag
-from paceline.errors import CheckpointDamaged
+from paceline.checkpoint.tree import Skeleton
+from paceline.errors import CheckpointDamaged, CheckpointFailed
 
-__all__ = ["HIDDEN", "check_sizes", "hidden_name", "read_folder", "write_folder"]
+__all__ = [
+    "MANIFEST",
+    "ON_ONE_DISK",
+    "Manifest",
+    "check_sizes",
+    "discard",
+    "hidden_folder",
+    "hidden_tag",
+    "is_there",
+    "new_attempt",
+    "open_folder",
+    "publish",
+    "read_manifest",
+]
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
-_FILE = re.compile(r"[a-z][a-z0-9._-]{0,99}", re.ASCII)
-"""Names of files in a checkpoint: no way out of its folder, and fit for any file system."""
-HIDDEN = ".writing-"
-"""What the name of a folder begins with while it is written, or removed; then host and process id."""
+ON_ONE_DISK = (
+    "the directory must lie on a disk that all ranks share, or else the ranks of each host must save a whole state "
+    "among themselves"
+)
+"""What to do about a rank that does not see what another has written."""
+
+_FORMAT = 2
+_HIDDEN = re.compile(r"\.writing-(g[0-9]{1,20}-s[0-9]{1,20})-[a-z0-9]{1,64}", re.ASCII)
+"""The name of a folder while it is written, or removed: its tag, and whose attempt it is."""
 
 
-def write_folder(directory: Path, tag: Tag, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> Path:
-    """Writes a checkpoint; returns its folder when it is durable.
+class Manifest(NamedTuple):
+    """What a checkpoint says of itself.
 
-    Args:
-        directory: where checkpoints are kept; made if it is not there.
-        tag: which state this is.
-        files: contents by name.
-        facts: JSON for the manifest.
+    Attributes:
+        tag: which state it is.
+        parts: its files, in order.
+        skeleton: the state without its arrays (`tree`).
+    """
+
+    tag: Tag
+    parts: tuple[Part, ...]
+    skeleton: Skeleton
+
+
+def new_attempt() -> str:
+    """A name for an attempt to write a checkpoint, unlike any other: late writers of another one do it no harm."""
+    return secrets.token_hex(8)
+
+
+def hidden_folder(directory: Path, tag: Tag, attempt: str) -> Path:
+    """Where an attempt writes.
 
     Raises:
-        OSError: the disk refused; nothing of it stays.
+        ValueError: the attempt's name is not 1 to 64 of a to z and 0 to 9.
     """
+    name = f".writing-{tag}-{attempt}"
+    if not _HIDDEN.fullmatch(name):
+        raise ValueError(f"no name of an attempt: {attempt!r:.80}")
+    return directory / name
+
+
+def hidden_tag(name: str) -> Tag | None:
+    """The tag in the name of a hidden folder; None for any other name."""
+    match = _HIDDEN.fullmatch(name)
+    return None if match is None else Tag.parse(match[1])
+
+
+def open_folder(directory: Path, tag: Tag, attempt: str) -> None:
+    """Makes the folder in which the parts of an attempt are written, before any of them is."""
     directory.mkdir(parents=True, exist_ok=True)
-    body = {
-        "format": _FORMAT,
-        "tag": list(tag),
-        "files": {name: {"bytes": len(data), "blake2b": _digest(data)} for name, data in files.items()},
-        **facts,
-    }
-    text = json.dumps(body, separators=(",", ":"))
-    manifest = json.dumps({"blake2b": _digest(text.encode()), "body": text}).encode()
-    hidden = directory / hidden_name(str(tag))
-    hidden.mkdir()
+    hidden_folder(directory, tag, attempt).mkdir()
+
+
+def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skeleton: Skeleton) -> Path:
+    """Makes a checkpoint of its parts, once all have been written; one process does it.
+
+    Args:
+        directory: where checkpoints are kept.
+        tag: which state this is.
+        attempt: as for `open_folder`.
+        parts: what `write_part` returned, in order.
+        skeleton: the state without its arrays.
+
+    Returns:
+        Its folder, when it is durable. One of that tag that is there already stays: equal tags are equal states.
+
+    Raises:
+        CheckpointFailed: the parts are not all of one state, or some are not on this disk.
+        OSError: the disk refused.
+    """
     try:
-        for name, data in {**files, MANIFEST: manifest}.items():
-            _write_durably(hidden / name, data)
-        _sync(hidden)
-        folder = directory / str(tag)
-        if folder.exists():  # of an attempt before, and damaged: whoever calls this has looked
-            os.rename(folder, directory / hidden_name(f"{tag}-damaged"))
-        try:
-            os.rename(hidden, folder)
-        except OSError:
-            if not folder.exists():
-                raise
-            shutil.rmtree(hidden, ignore_errors=True)  # another has just written it: equal tags are equal states
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    _sync(directory)
+        index_of(parts)
+    except ValueError as error:
+        raise CheckpointFailed(f"checkpoint {tag} was not written: {error}") from error
+    hidden, folder = hidden_folder(directory, tag, attempt), directory / str(tag)
+    for part in parts:
+        if _size(hidden / part.name) != part.nbytes:
+            raise CheckpointFailed(f"checkpoint {tag} was not written: {part.name} is not in {hidden}; {ON_ONE_DISK}")
+    text = json.dumps(
+        {"format": _FORMAT, "tag": list(tag), "parts": [part.to_tree() for part in parts], "state": skeleton},
+        separators=(",", ":"),
+    )
+    manifest = json.dumps({"blake2b": _digest(text), "body": text}).encode()
+    write_file(hidden / MANIFEST, [memoryview(manifest)])
+    sync_folder(hidden)
+    if folder.exists() and not is_there(folder):
+        os.rename(folder, hidden_folder(directory, tag, new_attempt()))
+    try:
+        os.rename(hidden, folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(hidden, ignore_errors=True)  # another has written it
+    sync_folder(directory)
     return folder
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest's body, and the contents of all files by name.
+def discard(directory: Path, tag: Tag, attempt: str) -> None:
+    """Removes what an attempt that failed has written."""
+    shutil.rmtree(hidden_folder(directory, tag, attempt), ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says of itself; its files are not looked at.
 
     Raises:
-        CheckpointDamaged: a file is missing, cut, or has other bytes than were written; the text names it.
+        CheckpointDamaged: the manifest is missing or damaged.
     """
-    body, told = _manifest(folder)
-    files = {}
-    for name, (size, digest) in told.items():
-        path = folder / name
-        data = _read(path)
-        if len(data) != size:
-            raise CheckpointDamaged(f"{path} has {len(data)} bytes, not {size}")
-        if _digest(data) != digest:
-            raise CheckpointDamaged(f"{path} has other bytes than were written")
-        files[name] = data
-    return body, files
-
-
-def check_sizes(folder: Path) -> None:
-    """Checks what a crash can spoil, without reading it all.
-
-    Raises:
-        CheckpointDamaged: the manifest is damaged, or a file is missing or cut.
-    """
-    for name, (size, _) in _manifest(folder)[1].items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size != size:
-            raise CheckpointDamaged(f"{path} is missing, or has not {size} bytes")
-
-
-def hidden_name(name: str) -> str:
-    """A name that no reader looks at, and that tells whose it is."""
-    return f"{HIDDEN}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}-{name}"
-
-
-def _manifest(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
-    """The manifest's body; size and checksum of each file."""
-    manifest = _read(folder / MANIFEST)
+    path = folder / MANIFEST
     try:
-        outer = json.loads(manifest)
+        outer = json.loads(path.read_bytes())
         text = outer["body"]
-        if _digest(text.encode()) != outer["blake2b"]:
+        if _digest(text) != outer["blake2b"]:
             raise ValueError("its checksum is wrong")
-        body: dict[str, Any] = json.loads(text)
+        body = json.loads(text)
         if body["format"] != _FORMAT:
-            raise ValueError(f"it is of format {body['format']}, not {_FORMAT}")
-        told = {str(name): (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in body["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointDamaged(f"{folder / MANIFEST} is damaged: {error}") from error
-    for name in told:
-        if not _FILE.fullmatch(name):
-            raise CheckpointDamaged(f"{folder / MANIFEST} names {name!r}, which is no file of this folder")
-    return body, told
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
+            raise ValueError(f"it is of format {body['format']!r:.20}, not {_FORMAT}")
+        generation, step = body["tag"]
+        if type(generation) is not int or type(step) is not int:
+            raise ValueError(f"no tag: {body['tag']!r:.80}")
+        return Manifest(Tag(generation, step), tuple(map(Part.from_tree, body["parts"])), body["state"])
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is damaged: {error}") from error
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
+    """Checks what a crash can spoil, without reading it.
+
+    Raises:
+        CheckpointDamaged: a file is missing or cut.
+    """
+    for part in parts:
+        size = _size(folder / part.name)
+        if size != part.nbytes:
+            found = "is missing" if size is None else f"has {size} bytes, not {part.nbytes}"
+            raise CheckpointDamaged(f"{folder / part.name} {found}")
 
 
-def _sync(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def is_there(folder: Path) -> bool:
+    """True if all of a checkpoint is there, as far as sizes can tell."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        check_sizes(folder, read_manifest(folder).parts)
+    except CheckpointDamaged:
+        return False
+    return True
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

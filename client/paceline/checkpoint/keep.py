@@ -5,26 +5,34 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.checkpoint.arrays import decode_arrays, encode_arrays
-from paceline.checkpoint.folder import HIDDEN, check_sizes, hidden_name, read_folder, write_folder
+from paceline.checkpoint.folder import (
+    discard,
+    hidden_folder,
+    hidden_tag,
+    is_there,
+    new_attempt,
+    open_folder,
+    publish,
+)
+from paceline.checkpoint.pieces import pieces_of
+from paceline.checkpoint.reading import Reader
 from paceline.checkpoint.tag import Tag
-from paceline.checkpoint.tree import join, split
+from paceline.checkpoint.tree import split
+from paceline.checkpoint.writing import write_part
 from paceline.errors import CheckpointDamaged
 
-__all__ = ["Checkpoint", "load", "save", "tags"]
+__all__ = ["Checkpoint", "checked_tag", "load", "remove", "save", "set_aside", "tags"]
 
 _log = logging.getLogger("paceline.checkpoint")
 
-_ARRAYS = "arrays.safetensors"
-
 _ABANDONED = 600.0
-"""Seconds after which what a process that is not there was writing is removed."""
+"""Seconds after which what was being written, and is older than a checkpoint that is there, is removed."""
 
 
 class Checkpoint(NamedTuple):
@@ -32,7 +40,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         tag: which one.
-        state: as it was given to `save`.
+        state: as it was given to `save`; from `load_sharded`, with shards where they were wanted.
         folder: where it lies.
     """
 
@@ -58,15 +66,26 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
         ValueError: `keep` or the tag is out of range.
         OSError: the disk refused; what was there before is untouched.
     """
-    tag = Tag(*tag)
-    if keep < 1 or min(tag) < 0:
-        raise ValueError(f"want keep >= 1 and a tag of numbers that are not negative, not {keep} and {tuple(tag)}")
+    tag = checked_tag(tag, keep)
     skeleton, arrays = split(state)
     path = Path(directory)
     folder = path / str(tag)
-    if not _is_whole(folder):
-        folder = write_folder(path, tag, {_ARRAYS: encode_arrays(arrays)}, {"state": skeleton})
-    _remove_old(path, keep)
+    if folder.exists():
+        try:
+            Reader(folder).verify()
+        except CheckpointDamaged as damage:
+            _log.error("writing %s again: %s", folder, damage)
+            _hide(path, tag)
+    if not folder.exists():
+        attempt = new_attempt()
+        open_folder(path, tag, attempt)
+        try:
+            part = write_part(path, tag, attempt, 0, 1, pieces_of(arrays, 0, 1))
+            folder = publish(path, tag, attempt, [part], skeleton)
+        except BaseException:
+            discard(path, tag, attempt)
+            raise
+    remove(set_aside(path, keep))
     return folder
 
 
@@ -107,48 +126,58 @@ def tags(directory: str | os.PathLike[str]) -> list[Tag]:
     return sorted(tag for name in names if (tag := Tag.parse(name)) is not None and str(tag) == name)
 
 
-def _load(folder: Path, tag: Tag) -> Checkpoint:
-    body, files = read_folder(folder)
-    try:
-        if Tag(*body["tag"]) != tag:
-            raise ValueError(f"its manifest says {body['tag']}")
-        return Checkpoint(tag, join(body["state"], decode_arrays(files[_ARRAYS])), folder)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"{folder} is damaged: {error}") from error
+def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
+    """The tag.
 
-
-def _is_whole(folder: Path) -> bool:
-    if not folder.exists():
-        return False
-    try:
-        read_folder(folder)
-    except CheckpointDamaged as damage:
-        _log.error("writing %s again: %s", folder, damage)
-        return False
-    return True
-
-
-def _remove_old(directory: Path, keep: int) -> None:
-    """Removes all but the greatest tags, and what dead processes of this host have left half written.
-
-    One whose greater ones are all damaged stays: it is the last good one.
+    Raises:
+        ValueError: it has a negative number, or `keep` is below 1.
     """
-    mine = f"{HIDDEN}{socket.gethostname()}-"
+    tag = Tag(*tag)
+    if keep < 1 or min(tag) < 0:
+        raise ValueError(f"want keep >= 1 and a tag of numbers that are not negative, not {keep} and {tuple(tag)}")
+    return tag
+
+
+def set_aside(directory: Path, keep: int) -> list[Path]:
+    """Takes all but the greatest tags away from readers, at once; what may be removed now, which takes time.
+
+    One whose greater ones are all damaged stays: it is the last good one. What nobody has finished to write for long
+    may go too.
+    """
+    aside: list[Path] = []
     whole = 0
+    greatest: Tag | None = None
     for tag in reversed(tags(directory)):
         if whole >= keep:
-            hidden = directory / hidden_name(f"{tag}-old")
-            os.rename(directory / str(tag), hidden)  # gone at once for readers, whatever becomes of the rest
-            shutil.rmtree(hidden, ignore_errors=True)
-        else:
-            with suppress(CheckpointDamaged):
-                check_sizes(directory / str(tag))
-                whole += 1
+            aside.append(_hide(directory, tag))
+        elif is_there(directory / str(tag)):
+            whole += 1
+            greatest = greatest or tag
     for name in os.listdir(directory):
-        if name.startswith(mine):
-            pid = name.removeprefix(mine).split("-")[0]
-            path = directory / name
+        tag_there = hidden_tag(name)
+        if tag_there is not None and greatest is not None and tag_there <= greatest:
             with suppress(FileNotFoundError):  # another has removed it
-                old = time.time() - path.stat().st_mtime > _ABANDONED
-                if old and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-                    shutil.rmtree(path, ignore_errors=True)
+                if time.time() - (directory / name).stat().st_mtime > _ABANDONED:
+                    aside.append(directory / name)
+    return aside
+
+
+def remove(aside: Sequence[Path]) -> None:
+    """Removes what was set aside; what cannot be removed stays, hidden."""
+    for folder in aside:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hide(directory: Path, tag: Tag) -> Path:
+    """Takes a checkpoint away from readers at once, whatever becomes of the rest; returns where it is now."""
+    hidden = hidden_folder(directory, tag, new_attempt())
+    with suppress(FileNotFoundError):  # another has done it
+        os.rename(directory / str(tag), hidden)
+    return hidden
+
+
+def _load(folder: Path, tag: Tag) -> Checkpoint:
+    reader = Reader(folder)
+    if reader.tag != tag:
+        raise CheckpointDamaged(f"{folder} is damaged: its manifest says {reader.tag}")
+    return Checkpoint(tag, reader.state(), folder)

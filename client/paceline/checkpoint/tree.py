@@ -13,13 +13,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.pieces import Shard
 from paceline.errors import UnsupportedOp
 from paceline.signature import dtype_name
 
-__all__ = ["Skeleton", "join", "split"]
+__all__ = ["Leaf", "Skeleton", "join", "split", "split_shards"]
 
 Skeleton: TypeAlias = Any
 """JSON. What JSON lacks is an object with one key that begins with "$"."""
+
+Leaf: TypeAlias = NDArray[Any] | Shard
+"""An array, or what this rank has of one."""
 
 _MAX_DEPTH = 100
 
@@ -33,12 +37,30 @@ def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
     Raises:
         UnsupportedOp: a value cannot be kept; the text has its path.
     """
-    arrays: dict[str, NDArray[Any]] = {}
-    return _split(state, "", arrays, _MAX_DEPTH), arrays
+    skeleton, leaves = split_shards(state)
+    arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
+    if odd := leaves.keys() - arrays.keys():
+        raise UnsupportedOp(f"{min(odd)} is spread over the ranks: they save and load it together (save_sharded)")
+    return skeleton, arrays
 
 
-def join(skeleton: Skeleton, arrays: Mapping[str, NDArray[Any]]) -> Any:
+def split_shards(state: Any) -> tuple[Skeleton, dict[str, Leaf]]:
+    """As `split`, where a `Shard` may stand in place of an array. The skeleton is that of the whole state.
+
+    Raises:
+        UnsupportedOp: a value cannot be kept, or a shard's path is that of another array too: ranks could not tell
+            whose is whose.
+    """
+    leaves: dict[str, Leaf] = {}
+    return _split(state, "", leaves, _MAX_DEPTH), leaves
+
+
+def join(skeleton: Skeleton, arrays: Mapping[str, Any]) -> Any:
     """Puts a state together again.
+
+    Args:
+        skeleton: of `split` or `split_shards`.
+        arrays: by name, what shall stand there.
 
     Raises:
         ValueError: the skeleton is none, or names an array that is not there.
@@ -49,7 +71,7 @@ def join(skeleton: Skeleton, arrays: Mapping[str, NDArray[Any]]) -> Any:
         raise ValueError(f"the skeleton of the state is damaged: {type(error).__name__}: {error}") from error
 
 
-def _split(value: Any, path: str, arrays: dict[str, NDArray[Any]], depth: int) -> Skeleton:
+def _split(value: Any, path: str, arrays: dict[str, Leaf], depth: int) -> Skeleton:
     if not depth:
         raise UnsupportedOp(f"{path or 'the state'} is nested more than {_MAX_DEPTH} deep")
     kind = type(value)
@@ -59,16 +81,19 @@ def _split(value: Any, path: str, arrays: dict[str, NDArray[Any]], depth: int) -
         return value if np.isfinite(value) else {"$float": repr(value)}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic | Shard):
+        array = value.values if isinstance(value, Shard) else np.asarray(value)
         try:
-            dtype_name(value.dtype)
+            dtype_name(array.dtype)
         except UnsupportedOp as error:
             raise UnsupportedOp(f"{path or 'the state'}: {error}") from None
         name = path or "state"
         while name in arrays:
+            if isinstance(value, Shard) or isinstance(arrays[name], Shard):
+                raise UnsupportedOp(f"{name} is the path of two arrays, and one of them is spread over the ranks")
             name += "'"
-        arrays[name] = np.asarray(value)
-        return {"$array" if isinstance(value, np.ndarray) else "$scalar": name}
+        arrays[name] = value if isinstance(value, Shard) else array
+        return {"$scalar" if isinstance(value, np.generic) else "$array": name}
     if kind is list:
         return [_split(item, f"{path}.{n}".lstrip("."), arrays, depth - 1) for n, item in enumerate(value)]
     if kind is tuple:
@@ -81,7 +106,7 @@ def _split(value: Any, path: str, arrays: dict[str, NDArray[Any]], depth: int) -
     raise UnsupportedOp(f"{path or 'the state'} is a {kind.__name__}: a checkpoint keeps plain values and arrays")
 
 
-def _join(value: Skeleton, arrays: Mapping[str, NDArray[Any]], depth: int) -> Any:
+def _join(value: Skeleton, arrays: Mapping[str, Any], depth: int) -> Any:
     if not depth:
         raise ValueError(f"the skeleton of the state is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, list):

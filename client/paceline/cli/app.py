@@ -21,6 +21,9 @@ app = typer.Typer(
     help="Distributed training that keeps rolling.",
 )
 
+checkpoints = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
+app.add_typer(checkpoints, name="checkpoint")
+
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to try for.")]
 Coordinator = Annotated[
@@ -143,6 +146,9 @@ def run(
         ),
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Keep each worker's lines in a file here.")] = None,
+    bind: Annotated[
+        bool, typer.Option("--bind/--no-bind", help="Each worker has its share of the cores, if there is one for each.")
+    ] = True,
 ) -> None:
     """Start workers that run a script, and answer for how they end.
 
@@ -162,6 +168,7 @@ def run(
                 restarts=restarts,
                 log_dir=log_dir,
                 advertise=advertise,
+                bind=bind,
             )
         )
 
@@ -252,18 +259,51 @@ def bench(
     sizes: Annotated[
         str, typer.Option(help="Bytes of the whole array, with commas; rounded up to parts that are equal.")
     ] = "1KiB,64KiB,1MiB,16MiB",
-    links: Annotated[str, typer.Option(help="Links to measure: grpc, local.")] = "grpc",
+    links: Annotated[
+        str | None,
+        typer.Option(help="Kinds of links to measure, with commas: shm,tcp,grpc (default; --tune: shm), local."),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(metavar="NAME[,NAME]", help="Force these schedules, turn about; default: the one that is chosen."),
     ] = None,
+    vs: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME]", help="Measure these beside it, turn about: gloo, openmpi."),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="any: arrays of NumPy; group: those of group.empty, all-reduce and broadcast in place.")
+    ] = "any",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Measure for so long for each row, about.")] = 2.0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw bus bandwidth over size."),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure all schedules, and print a table of rules that takes the fastest.")
+    ] = False,
+    tune_out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write that table here.")] = None,
     json: Json = False,
 ) -> None:
     """Measure a collective between processes on this machine."""
     with one_line_errors():
-        from paceline.cli.bench.command import run_bench
+        from paceline.cli.bench.command import Asked, run_bench
 
-        raise typer.Exit(run_bench(collective, workers, sizes, links, schedule, as_json=json))
+        asked = Asked(
+            collective,
+            workers,
+            sizes,
+            links,
+            schedule,
+            vs=vs,
+            memory=memory,
+            seconds=seconds,
+            plot=plot,
+            tune=tune,
+            tune_out=tune_out,
+            as_json=json,
+        )
+        raise typer.Exit(run_bench(asked))
 
 
 @app.command()
@@ -284,3 +324,22 @@ def schedules(
         from paceline.cli.schedules import Asked, show_schedules
 
         show_schedules(collective, Asked(workers, size, rank, schedule), as_json=json)
+
+
+@checkpoints.command()
+def inspect(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A checkpoint's folder, or where they are kept: then the greatest tag."),
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything, and compare checksums.")] = False,
+    consolidate: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Save it again below OUT, with all arrays whole in one file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: its tag, its files, its arrays."""
+    with one_line_errors():
+        from paceline.cli.checkpoint import inspect_checkpoint
+
+        inspect_checkpoint(directory, verify=verify, consolidate=consolidate, as_json=json)

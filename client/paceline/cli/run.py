@@ -32,6 +32,7 @@ def run_workers(
     restarts: int,
     log_dir: Path | None,
     advertise: str | None = None,
+    bind: bool = True,
 ) -> int:
     """Runs workers with their lines on the terminal.
 
@@ -59,7 +60,7 @@ def run_workers(
     logs = None if log_dir is None else LogFiles(log_dir)
     with _coordinator(coordinator) as address, contextlib.closing(Console(logs)) as console:
         settings = WorkerSettings(address, job, low, high, advertise)
-        return launch(command, workers, settings, console, restarts=restarts, alone=coordinator is None)
+        return launch(command, workers, settings, console, restarts=restarts, alone=coordinator is None, bind=bind)
 
 
 def launch(
@@ -70,6 +71,7 @@ def launch(
     *,
     restarts: int = 0,
     alone: bool = True,
+    bind: bool = True,
 ) -> int:
     """Runs workers and tells their coordinator how they end; returns the exit code.
 
@@ -80,6 +82,7 @@ def launch(
         listener: shows what happens.
         restarts: how often each worker is started again at most; with any, the job is elastic too.
         alone: no other launcher brings workers for this job.
+        bind: each worker gets its share of the cores, where there is one for each (`launcher.cores`).
 
     Raises:
         UsageError: a PACELINE_* variable does not hold what it should.
@@ -96,7 +99,7 @@ def launch(
         restarts=restarts,
     )
     with ExitReports(settings.coordinator, settings.job, worker_credentials()) as reports:
-        return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report).run()
+        return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind).run()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ __all__ = ["job_as_dict", "jobs_table", "member_as_dict", "members_table", "show
 
 _PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue"}
 
-_STANDING_STYLE = {"training": "green", "silent": "red", "leaving": "yellow", "parked": "yellow"}
+_STANDING_STYLE = {"training": "green", "silent": "red", "leaving": "yellow", "parked": "yellow", "spare": "blue"}
 
 
 def show_status(coordinator: str, job: str | None, timeout: float, *, as_json: bool) -> None:

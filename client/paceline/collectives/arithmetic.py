@@ -22,12 +22,13 @@ class Arithmetic:
     Args:
         reduction: the reduction.
         world: number of ranks.
+        divisor: what the total of a sum is divided by; None for what the reduction itself does.
     """
 
-    def __init__(self, reduction: Reduction, world: int) -> None:
+    def __init__(self, reduction: Reduction, world: int, divisor: float | None = None) -> None:
         self._ufunc = reduction.ufunc
         self._wide = reduction.wide
-        self._divisor = reduction.divisor(world)
+        self._divisor = reduction.divisor(world) if divisor is None else divisor
         self._half = reduction.dtype.itemsize == 2
         self.scale = reduction.scale(world)
 
@@ -44,7 +45,7 @@ class Arithmetic:
         self._ufunc(left, right, out=target)
 
     def finish(self, target: Array) -> None:
-        """The total is complete: divides it, for a mean."""
+        """The total is complete: divides it, if it is to be divided."""
         if self._divisor == 1.0:
             return
         if self._half:
@@ -74,9 +75,9 @@ class Arithmetic:
 
 
 @lru_cache(maxsize=64)
-def arithmetic(reduction: Reduction, world: int) -> Arithmetic:
-    """The arithmetic of a reduction, made once."""
-    return Arithmetic(reduction, world)
+def arithmetic(reduction: Reduction, world: int, divisor: float | None = None) -> Arithmetic:
+    """The arithmetic of a reduction, made once; arguments as for `Arithmetic`."""
+    return Arithmetic(reduction, world, divisor)
 
 
 def _real(x: Array) -> Array:

@@ -9,19 +9,21 @@ Letters: N elements, W world size. `base` and `out` are flat, shape [N].
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from paceline.arrays import Array, as_bytes, from_bytes
+from paceline.arrays import Array, address_of, as_bytes, copy_bytes, from_bytes
 from paceline.collectives import blame
 from paceline.collectives.arithmetic import Arithmetic
 from paceline.collectives.exchange import Disagreement, Exchange, History
+from paceline.collectives.nodes import nodes_of
 from paceline.collectives.program import Area, Do, Move, Program
 from paceline.errors import PacelineError
-from paceline.links.base import LinkEnded, LinkTimeout, Mesh
+from paceline.links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh
 from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
@@ -32,6 +34,8 @@ T = TypeVar("T")
 
 PHASE = 1 << 28
 """Parts of phase p of an operation are numbered from here times p."""
+
+_NOTHING = memoryview(b"")
 
 _SETTLING = -1
 """In place of a part's number: all frames are sent, and the last of them are still being read."""
@@ -69,10 +73,16 @@ class Engine:
 
     Attributes:
         mesh: the mesh.
+        nodes: the node of each rank.
+        neighbours: `Mesh.neighbours`.
+        plans: what operations have been found to take, by their arguments; kept by the tasks.
     """
 
     def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
         self.mesh = mesh
+        self.nodes = nodes_of(mesh.peers)
+        self.neighbours = mesh.neighbours  # once: it counts all peers
+        self.plans: dict[Any, Any] = {}
         self._label = f"group={label}" if label else ""
         self._exchange = Exchange(mesh, history)
         self._call: Call | None = None
@@ -102,8 +112,11 @@ class Engine:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
         exchange, deadline, size = self._exchange, call.deadline, base.itemsize
-        areas = (base, out, np.empty(program.scratch, base.dtype))
-        data = tuple(as_bytes(area) for area in areas)
+        out_bytes = as_bytes(out)
+        scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
+        areas = (base, out, scratch)
+        data = (out_bytes if base is out else as_bytes(base), out_bytes, as_bytes(scratch))
+        addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}
         self._program = program
@@ -111,21 +124,28 @@ class Engine:
             self._at = move
             do, peer, part, n, own_area, own_lo, to_area, to_lo = move
             if do is Do.SEND:
-                lend = program.lend and own_area is not Area.SCRATCH
+                lend, address = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH, 0
                 if scale and own_area is Area.BASE:
                     assert arithmetic is not None
-                    payload, lend = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n])), True
+                    payload = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n]))
                 else:
                     payload = data[own_area][own_lo * size : (own_lo + n) * size]
-                exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
+                    if lend:
+                        start = addresses[own_area]
+                        if start is None:
+                            start = addresses[own_area] = address_of(areas[own_area])
+                        address = start + own_lo * size
+                exchange.send(peer, self._frame(call, part, payload, address), deadline, lend=lend)
                 continue
+            place = data[to_area][to_lo * size : (to_lo + n) * size] if do is Do.STORE else None
             if first is None:
-                frame = exchange.recv(peer, deadline)
+                frame = exchange.recv(peer, deadline, place)
             else:
                 frame, first = first, None
             self._check(call, peer, part, n * size, frame)
-            if do is Do.STORE:
-                data[to_area][to_lo * size : (to_lo + n) * size] = frame.payload
+            if place is not None:
+                if frame.payload is not place:
+                    copy_bytes(frame.payload, place)
             else:
                 assert arithmetic is not None, "a program that reduces was started without arithmetic"
                 received = from_bytes(frame.payload, base.dtype)
@@ -149,13 +169,29 @@ class Engine:
         if base is not out:
             for base_lo, out_lo, n in program.keep:
                 out[out_lo : out_lo + n] = base[base_lo : base_lo + n]
-        if program.lend or scale:
+        if exchange.lent:
             self._settle(deadline)
 
-    def _frame(self, call: Call, part: int, payload: memoryview) -> Frame:
+    def run_empty(self, call: Call, program: Program) -> None:
+        """As `run`, for a program whose frames carry nothing: only that all were there.
+
+        Raises:
+            PacelineError: as `run`.
+        """
+        exchange, deadline = self._exchange, call.deadline
+        self._program = program
+        for move in program.moves:
+            self._at = move
+            if move.do is Do.SEND:
+                exchange.send(move.peer, self._frame(call, move.part, _NOTHING, 0), deadline)
+            else:
+                self._check(call, move.peer, move.part, 0, exchange.recv(move.peer, deadline))
+        exchange.release()
+
+    def _frame(self, call: Call, part: int, payload: memoryview, address: int) -> Frame:
         signature = b"" if part else call.signature
         part += call.phase * PHASE
-        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
+        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload, address)
 
     def _check(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> None:
         """Believes a frame that is the one due, and no other (I4)."""
@@ -233,7 +269,9 @@ class Engine:
             fault.suspect(blame.raised(mesh.peers, mesh.rank, call.operation, str(call), error))
             raise
         finally:
-            self._exchange.release()
+            if self._exchange.holds_frames:
+                with suppress(LinkEnded):  # taken back while it was read: that is seen before its result counts
+                    self._exchange.release()
             if fault.failed:
                 self._exchange.recall()  # the arrays are the caller's again, alone (I7)
             self._call = self._at = None

@@ -101,8 +101,8 @@ class Exchange:
             else:
                 return
 
-    def recv(self, peer: int, deadline: float) -> Frame:
-        """The next frame from a rank.
+    def recv(self, peer: int, deadline: float, into: memoryview | None = None) -> Frame:
+        """The next frame from a rank; its payload may be put in `into` (`Link.recv`).
 
         Raises:
             Disagreement: some rank is in another call than this member.
@@ -117,7 +117,7 @@ class Exchange:
             if self._early and (early := self._early.pop(peer, None)) is not None:
                 return early
             try:
-                frame = link.recv(min(deadline, monotonic() + PATIENCE))
+                frame = link.recv(min(deadline, monotonic() + PATIENCE), into)
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -131,6 +131,11 @@ class Exchange:
             self.compare(peer, frame)
             if monotonic() >= deadline:  # however many notes come
                 raise LinkTimeout("nothing but notes came")
+
+    @property
+    def holds_frames(self) -> bool:
+        """True if a frame may have been received that is not released yet."""
+        return bool(self._taken)
 
     def release(self) -> None:
         """The payloads of all frames received so far are needed no longer."""

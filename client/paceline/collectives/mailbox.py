@@ -120,8 +120,10 @@ class Mailbox:
         with self._lock:
             link = self._links.get(peer)
             if link is None:
-                link = self._links[peer] = self._mesh.link(peer, Purpose.POINT_TO_POINT)
+                link = self._mesh.link(peer, Purpose.POINT_TO_POINT)
                 link.on_readable(partial(self._doorbell.put, peer))
+                self._links[peer] = link
+                self._doorbell.put(peer)  # what it rang for before this was known
             return link
 
     def _send_to_self(self, frames: Iterator[Frame]) -> None:
@@ -146,6 +148,8 @@ class Mailbox:
 
     def _take_in(self) -> None:
         """Takes in what has arrived, unless another thread does."""
+        for peer in self._mesh.linked(Purpose.POINT_TO_POINT):
+            self._link(peer)  # its messages were not asked for yet, but it may be blocked until somebody takes them in
         with self._lock:
             if self._pumping:
                 return

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 __all__ = ["PASSENGER_SIZE", "Passenger"]
 
-PASSENGER_SIZE = 24
+PASSENGER_SIZE = 25
 """Numbers for which there is room."""
 
 

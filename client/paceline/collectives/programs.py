@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from paceline.collectives.program import Bounds, Layout, Program, compile_rows
-from paceline.collectives.rows import Row, Sums, chunk_bounds
-from paceline.collectives.schedules import gathering, reducing, spreading, waiting
+from paceline.collectives.rows import Nodes, Row, Sums, chunk_bounds
+from paceline.collectives.schedules import gathering, hierarchical, reducing, spreading, waiting
 
 __all__ = [
     "SCHEDULES",
@@ -22,6 +22,7 @@ __all__ = [
     "all_to_all_program",
     "barrier_program",
     "broadcast_program",
+    "chunks_of",
     "gather_program",
     "reduce_program",
     "reduce_scatter_program",
@@ -36,13 +37,15 @@ class Schedule(NamedTuple):
     Attributes:
         rows: makes the rows from (rank, world), for a rooted collective from (rank, world, root).
         chunks: number of chunks for a world size.
+        by_node: both get the ranks' nodes as a last argument.
         pass_on: as in `compile_rows`.
         lend: as in `Program`.
         sums: of those that reduce.
     """
 
     rows: Callable[..., list[Row]]
-    chunks: Callable[[int], int]
+    chunks: Callable[..., int]
+    by_node: bool = False
     pass_on: bool = True
     lend: bool = True
     sums: Sums = Sums.ONCE
@@ -69,6 +72,7 @@ SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
         # Ranks write over what they have just sent.
         "recursive_doubling": Schedule(reducing.doubling_all_reduce, _one, lend=False, sums=Sums.ALIKE),
         "halving_doubling": Schedule(reducing.halving_doubling_all_reduce, reducing.power_of_two),
+        "hierarchical": Schedule(hierarchical.hierarchical_all_reduce, hierarchical.hierarchical_chunks, by_node=True),
     },
     "reduce": {
         "star": Schedule(reducing.star_reduce, _one, sums=Sums.IN_RANK_ORDER),
@@ -91,8 +95,9 @@ SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
     "gather": {"direct": Schedule(gathering.direct_gather, _all)},
     "all_to_all": {"pairwise": Schedule(gathering.pairwise_all_to_all, _both)},
     "barrier": {
-        "dissemination": Schedule(waiting.dissemination_barrier, _one),
-        "ring": Schedule(waiting.ring_barrier, _one),
+        "dissemination": Schedule(waiting.dissemination_barrier, _one, lend=False),
+        "ring": Schedule(waiting.ring_barrier, _one, lend=False),
+        "star": Schedule(waiting.star_barrier, _one, pass_on=False, lend=False),
     },
 }
 """Collective to schedule to how it goes. The choice among them is `choose.py`."""
@@ -101,17 +106,25 @@ ROOTED = frozenset({"reduce", "broadcast", "scatter", "gather"})
 """Collectives whose rows depend on a root."""
 
 
-def rows_of(collective: str, schedule: str, rank: int, world: int, root: int = 0) -> list[Row]:
-    """One rank's rows; `root` counts for rooted collectives only."""
-    rows = SCHEDULES[collective][schedule].rows
-    return rows(rank, world, root) if collective in ROOTED else rows(rank, world)
+def rows_of(collective: str, schedule: str, rank: int, world: int, root: int = 0, nodes: Nodes = ()) -> list[Row]:
+    """One rank's rows; `root` counts for rooted collectives only, `nodes` for schedules that go by them."""
+    how = SCHEDULES[collective][schedule]
+    if how.by_node:
+        return how.rows(rank, world, nodes)
+    return how.rows(rank, world, root) if collective in ROOTED else how.rows(rank, world)
+
+
+def chunks_of(collective: str, schedule: str, world: int, nodes: Nodes = ()) -> int:
+    """The number of chunks that rows speak of."""
+    how = SCHEDULES[collective][schedule]
+    return how.chunks(world, nodes) if how.by_node else how.chunks(world)
 
 
 @lru_cache(maxsize=256)
-def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int) -> Program:
+def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
     """N elements at each rank, before and after."""
-    bounds = chunk_bounds(n, SCHEDULES["all_reduce"][schedule].chunks(world))
-    return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment)
+    bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
+    return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)
 
 
 @lru_cache(maxsize=256)
@@ -131,7 +144,7 @@ def reduce_scatter_program(schedule: str, rank: int, world: int, n: int, segment
 @lru_cache(maxsize=256)
 def broadcast_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
     """N elements at the root, then everywhere."""
-    bounds = chunk_bounds(n, SCHEDULES["broadcast"][schedule].chunks(world))
+    bounds = chunk_bounds(n, chunks_of("broadcast", schedule, world))
     layout = Layout(bounds if rank == root else [None] * len(bounds), bounds)
     return _compile("broadcast", schedule, rank, world, layout, segment, root)
 
@@ -185,10 +198,17 @@ def barrier_program(schedule: str, rank: int, world: int) -> Program:
 
 
 def _compile(
-    collective: str, schedule: str, rank: int, world: int, layout: Layout, segment: int, root: int = 0
+    collective: str,
+    schedule: str,
+    rank: int,
+    world: int,
+    layout: Layout,
+    segment: int,
+    root: int = 0,
+    nodes: Nodes = (),
 ) -> Program:
     how = SCHEDULES[collective][schedule]
-    rows = rows_of(collective, schedule, rank, world, root)
+    rows = rows_of(collective, schedule, rank, world, root, nodes)
     return compile_rows(rows, layout, segment, pass_on=how.pass_on, lend=how.lend)
 
 

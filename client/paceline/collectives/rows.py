@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Action", "Row", "Sums", "chunk_bounds", "format_schedule", "ring_neighbours"]
+__all__ = ["Action", "Nodes", "Row", "Sums", "chunk_bounds", "format_schedule", "ring_neighbours"]
+
+Nodes: TypeAlias = tuple[int, ...]
+"""For each rank the number of its node, from 0 in the order of the lowest ranks: ranks of one node share memory. Empty
+where nothing is known of it."""
 
 
 class Action(IntEnum):

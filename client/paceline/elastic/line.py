@@ -9,40 +9,40 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from paceline._wait import SLICE
 from paceline.checkpoint.tag import Tag
+from paceline.elastic.blocks import Blocks, Outcome
 from paceline.elastic.compare import difference
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.errand import Errand
-from paceline.elastic.offer import Content
+from paceline.elastic.failures import Failures
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
 from paceline.elastic.saver import Saver
+from paceline.elastic.share import WHOLE
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step, not_entered
+from paceline.elastic.take_shards import Holder
+from paceline.elastic.taking import Taking
 from paceline.elastic.waiting import Waiting, await_finish
 from paceline.elastic.word import Flag, partial_digest, word
-from paceline.errors import OrphanedError, PacelineError, StepOrderError, StepVoid
-from paceline.links.base import Peer
+from paceline.errors import CheckpointFailed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
-from paceline.session.mail import CatchUpAsked, CaughtOut, JobDone, Letter, Lost, MayGo, Misfits, Runs, ViewCame, Waits
+from paceline.session import mail as letters
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Line", "MAX_ATTEMPTS"]
+__all__ = ["Line"]
 
 _log = logging.getLogger("paceline.elastic")
 
 _UPDATED = 0x9E3779B9
 """What a word's digest is changed by if the optimizer ran in the step before: any number but 0."""
-
-MAX_ATTEMPTS = 5
-"""A step that fails so often in a row will fail again."""
 
 
 class Line:
@@ -55,7 +55,7 @@ class Line:
         seed: of `Step.rng`.
         manifest: what all members must have alike, as canonical JSON.
         saver: keeps checkpoints.
-        held: the tag of the state.
+        place: this member's; with the tag of the state.
 
     Attributes:
         done: True once the last step is committed.
@@ -63,7 +63,7 @@ class Line:
     """
 
     def __init__(
-        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, held: Tag
+        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, place: Place
     ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
@@ -74,14 +74,15 @@ class Line:
         self._seed = seed
         self._manifest = manifest
         self._saver = saver
-        self._place = Place(held)
-        self._waiting = Waiting(port, self._place, self._say)
+        self._place = place
+        self._taking = Taking(port, place, state, saver)
+        self._waiting = Waiting(port, place, self._say)
         self._step: Step | None = None
-        self._committed = held.step
-        self._causes: list[str] = []
-        self._donors: Sequence[Peer] = ()
+        self._committed = place.held.step if place.held is not None else 0
+        self._failures = Failures()
+        self._blocks = Blocks()
+        self._overtaken = False
         self._last_update = 0
-        self._blocks = self._furthest = 0  # blocks between this step and the next: here, and at whoever is furthest
         self._large: list[NDArray[Any]] = []
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -128,16 +129,17 @@ class Line:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
         digest = partial_digest(self._large, number) ^ self._last_update
+        attempt = self._failures.begin(number)
         # Once gradients have gone out in this generation, the word rides with them; all members know that alike.
         rides = group.boarding
         self._place.begin()
         try:
+            self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
             errand = Errand(group, word(self._flags(), number, digest), number, rides=rides)
         except PacelineError as error:
             self._failed(error)
             return None
-        self._saver.begin(self._place.held, self._state, group)
-        self._step = Step(number, len(self._causes) + 1, group, self._state, self, errand, digest, self._seed)
+        self._step = Step(number, attempt, group, self._state, self, errand, digest, self._seed)
         return self._step
 
     def end(self, step: Step) -> None:
@@ -151,9 +153,12 @@ class Line:
         if not step.entered:
             self._place.spoiled()
             raise not_entered(step)
-        # Whether the optimizer ran goes into the next word: a member that skipped it is found out at once.
-        self._last_update = _UPDATED if step.applied and step.updated else 0
         over = step.generation != self._place.generation  # a block between the steps was cut short since, and run again
+        if not over:
+            # Whether the optimizer ran goes into the next word: a member that skipped it is found out at once. Where
+            # another generation has begun since it does not: those who took its base ran none.
+            self._last_update = _UPDATED if step.applied and step.updated else 0
+            self._saver.heard(writing=bool(step.flags & Flag.WRITES))
         if not step.applied:
             self._failed(step.cause, meet=not over)
         elif step.flags & (Flag.JOIN | Flag.LEAVE) and not over:
@@ -166,11 +171,13 @@ class Line:
         group = self._port.group
         try:
             group.all_reduce(word(Flag(0), 0, 0), label="closing")
-        except PacelineError as error:
+            self.word_completed(self._state.step + 1)
+            self._saver.keep(self._place.held, self._state, group)
+        except CheckpointFailed:
+            raise
+        except PacelineError as error:  # of a spread state all members write a part: the next generation does it again
             self._failed(error)
             return
-        self.word_completed(self._state.step + 1)
-        self._saver.keep(self._place.held, self._state, group)
         self._port.finish(self._total)
         await_finish(self._port)
         self.done = True
@@ -185,23 +192,22 @@ class Line:
         self._port.shelf.withdraw()
         self._saver.wait()
 
-    def retry(self) -> bool:
-        """A block between two steps was cut short by a failure: on to the next generation, without newcomers.
-
-        Returns:
-            True if another member has got through the block: then all were at its end, and it need not run again.
-        """
+    def retry(self) -> Outcome:
+        """A block between two steps was cut short by a failure: on to the next generation, without newcomers."""
+        self._overtaken = False
         self._place.closed = True
         try:
             self._say(self._place.meet())
             self.wait_until_ready()
         finally:
             self._place.closed = False
-        return self._furthest > self._blocks
+        if self._overtaken:
+            return Outcome.OVERTAKEN
+        return Outcome.PASSED if self._blocks.passed else Outcome.AGAIN
 
     def block_done(self) -> None:
         """A block between two steps is through."""
-        self._blocks += 1
+        self._blocks.done()
 
     # What a step asks -------------------------------------------------------------------------------------------------
 
@@ -213,15 +219,22 @@ class Line:
             self._saver.commit(self._committed)
             for hear in self.on_commit:
                 hear(self._committed)
+        self._place.all_began()
+        self._state.keep_live_share()
 
     def about_to_change(self) -> None:
         """Nobody may take the state any more."""
         self._port.shelf.withdraw()
+        self._saver.settle()
+
+    def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
+        """See `step.Steward`."""
+        self._place.prepare(step.number)
+        self._taking.keep_gradients(small, updated=step.updates)
 
     def applied(self, step: int) -> None:
         """The step counts here."""
-        self._causes.clear()
-        self._blocks = self._furthest = 0
+        self._blocks.forget()
         self._place.applied(step)
 
     # The gate of the training state.
@@ -230,6 +243,7 @@ class Line:
         """See `state.Gate`."""
         if self._step is None or not self._step.entered:
             raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
+        self._step.updates = True
         self._step.open_gate()
         self._step.updated = True
 
@@ -241,56 +255,68 @@ class Line:
 
     # Letters ----------------------------------------------------------------------------------------------------------
 
-    def _read(self, letter: Letter) -> None:
+    def _read(self, letter: letters.Letter) -> None:
         match letter:
-            case ViewCame():
+            case letters.ViewCame():
                 self._enter_view(letter)
-            case CatchUpAsked(generation, base, donors):
-                self._donors = donors
-                self._do(self._place.catch_up(generation, base))
-            case Misfits(donor):
+            case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
+                self._taking.learn([Holder(*holder) for holder in holders], fingerprint)
+                own = any(peer.member_id == self._port.member_id for peer, _ in holders)
+                self._do(self._place.catch_up(generation, base, share, own=own))
+            case letters.NoSeat(reason):
+                _log.info("this worker is spare: %s", reason)
+                self._come_back()
+            case letters.StateGone(reason):
+                self._committed, meet = self._taking.start_from_checkpoint(reason)
+                self._say(meet)
+            case letters.Misfits(donor):
                 raise difference(self._manifest, self._port.manifest_of(donor), donor)
-            case MayGo(last):
+            case letters.MayGo(last):
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
                         _log.warning("nobody goes on, and without checkpoint_dir the state of step %d is lost", number)
-                    self._saver.keep(self._place.held, self._state, self._port.group)
+                    self._saver.keep_last(self._place.held, self._state, self._port.group)
                 raise Dismissed(self._port.mail.draining or "this worker was drained")
-            case JobDone(step):
+            case letters.JobDone(step):
                 self._job_done(step)
-            case CaughtOut():
+            case letters.CaughtOut():
                 if self._place.held is None:
                     raise OrphanedError("the state of the line is lost, and this worker's own was not whole")
                 _log.warning("this worker was taken for lost; it comes back with the state %s", self._place.held)
-                self._place.cast_out()
-                self._waiting.as_candidate()
-            case Runs(_, members):
+                self._come_back()
+            case letters.Runs(_, members):
                 self._waiting.line_runs(members)
-            case Waits(reason):
+            case letters.Waits(reason):
                 self._waiting.waits_for(reason)
-            case Lost(error):
+            case letters.Lost(error):
                 raise error
 
-    def _enter_view(self, view: ViewCame) -> None:
+    def _enter_view(self, view: letters.ViewCame) -> None:
         if view.generation <= self._place.generation:
             return
-        order = self._place.formed(ViewNews(view.generation, view.rank, view.base, view.newcomers))
+        world = len(view.mesh.peers) if view.mesh is not None else 0
+        order = self._place.formed(ViewNews(view.generation, view.rank, view.base, view.newcomers, world or 1))
         if view.mesh is None:
             self._say(self._place.meet())
             return
         self._port.move(view.mesh)
-        self._donors = [peer for peer in view.mesh.peers if peer.rank not in view.newcomers]
+        self._taking.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
         self._waiting.view_came()
         self._do(order)
+        if self._place.phase is Phase.READY:
+            self._taking.train_on(self._place.shares[0])
         self._large = self._state.large()
         self._last_update = 0
         if view.base is not None:
             self._port.group.vouch()
             if not view.newcomers and not self._compare_blocks():
                 return
+            if view.rank in view.newcomers or self._taking.read_a_checkpoint:
+                self._committed, self._taking.read_a_checkpoint = view.base.step, False
             if view.rank in view.newcomers:
-                self._committed = view.base.step
+                self._blocks.forget()
+                self._overtaken = True  # who is in a block lets no newcomer in
             _log.info(
                 "generation %d goes on from step %d with %d members",
                 view.generation,
@@ -301,14 +327,11 @@ class Line:
                 hear()
 
     def _compare_blocks(self) -> bool:
-        """Members that begin anew between two steps may have got through different numbers of blocks there.
-
-        With newcomers nobody was in a block (`closed`), so there is nothing to compare, and nobody waits for them here.
-        """
+        """With newcomers nobody was in a block (`closed`): there is nothing to compare, and nobody waits for them."""
         if self._place.phase is not Phase.READY:
             return False
         try:
-            self._furthest = int(self._port.group.all_reduce(np.int64(self._blocks), op="max", label="blocks"))
+            self._blocks.compare(self._port.group)
         except PacelineError as error:
             self._failed(error)
             return False
@@ -316,27 +339,27 @@ class Line:
 
     def _do(self, order: Meet | Take | None) -> None:
         """Carries out what the place orders, and what follows from it."""
-        while order is not None:
-            if isinstance(order, Meet):
-                self._say(order)
-                return
-            own = Content.of(self._state.content())
-            try:
-                content = self._port.take(order.base, self._donors, own)
-            except PacelineError as error:
-                _log.info("the state %s could not be taken: %s", order.base, error)
-                order = self._place.meet()
-                continue
-            self._state.load_state_dict(content.tree())
-            order = self._place.took()
+        meet = self._taking.carry_out(order)
+        if meet is not None:
+            self._say(meet)
+
+    def _come_back(self) -> None:
+        """In no view any more: what others may need of a spread state is there at once, and this member later."""
+        meet = self._place.cast_out()
+        if meet.unproven:
+            self._say(meet)
+        self._waiting.as_candidate()
 
     def _say(self, meet: Meet) -> None:
         """Tells the coordinator, and offers what is held to others: it does not change while this member waits."""
         fingerprint = b""
-        if meet.tag is not None:
+        if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
+            self._place.found(latest)  # others have written one since
+            meet = replace(meet, tag=latest)
+        if meet.tag is not None and not meet.stored:
             if meet.tag == Tag(0, 0):  # members have built this for themselves: the tag does not tell them apart
-                fingerprint = self._state.fingerprint()
-            self._port.shelf.offer(meet.tag, Content.of(self._state.content()))
+                fingerprint = self._taking.own_fingerprint()
+            self._port.shelf.offer(meet.tag, self._state.offered())
         self._waiting.said()
         self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
 
@@ -353,7 +376,7 @@ class Line:
     # Around a step ----------------------------------------------------------------------------------------------------
 
     def _flags(self) -> Flag:
-        mail, flags = self._port.mail, Flag(0)
+        mail, flags = self._port.mail, Flag.WRITES if self._saver.is_writing else Flag(0)
         if not mail.connected:
             return flags
         if mail.summoned == self._place.generation or self._waiting.went_on:  # the meeting that did not come about
@@ -366,10 +389,8 @@ class Line:
         """An attempt has failed: it counts for nothing, and its generation is over (I1)."""
         with contextlib.suppress(PacelineError):
             self._port.group.flush()
-        self._causes.append(f"{type(cause).__name__}: {cause}")
         number = self._state.step + 1
         _log.info("step %d is undone: %s", number, cause)
-        if len(self._causes) >= MAX_ATTEMPTS:
-            raise StepVoid(f"step {number} failed {len(self._causes)} times in a row: " + "; ".join(self._causes))
+        self._failures.add(number, cause)
         if meet:
             self._say(self._place.meet())

@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tag import Tag
-from paceline.checkpoint.tree import Skeleton, join, split
+from paceline.checkpoint.tree import Skeleton, join, split_shards
+from paceline.elastic.parcel import Parcel
+from paceline.elastic.runs import Run
 from paceline.errors import PacelineError, SizeMismatch
 from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 
@@ -29,23 +32,60 @@ HASH_BYTES = 16
 
 
 class Content:
-    """A state as bytes: a skeleton, and arrays that lie one after the other.
+    """A state as bytes: a skeleton, and arrays that lie one after the other; apart from them, shards.
 
     Args:
-        skeleton: as `tree.split` makes it.
-        arrays: by name; referred to, not copied.
+        skeleton: as `tree.split_shards` makes it.
+        arrays: by name, what every member has whole; referred to, not copied.
+        shards: by name, what this member has of arrays that are spread: some runs of each.
     """
 
-    def __init__(self, skeleton: Skeleton, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        arrays: Mapping[str, NDArray[Any]],
+        shards: Mapping[str, Sequence[Shard]] | None = None,
+    ) -> None:
         self.skeleton = skeleton
         self.arrays = arrays
+        self.shards = shards or {}
         self._flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
         self._starts = np.cumsum([0, *(flat.size for flat in self._flat)]).tolist()
 
     @classmethod
-    def of(cls, tree: Any) -> Content:
-        """That of nested values."""
-        return cls(*split(tree))
+    def of(cls, tree: Any, more: Sequence[Mapping[str, Shard]] = ()) -> Content:
+        """That of nested values.
+
+        Args:
+            tree: the values; shards in place of arrays that are spread.
+            more: other shards of the same arrays, by name.
+        """
+        skeleton, leaves = split_shards(tree)
+        arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
+        shards = {
+            name: [leaf, *(held[name] for held in more if name in held)]
+            for name, leaf in leaves.items()
+            if isinstance(leaf, Shard)
+        }
+        return cls(skeleton, arrays, shards)
+
+    def select(self, runs: Sequence[Run], most_bytes: int) -> list[NDArray[Any]]:
+        """Some runs of the arrays that are spread: the elements where they lie, shape [count] each.
+
+        Raises:
+            PacelineError: a run is not held, or they are more than `most_bytes`.
+        """
+        found = [self._find(run) for run in runs]
+        if (size := sum(array.nbytes for array in found)) > most_bytes:
+            raise PacelineError(f"runs of {size} bytes, where {most_bytes} are given at a time")
+        return found
+
+    def _find(self, run: Run) -> NDArray[Any]:
+        for shard in self.shards.get(run.name, ()):
+            first = run.start - shard.start
+            if first >= 0 and 0 <= run.count <= shard.values.size - first:
+                return shard.values.reshape(-1)[first : first + run.count]
+        raise PacelineError(f"this member does not have {run!s:.200}")
 
     @property
     def size(self) -> int:
@@ -84,8 +124,8 @@ class Content:
         return digest.digest()
 
     def tree(self) -> Any:
-        """The nested values."""
-        return join(self.skeleton, self.arrays)
+        """The nested values; None in place of arrays that are spread."""
+        return join(self.skeleton, {**dict.fromkeys(self.shards), **self.arrays})
 
     def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
         low, high = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size)
@@ -100,25 +140,35 @@ class Description:
     """What a state consists of, without its bytes.
 
     Attributes:
-        skeleton: as `tree.split` made it.
+        skeleton: as `tree.split_shards` made it.
         arrays: name, dtype and shape of each array, in order.
         hashes: of the chunks.
+        spread: names of the arrays that are spread; who has which run of them is known otherwise.
     """
 
-    def __init__(self, skeleton: Skeleton, arrays: Sequence[tuple[str, str, tuple[int, ...]]], hashes: bytes) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        arrays: Sequence[tuple[str, str, tuple[int, ...]]],
+        hashes: bytes,
+        spread: Sequence[str] = (),
+    ) -> None:
         self.skeleton = skeleton
         self.arrays = list(arrays)
         self.hashes = hashes
+        self.spread = list(spread)
 
     @classmethod
     def of(cls, content: Content) -> Description:
         """The description of a content that is here."""
         arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in content.arrays.items()]
-        return cls(content.skeleton, arrays, b"".join(map(content.hash, range(content.chunks))))
+        hashes = b"".join(map(content.hash, range(content.chunks)))
+        return cls(content.skeleton, arrays, hashes, list(content.shards))
 
     def to_json(self) -> bytes:
         """Everything but the hashes."""
-        return json.dumps({"skeleton": self.skeleton, "arrays": self.arrays}, separators=(",", ":")).encode()
+        fields = {"skeleton": self.skeleton, "arrays": self.arrays, "spread": self.spread}
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
@@ -135,17 +185,19 @@ class Description:
         try:
             fields = json.loads(data)
             skeleton, arrays = fields["skeleton"], [_array_from(entry) for entry in fields["arrays"]]
+            spread = _names_from(fields["spread"])
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"no description of a state: {type(error).__name__}: {error!s:.200}") from error
-        if len({name for name, *_ in arrays}) < len(arrays):
+        names = [*(name for name, *_ in arrays), *spread]
+        if len(set(names)) < len(names):
             raise ValueError("a description of a state in which two arrays have one name")
         size = sum(prod(dims) * dtype_named(dtype).itemsize for _, dtype, dims in arrays)
         if size > most_bytes:
             raise ValueError(f"the state has {size} bytes, which is not to be believed of this model")
         if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
-        join(skeleton, {name: np.empty(0) for name, *_ in arrays})  # a skeleton that is none fails here, not later
-        return cls(skeleton, arrays, hashes)
+        join(skeleton, dict.fromkeys(names, np.empty(0)))  # a skeleton that is none fails here, not later
+        return cls(skeleton, arrays, hashes, spread)
 
     def hash(self, chunk: int) -> bytes:
         """The hash of a chunk."""
@@ -158,7 +210,14 @@ class Description:
             mine = own.get(name)
             alike = mine is not None and mine.shape == shape and mine.dtype == dtype_named(dtype)
             arrays[name] = mine.copy(order="C") if alike and mine is not None else np.zeros(shape, dtype_named(dtype))
-        return Content(self.skeleton, arrays)
+        return Content(self.skeleton, arrays, dict.fromkeys(self.spread, ()))
+
+
+def _names_from(told: Any) -> list[str]:
+    """Names of arrays, as another member tells them."""
+    if type(told) is not list or not all(type(name) is str for name in told):
+        raise ValueError(f"no names of arrays: {told!r:.80}")
+    return told
 
 
 def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
@@ -182,16 +241,19 @@ class Shelf:
         self._tag: Tag | None = None
         self._content: Content | None = None
         self._description: Description | None = None
+        self._epoch = 0  # of what is offered: its bits stay the same within one, however often it is offered again
         self.manifest = b""
 
     def offer(self, tag: Tag, content: Content) -> None:
         """From now on others may take this."""
         with self._lock:
+            self._epoch += tag != self._tag
             self._tag, self._content, self._description = tag, content, None
 
     def withdraw(self) -> None:
         """Before anything of it changes. What is being read just now is not sent."""
         with self._lock:
+            self._epoch += 1
             self._tag = self._content = self._description = None
 
     def describe(self, tag: Tag) -> Description:
@@ -200,12 +262,12 @@ class Shelf:
         Raises:
             PacelineError: another state is offered, or none.
         """
-        content = self._get(tag)
+        content, epoch = self._get(tag)
         with self._lock:
             known = self._description if self._content is content else None
         if known is None:
             known = Description.of(content)
-            self._check(content, tag)
+            self._check(epoch, tag)
             with self._lock:
                 if self._content is content:
                     self._description = known
@@ -217,20 +279,31 @@ class Shelf:
         Raises:
             PacelineError: another state is offered, or none, or there is no such chunk.
         """
-        content = self._get(tag)
+        content, epoch = self._get(tag)
         if not 0 <= chunk < content.chunks:
             raise PacelineError(f"the state has {content.chunks} chunks; there is no chunk {chunk}")
         data = content.read(chunk)
-        self._check(content, tag)
+        self._check(epoch, tag)
         return data
 
-    def _get(self, tag: Tag) -> Content:
+    def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Parcel:
+        """Copies some runs of what is spread: name, first element and count of each.
+
+        Raises:
+            PacelineError: another state is offered, or none, or a run is not held, or they are more than `most_bytes`.
+        """
+        content, epoch = self._get(tag)
+        parcel = Parcel(content.select([Run(*run) for run in runs], most_bytes))
+        self._check(epoch, tag)
+        return parcel
+
+    def _get(self, tag: Tag) -> tuple[Content, int]:
         with self._lock:
             if self._content is None or self._tag != tag:
                 raise PacelineError(f"this member does not hold the state {tag} now")
-            return self._content
+            return self._content, self._epoch
 
-    def _check(self, content: Content, tag: Tag) -> None:
+    def _check(self, epoch: int, tag: Tag) -> None:
         with self._lock:
-            if self._content is not content:
+            if self._epoch != epoch:
                 raise PacelineError(f"the state {tag} is no more")

@@ -13,21 +13,27 @@ from __future__ import annotations
 import abc
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.pieces import Shard
+from paceline.checkpoint.tree import Leaf
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
+from paceline.parallel.ddp import DDP
 from paceline.parallel.fsdp import FSDP
-from paceline.parallel.sharding.strategy import in_words
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.sharding.resharding import Holding
 
 __all__ = ["Part", "check_fit", "part_of", "write"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
+
+_NOTHING = Holding((0, 1), {}, {})
 
 
 class Part(abc.ABC):
@@ -39,17 +45,22 @@ class Part(abc.ABC):
 
     kind: str
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Large state: the live arrays by path, in the same order on every member."""
+    def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
+        """Large state: the live arrays by path, in the same order on every member.
+
+        Args:
+            held: what this member has of arrays that are spread: they are shards of it.
+        """
+        del held
         return {}
 
-    def check(self, arrays: Mapping[str, Any]) -> None:
-        """Makes sure that arrays fit into those that are here.
+    def spread(self) -> dict[str, Parameter]:
+        """The arrays that ranks may hold different parts of: by path the piece with which they are cut."""
+        return {}
 
-        Raises:
-            SizeMismatch: they do not.
-        """
-        check_fit(self.arrays(), arrays)
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        """Copies arrays, which fit, into those that are here."""
+        write(self.arrays(held), arrays)
 
     @abc.abstractmethod
     def rest(self) -> Tree:
@@ -75,14 +86,6 @@ class Part(abc.ABC):
         """A step was undone: its gradients count for nothing."""
         return
 
-    def check_whole(self) -> None:
-        """Makes sure that this member has all of it, so that no other takes it along when it is lost.
-
-        Raises:
-            UnsupportedOp: parameters are spread over the ranks; the text says what to use instead.
-        """
-        return
-
     def gated(self) -> Any:
         """The object whose `step` changes large state; None if there is none."""
         return None
@@ -96,13 +99,28 @@ class _Model(Part):
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        found: dict[str, NDArray[Any]] = {}
+    def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
+        return {path: held.values.get(id(p)) or _view(p) for path, p in self._parameters().items()}
+
+    def spread(self) -> dict[str, Parameter]:
+        return {path: p for path, p in self._parameters().items() if _is_spread(p)}
+
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        if isinstance(self._model, FSDP):
+            self._model._expire()
+            for unit in self._model._tree():
+                if unit.is_fresh and any(array is not None for array in arrays.values()):
+                    for flat in unit.flats:
+                        flat.given = True
+        super().write(held, arrays)
+
+    def _parameters(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         seen: set[int] = set()
         for path, parameter in self._model.named_parameters():
             if id(parameter) not in seen:  # one that is tied has several paths
                 seen.add(id(parameter))
-                found[path] = _view(parameter)
+                found[path] = parameter
         return found
 
     def _buffers(self) -> dict[str, NDArray[Any]]:
@@ -115,6 +133,11 @@ class _Model(Part):
     def load_rest(self, rest: Tree) -> None:
         write(self._buffers(), rest)
 
+    def small(self) -> Tree:
+        if isinstance(self._model, DDP):
+            self._model.begin_step()  # `drop_gradients` will go back to here
+        return self.rest()
+
     def clear_gradients(self) -> None:
         drop = getattr(self._model, "drop_gradients", None)  # a wrapper keeps more than the parameters show
         if drop is not None:
@@ -122,9 +145,6 @@ class _Model(Part):
             return
         for _, parameter in self._model.named_parameters():
             parameter.grad = None
-
-    def check_whole(self) -> None:
-        _check_whole(parameter for _, parameter in self._model.named_parameters())
 
 
 class _Optimizer(Part):
@@ -135,8 +155,17 @@ class _Optimizer(Part):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        return self._optimizer.live_arrays()
+    def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
+        return {**self._optimizer.live_arrays(), **held.states.get(id(self._optimizer), {})}
+
+    def spread(self) -> dict[str, Parameter]:
+        pieces = {key: self._optimizer.parameters[key.rpartition("/")[0]] for key in self._optimizer.live_arrays()}
+        return {key: p for key, p in pieces.items() if _is_spread(p)}
+
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        super().write(held, arrays)
+        if any(array is not None for array in arrays.values()):
+            self._optimizer.is_new = False
 
     def rest(self) -> Tree:
         return {"settings": self.small(), "numbers": self._optimizer.numbers()}
@@ -159,9 +188,6 @@ class _Optimizer(Part):
 
     def gated(self) -> Any:
         return self._optimizer
-
-    def check_whole(self) -> None:
-        _check_whole(self._optimizer._parameters.values())
 
 
 class _Values(Part):
@@ -237,25 +263,35 @@ def part_of(name: str, thing: Any) -> Part:
     )
 
 
-def _check_whole(parameters: Iterable[Any]) -> None:
-    for parameter in parameters:
-        owner = getattr(parameter, "_owner", None)
-        if isinstance(owner, FSDP) and owner.is_spread:
-            raise UnsupportedOp(f"no member has the whole training state: {in_words(owner.strategy)}")
+def _is_spread(parameter: Any) -> bool:
+    """True if it, or the piece that is trained in its stead, belongs to a wrapper that spreads."""
+    owner = getattr(parameter, "_owner", None)
+    return isinstance(owner, FSDP) and owner.spreads
 
 
-def write(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> None:
-    """Copies arrays into those of the same path, in place.
+def write(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
+    """Copies arrays into those of the same path, in place; of a whole array into a shard what belongs there.
+
+    Args:
+        here: where to.
+        there: arrays or shards; None in place of one that is spread leaves it as it is.
 
     Raises:
         SizeMismatch: paths or shapes differ; nothing was changed.
     """
     check_fit(here, there)
     for path, array in here.items():
-        np.copyto(array, there[path])
+        other = there[path]
+        if not isinstance(array, Shard):
+            np.copyto(array, other)
+        elif other is not None:
+            values = array.values.reshape(-1)
+            whole = not isinstance(other, Shard)
+            flat = np.asarray(other if whole else other.values).reshape(-1)
+            np.copyto(values, flat[array.start : array.start + values.size] if whole else flat)
 
 
-def check_fit(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> None:
+def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
     """Makes sure that `write` can be done.
 
     Raises:
@@ -263,11 +299,27 @@ def check_fit(here: Mapping[str, NDArray[Any]], there: Mapping[str, Any]) -> Non
     """
     odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
     for path in sorted(here.keys() & there.keys()):
-        mine, other = here[path], np.asarray(there[path])
-        if mine.shape != other.shape or not np.can_cast(other.dtype, mine.dtype, "same_kind"):
-            odd.append(f"{path} is {other.dtype}{list(other.shape)}, not {mine.dtype}{list(mine.shape)}")
+        mine, other = here[path], there[path]
+        if isinstance(mine, Shard) and other is None:
+            continue
+        if isinstance(other, Shard) and not (
+            isinstance(mine, Shard) and (mine.start, mine.values.size) == (other.start, other.values.size)
+        ):
+            odd.append(f"{path} has {other.values.size} elements from {other.start}, which are not those held here")
+            continue
+        (kind, shape), (their_kind, their_shape) = _kind(mine), _kind(other)
+        if shape != their_shape or not np.can_cast(their_kind, kind, "same_kind"):
+            odd.append(f"{path} is {their_kind}{list(their_shape)}, not {kind}{list(shape)}")
     if odd:
         raise SizeMismatch(f"the state does not fit: {'; '.join(odd[:8])}")
+
+
+def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of the whole array."""
+    if isinstance(leaf, Shard):
+        return leaf.values.dtype, leaf.shape
+    array = np.asarray(leaf)
+    return array.dtype, array.shape
 
 
 def _names(rest: Tree) -> Tree:

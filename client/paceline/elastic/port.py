@@ -9,12 +9,16 @@ from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.offer import Content, Shelf
 from paceline.elastic.place import Meet
+from paceline.elastic.resharding import Resharding
+from paceline.elastic.share import WHOLE
 from paceline.elastic.take import get_manifest, out_of_reach, take_state
+from paceline.elastic.take_shards import Holder, take_shards
+from paceline.errors import LinkUnavailable
 from paceline.group import Group
 from paceline.links.base import Mesh, Peer
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.local import LocalMesh, next_meshes
-from paceline.session.mail import JobDone, Mail, MayGo, ViewCame
+from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, ViewCame
 from paceline.session.member import MemberConnection
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -37,6 +41,11 @@ class Port(abc.ABC):
     mail: Mail
     shelf: Shelf
     config: Config
+
+    @property
+    @abc.abstractmethod
+    def member_id(self) -> str:
+        """This member's id, as others know it now."""
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -71,8 +80,16 @@ class Port(abc.ABC):
         """
 
     @abc.abstractmethod
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
+        """Fills what a plan wants of a state that others hold between them.
+
+        Raises:
+            LinkUnavailable: nobody gave some of it.
+        """
+
+    @abc.abstractmethod
     def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
-        """Which of these members cannot be reached, each with why."""
+        """Between which of these members and this one there is no way, each with why."""
 
     @abc.abstractmethod
     def manifest_of(self, donor: Peer) -> bytes:
@@ -95,6 +112,11 @@ class CoordinatedPort(Port):
         self._connection = connection
         self._how = config.failure_timeout, connection.credentials
 
+    @property
+    def member_id(self) -> str:
+        """See `Port.member_id`."""
+        return self._connection.member_id
+
     def open(self) -> None:
         """See `Port.open`."""
         self._connection.start_line(self.shelf)
@@ -112,6 +134,11 @@ class CoordinatedPort(Port):
         if meet.tag is not None:
             said.tag.generation, said.tag.step = meet.tag
             said.tag.SetInParent()
+        if meet.node_size != 1:
+            said.node_size, said.stored, said.unproven = meet.node_size, meet.stored, meet.unproven
+            said.shares.extend(pb.Share(part=share.part, parts=share.parts) for share in meet.shares)
+        if meet.prepared is not None:
+            said.prepared.generation, said.prepared.step = meet.prepared
         self._connection.line.meet(said)
 
     def go_on(self) -> None:
@@ -135,9 +162,13 @@ class CoordinatedPort(Port):
         """See `Port.take`."""
         return self._connection.run(take_state(self.job, tag, donors, own, *self._how))
 
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
+        """See `Port.take_shards`."""
+        self._connection.run(take_shards(self.job, tag, holders, plan, *self._how))
+
     def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
         """See `Port.out_of_reach`."""
-        return self._connection.run(out_of_reach(self.job, members, *self._how))
+        return self._connection.run(out_of_reach(self.job, members, self._connection.knocker, *self._how))
 
     def manifest_of(self, donor: Peer) -> bytes:
         """See `Port.manifest_of`."""
@@ -154,6 +185,11 @@ class SoloPort(Port):
         self.shelf = Shelf()
         self.config = config
 
+    @property
+    def member_id(self) -> str:
+        """See `Port.member_id`: nobody asks."""
+        return ""
+
     def open(self) -> None:
         """See `Port.open`."""
 
@@ -161,6 +197,10 @@ class SoloPort(Port):
         """See `Port.meet`."""
         if meet.leaving:
             self.mail.put(MayGo(last=True))
+            return
+        if meet.stored:
+            assert meet.tag is not None
+            self.mail.put(CatchUpAsked(meet.generation, meet.tag, [], WHOLE, b""))
             return
         mesh = self.group.mesh
         assert isinstance(mesh, LocalMesh)
@@ -184,7 +224,11 @@ class SoloPort(Port):
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         """See `Port.take`: there is nobody."""
-        raise AssertionError("a world of one takes nothing")
+        raise LinkUnavailable("a world of one holds what it has")
+
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
+        """See `Port.take_shards`: there is nobody."""
+        raise LinkUnavailable("a world of one holds what it has")
 
     def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
         """See `Port.out_of_reach`: there is nobody."""

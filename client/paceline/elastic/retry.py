@@ -1,7 +1,8 @@
 """`session.retry`: a block between two steps that changes no state, run again until no failure cuts it short.
 
 At its end members wait for each other: so if one is past it, all have run it to its end, and whoever was cut off while
-waiting need not run it again. Otherwise one would compute the next step while another repeats the block.
+waiting need not run it again. Otherwise one would compute the next step while another repeats the block. Nor does one
+that got no seat meanwhile: when it comes in again the line is past it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import logging
 from collections.abc import Iterator
 from types import TracebackType
 
-from paceline.elastic.line import MAX_ATTEMPTS, Line
+from paceline.elastic.blocks import Outcome
+from paceline.elastic.failures import MAX_ATTEMPTS
+from paceline.elastic.line import Line
 from paceline.errors import PacelineError, StepVoid
 from paceline.group import Group
 
@@ -68,8 +71,10 @@ def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
             if len(causes) >= MAX_ATTEMPTS:
                 text = f"a block between steps failed {len(causes)} times in a row: " + "; ".join(causes)
                 raise StepVoid(text)
-            passed = line.retry()
-            attempt.completed = passed and attempt.ended
+            outcome = line.retry()
+            if outcome is Outcome.OVERTAKEN:
+                return
+            attempt.completed = outcome is Outcome.PASSED and attempt.ended
         if attempt.completed:
             if line is not None:
                 line.block_done()

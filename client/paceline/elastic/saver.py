@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 from paceline import checkpoint
+from paceline.checkpoint.folder import is_there
 from paceline.checkpoint.tag import Tag
+from paceline.elastic.resharding import Resharding
 from paceline.elastic.state import TrainState
+from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline.group import Group
 
 __all__ = ["Saver"]
@@ -47,6 +51,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._last = Tag(0, 0)
+        self._damaged: set[Tag] = set()
 
     def load(self, state: TrainState) -> None:
         """Takes up the greatest tag that is whole, if there is one.
@@ -64,6 +69,42 @@ class Saver:
         self.tag = self._last = found.tag
         _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)
 
+    def latest(self) -> Tag:
+        """The greatest tag that is there, as far as sizes can tell and `read` has found; Tag(0, 0) for none."""
+        if self._directory is not None:
+            for tag in reversed(checkpoint.tags(self._directory)):
+                if tag not in self._damaged and self.has(tag):
+                    return tag
+        return Tag(0, 0)
+
+    def has(self, tag: Tag) -> bool:
+        """True if the checkpoint of that tag is here, as far as sizes can tell."""
+        return self._directory is not None and is_there(Path(self._directory) / str(tag))
+
+    def read(self, tag: Tag, plan: Resharding) -> Any:
+        """Fills a plan out of a checkpoint that other members can read; returns the rest of the state.
+
+        Raises:
+            CheckpointDamaged: it is damaged, or was removed meanwhile; `latest` gives the one before.
+            CheckpointFailed: it is not on this member's disk, nor is a greater one.
+            SizeMismatch: it is of another model.
+        """
+        if not self.has(tag) and self.latest() <= tag:
+            where = self._directory or "a directory that this worker was not given"
+            raise CheckpointFailed(
+                f"others go on from the checkpoint {tag}, which is not in {where} here: where the state is spread, "
+                "checkpoint_dir must lie on a disk that all workers share"
+            )
+        assert self._directory is not None
+        try:
+            rest = plan.load(Path(self._directory) / str(tag))
+        except CheckpointDamaged as damage:
+            _log.error("checkpoint %s is left out: %s", tag, damage)
+            self._damaged.add(tag)
+            raise
+        _log.info("read part %d of %d of the checkpoint %s", *plan.share, tag)
+        return rest
+
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """A step begins: what is held is copied if it is due."""
         if self._pending is not None and self._pending[0] != held:
@@ -73,6 +114,17 @@ class Saver:
         if _is_lowest(group):
             self._pending = held, state.state_dict()
             self._last = held
+
+    def settle(self) -> None:
+        """The state is about to change: what is saved of it has been copied when this returns."""
+
+    @property
+    def is_writing(self) -> bool:
+        """True while this member writes its part of a checkpoint that others wait for."""
+        return False
+
+    def heard(self, *, writing: bool) -> None:
+        """Whether any member said so in the word of the last step."""
 
     def commit(self, step: int) -> None:
         """A step is committed: what was copied of it may be written."""
@@ -85,6 +137,23 @@ class Saver:
         self._complain()
         self._thread = threading.Thread(target=self._write, args=pending, name="paceline-checkpoint")
         self._thread.start()
+
+    def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """As `keep`, where nobody can try again: what cannot be written is lost, and the log says so.
+
+        Raises:
+            CheckpointFailed: the disk refused.
+        """
+        try:
+            self.keep(held, state, group)
+        except CheckpointFailed:
+            raise
+        except PacelineError as error:
+            _log.error(
+                "the members cannot write a checkpoint together any more, and the state of step %d is lost: %s",
+                state.step if held is None else held.step,
+                error,
+            )
 
     def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """Writes what is held now: nothing comes after it."""

@@ -6,20 +6,32 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoint.tree import join, split
-from paceline.elastic.parts import Part, part_of, write
+from paceline.checkpoint.pieces import Shard
+from paceline.checkpoint.tree import Leaf, join, split, split_shards
+from paceline.elastic.offer import Content
+from paceline.elastic.parts import Part, check_fit, part_of
+from paceline.elastic.resharding import Resharding
+from paceline.elastic.runs import fill
 from paceline.elastic.sampler import ElasticSampler
+from paceline.elastic.share import WHOLE, Share
+from paceline.elastic.spread import Spread
 from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.parallel.parameter import Parameter
 
 __all__ = ["Gate", "TrainState"]
 
 _log = logging.getLogger("paceline.elastic")
+
+_BLOCK = 1 << 20
+"""Elements that a fingerprint takes at a time."""
 
 _COSTLY_BYTES = 1 << 20
 """Small state above this is worth a word: it is copied in every step."""
@@ -49,6 +61,9 @@ class TrainState:
     step counts. All the rest is copied when a step begins. So give every object that `optimizer.step` changes, and
     change them nowhere else; gradients need not be given.
 
+    Of a model that FSDP spreads give the wrapper, and one optimizer of `paceline.optim`: their parts move with the
+    ranks.
+
     Args:
         parts: the objects, by names that are the same on every member.
 
@@ -67,30 +82,38 @@ class TrainState:
         if len(samplers) > 1:
             raise UnsupportedOp("a training state has one sampler: which of them would step.indices be of?")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
+        self._spread = Spread(self._parts, parts)
+        self._kept: dict[Share, dict[str, Shard]] = {}
+        """Shares that are not live any more, and are given all the same: what they consist of, and the way back."""
         self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
         """What is guarded, and the `step` that the object itself had, None for that of its class."""
 
     # For users --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of everything: what a checkpoint keeps."""
-        skeleton, arrays = split(self.content())
-        copied: dict[str, Any] = join(skeleton, {name: array.copy() for name, array in arrays.items()})
+        """A copy of everything that is here: what a checkpoint keeps. Shards of what other members have too."""
+        skeleton, leaves = split_shards(self.content())
+        copied: dict[str, Any] = join(skeleton, {name: _copy(leaf) for name, leaf in leaves.items()})
         return copied
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Takes everything over, in place, or nothing at all.
+
+        Args:
+            saved: of `state_dict`. Of an array that is spread here, the whole or just this member's shard will do, and
+                with None in its place it stays as it is.
 
         Raises:
             SizeMismatch: it is of other parts, or of other shapes; the text names them.
             Exception: what a part's own `load_state_dict` raised.
         """
         step, parts = int(saved["step"]), saved["parts"]
+        held = self._spread.holding(to_write=True)
         if odd := sorted(self._parts.keys() ^ parts.keys()):
             raise SizeMismatch(f"the state does not fit: {', '.join(odd)} on one side only")
         for name, part in self._parts.items():
             try:
-                part.check(parts[name]["arrays"])
+                check_fit(part.arrays(held), parts[name]["arrays"])
             except SizeMismatch as error:
                 raise SizeMismatch(f"{name}: {error}") from None
         before: list[tuple[Part, Any]] = []
@@ -103,19 +126,29 @@ class TrainState:
                 part.load_rest(rest)
             raise
         for name, part in self._parts.items():
-            write(part.arrays(), parts[name]["arrays"])
+            part.write(held, parts[name]["arrays"])
         self.step = step
 
     # For whoever runs the steps ---------------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
-        """Everything, as nested values: large arrays as they lie, the rest copied."""
-        parts = {name: {"arrays": part.arrays(), "rest": part.rest()} for name, part in self._parts.items()}
+        """Everything, as nested values: large arrays as they lie, the rest copied.
+
+        Where a strategy spreads arrays over members there are shards of them, in a world of one too.
+        """
+        held = self._spread.holding()
+        parts = {name: {"arrays": part.arrays(held), "rest": part.rest()} for name, part in self._parts.items()}
         return {"step": self.step, "parts": parts}
 
+    def offered(self) -> Content:
+        """What others may take: everything, and the shares that are kept."""
+        return Content.of(self.content(), list(self._kept.values()))
+
     def large(self) -> list[NDArray[Any]]:
-        """The live arrays of large state, in the same order on every member."""
-        return [array for part in self._parts.values() for array in part.arrays().values()]
+        """The live arrays of large state that every member has whole, in the same order on each."""
+        held = self._spread.holding()
+        leaves = [leaf for part in self._parts.values() for leaf in part.arrays(held).values()]
+        return [leaf for leaf in leaves if not isinstance(leaf, Shard)]
 
     def small(self) -> dict[str, Any]:
         """A copy of what may change outside the gate."""
@@ -123,8 +156,17 @@ class TrainState:
 
     def undo(self, small: Mapping[str, Any]) -> None:
         """A step counts for nothing: puts small state back and drops gradients."""
+        self.put_back(small)
+        self.clear_gradients()
+
+    def put_back(self, small: Mapping[str, Any]) -> None:
+        """Puts back what `small` gave; gradients stay."""
         for name, part in self._parts.items():
             part.put_back(small[name])
+
+    def clear_gradients(self) -> None:
+        """Drops all gradients."""
+        for part in self._parts.values():
             part.clear_gradients()
 
     def advance(self, world: int) -> None:
@@ -135,8 +177,9 @@ class TrainState:
 
     def manifest(self, **settings: object) -> bytes:
         """What it consists of and how the run is set up, as canonical JSON: alike on all members of a line."""
+        held = self._spread.holding()
         described = {
-            name: [part.kind, [[path, str(array.dtype), list(array.shape)] for path, array in part.arrays().items()]]
+            name: [part.kind, [[path, *_described(leaf)] for path, leaf in part.arrays(held).items()]]
             for name, part in self._parts.items()
         }
         if self.sampler is not None:
@@ -145,23 +188,33 @@ class TrainState:
         return json.dumps({"settings": words, "parts": described}, separators=(",", ":"), sort_keys=True).encode()
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of everything."""
-        skeleton, arrays = split(self.content())
-        digest = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode())
-        for name, array in sorted(arrays.items()):  # the order of a dict's keys is no part of its value
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        """SHA-256 of everything that a member has whole; of what is cut already, of what it was cut from.
+
+        So it is the same for members that have cut one state, if none has changed it since.
+        """
+        skeleton, leaves = split_shards(self.content())
+        is_cut = self._spread.share != WHOLE
+        origin = self._spread.agreed if is_cut else []
+        digest = hashlib.sha256(json.dumps([skeleton, origin], sort_keys=True).encode())
+        for name, leaf in sorted(leaves.items()):  # the order of a dict's keys is no part of its value
+            digest.update(f"{name} {_described(leaf)}".encode())
+            if isinstance(leaf, Shard) and is_cut:  # a small one may lie whole at one member, and is cut all the same
+                continue
+            values = leaf.values if isinstance(leaf, Shard) else leaf
+            for start in range(0, values.size, _BLOCK):  # what is zero everywhere takes no memory
+                block = np.ascontiguousarray(values.reshape(-1)[start : start + _BLOCK])
+                digest.update(block.view(np.uint8).data)
         return digest.digest()
 
     def check_round_trip(self) -> None:
         """Makes sure that what is given to another member is what it will hold.
 
         Raises:
-            UnsupportedOp: some value cannot travel, or comes back as another, or this member has a part of it only; the
-                text names it.
+            UnsupportedOp: some value cannot travel, or comes back as another, or is spread in a way that cannot change;
+                the text names it.
         """
+        self._spread.check()
         for name, part in self._parts.items():
-            part.check_whole()
             before, arrays = split(part.rest())
             size = sum(array.nbytes for array in arrays.values())
             if part.gated() is None and size > _COSTLY_BYTES:
@@ -172,6 +225,80 @@ class TrainState:
             if before != after or changed:
                 where = f" at {changed[0]}" if changed else ""
                 raise UnsupportedOp(f"the state of {name} does not come back as it was given{where}")
+
+    # What is spread over members --------------------------------------------------------------------------------------
+
+    @property
+    def spreads(self) -> bool:
+        """True if members hold different parts of it; in a world of one too."""
+        return self._spread.node_size != 1
+
+    @property
+    def node_size(self) -> int:
+        """So many ranks hold one copy between them: 1 where each holds all, 0 for all ranks."""
+        return self._spread.node_size
+
+    def shares(self) -> tuple[Share, ...]:
+        """What this member can give in full, the live share first."""
+        return tuple(dict.fromkeys((self._spread.share, *self._kept)))
+
+    def resharding(self, share: Share, *, own: bool = True) -> Resharding:
+        """Prepares a change to another share, or to the one that is held; takes memory, and changes nothing.
+
+        Args:
+            share: what is to be held.
+            own: False if what this member holds is not of the state that is wanted.
+        """
+        move = self._spread.move(share)
+        targets = self._spread.named(move.target)
+        sources = [self._spread.named(self._spread.holding()), *self._kept.values()]
+        wanted = fill(targets, sources if own else [])
+        return Resharding(share, own, targets, wanted, self._spread.cut, move.switch)
+
+    def switch(self, plan: Resharding, rest: Mapping[str, Any] | None = None) -> None:
+        """The prepared share, which is filled, is what is held from now on. All or nothing.
+
+        What was held before is kept if it is of the same state, until `keep_live_share`.
+
+        Args:
+            plan: the latest of `resharding`.
+            rest: all that is not spread, as `load_state_dict` takes it; None to stay with what is here.
+
+        Raises:
+            SizeMismatch: `rest` does not fit.
+            Exception: what a part's own `load_state_dict` raised.
+        """
+        before, shards = self._spread.share, self._spread.named(self._spread.holding())
+        if rest is not None:
+            self.load_state_dict(rest)
+        if not plan.own:
+            self._kept.clear()
+        plan.switch()
+        if plan.own and before != plan.share:
+            self._kept.pop(plan.share, None)
+            self._kept[before] = shards
+
+    def keep_live_share(self) -> None:
+        """Lets go of all other shares."""
+        self._kept.clear()
+
+    def take_gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
+        """Takes what the update would work on out of everybody's reach: the caller's loop may clear what it finds."""
+        taken = self._spread.gradients()
+        self.clear_gradients()
+        return taken
+
+    def update(self, gradients: Sequence[tuple[Parameter, NDArray[Any]]]) -> None:
+        """Runs the update that the gate did not let through, on the gradients that were taken then."""
+        for parameter, gradient in gradients:
+            parameter._hold(gradient)
+        for thing, own in self._gates:
+            if own is None:
+                type(thing).step(thing)
+            else:
+                own()
+
+    # The gate ---------------------------------------------------------------------------------------------------------
 
     def guard(self, gate: Gate) -> None:
         """From now on `gate` is asked before any optimizer changes large state."""
@@ -190,11 +317,6 @@ class TrainState:
                 thing.step = own
         self._gates.clear()
 
-    @property
-    def has_gate(self) -> bool:
-        """True if some part changes in a step of its own."""
-        return any(part.gated() is not None for part in self._parts.values())
-
 
 def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
     @functools.wraps(step)
@@ -207,6 +329,20 @@ def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
             raise
 
     return guarded
+
+
+def _described(leaf: Leaf) -> tuple[str, list[int]]:
+    """Dtype and shape of the whole array."""
+    return str((leaf.values if isinstance(leaf, Shard) else leaf).dtype), list(leaf.shape)
+
+
+def _copy(leaf: Leaf) -> Leaf:
+    """A plain array of what is whole."""
+    if not isinstance(leaf, Shard):
+        return leaf.copy()
+    if leaf.values.size == prod(leaf.shape):
+        return leaf.values.reshape(leaf.shape).copy()
+    return replace(leaf, values=leaf.values.copy())
 
 
 def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:

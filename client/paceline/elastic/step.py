@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -39,6 +40,14 @@ class Steward(Protocol):
     def applied(self, step: int) -> None:
         """This step has changed the state."""
 
+    def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
+        """The step has failed here, and others may have applied it: its gradients stay.
+
+        Args:
+            step: the step.
+            small: small state as it was at the gate; it has been put back.
+        """
+
 
 class Step:
     """One attempt at a step; a context manager around the code that computes it.
@@ -74,7 +83,9 @@ class Step:
         self.cause: BaseException | None = None
         self.spoiled = False
         self.entered = False
-        self.updated = False
+        self.updated = self.updates = False
+        """The optimizer has run; it was called, and may have been held back at the gate."""
+        self._prepared = False
         self._group = group
         self._mesh = group.mesh
         self._state = state
@@ -119,6 +130,10 @@ class Step:
     def open_gate(self) -> None:
         """Returns when the state may change: all have entered, and all that was called is complete (I1).
 
+        Where the state is spread, it must be so at all members: else some would have a new state, others the old one,
+        and nobody all of either. So each says that it has all gradients, in a second word, and whoever does not see it
+        complete keeps them.
+
         Raises:
             PacelineError: the generation has failed.
             DivergenceError: members do not hold the same bits.
@@ -132,6 +147,10 @@ class Step:
         self._mesh.fault.check()
         self.flags = flags_of(sums)
         self._steward.word_completed(self.number)
+        if self._state.spreads and self.world > 1:
+            self._prepared = True  # from here on another may see all second words, and change its state
+            self._group.all_reduce(np.zeros(1), label=f"gate-{self.number}")
+            self._prepared = False
         self._steward.about_to_change()
         self._group.bar(_BARRED)
         self._open = True
@@ -157,7 +176,11 @@ class Step:
             self._steward.applied(self.number)
         else:
             self.cause = self._why(error) if failed else error
-            if not self.spoiled:
+            if self._prepared:
+                at_gate = self._state.small()
+                self._state.put_back(self._small)
+                self._steward.prepared(self, at_gate)
+            elif not self.spoiled:
                 self._state.undo(self._small)
         if error is None:
             return True

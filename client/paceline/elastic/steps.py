@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from paceline.checkpoint.tag import Tag
 from paceline.elastic.line import Line
+from paceline.elastic.place import Place
 from paceline.elastic.port import Port
 from paceline.elastic.saver import Saver
+from paceline.elastic.spread_saver import SpreadSaver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 
@@ -41,13 +44,20 @@ def line_of(
     if total < 1 or seed < 0:
         raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
     state.check_round_trip()
-    saver = Saver(checkpoint_dir, checkpoint_every)
+    saver = (SpreadSaver if state.spreads else Saver)(checkpoint_dir, checkpoint_every)
     held = before.held_of(state) if before is not None else None
-    if held is None:
+    stored = False
+    if held is None and state.spreads:
+        held = saver.latest()  # each member reads its share of it, once it knows which
+        stored = held > Tag(0, 0)
+    elif held is None:
         saver.load(state)
         held = saver.tag
-    manifest = state.manifest(total=total, seed=seed, **{"the script": _script()})
-    return Line(port, state, total, seed, manifest, saver, held)
+    settings: dict[str, object] = {"total": total, "seed": seed, "the script": _script(), "node_size": state.node_size}
+    if state.spreads:  # members write checkpoints together
+        settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
+    manifest = state.manifest(**settings)
+    return Line(port, state, total, seed, manifest, saver, Place(held, state.node_size, state.shares(), stored=stored))
 
 
 def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:

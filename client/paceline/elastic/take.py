@@ -7,21 +7,21 @@ import logging
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
+from functools import partial
 
 from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
+from paceline.elastic.crowd import is_crowded, once_let_in
 from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
+from paceline.links.grpc_knock import Knocker, knock
 from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 
-__all__ = ["get_manifest", "out_of_reach", "take_state"]
-
-T = TypeVar("T")
+__all__ = ["get_manifest", "out_of_reach", "take_state", "wire_tag", "words_of"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -64,9 +64,10 @@ async def take_state(
         failures: list[str] = []
         for peer in donors:
             try:
-                described = await _describe(channels[peer], job, tag, peer, own, patience)
+                describe = partial(_describe, channels[peer], job, tag, peer, own, patience)
+                described = await once_let_in(describe, patience)
             except (aio.AioRpcError, TimeoutError, ValueError, PacelineError) as error:
-                failures.append(f"{peer}: {_words(error)}")
+                failures.append(f"{peer}: {words_of(error)}")
                 continue
             return await _fetch(job, tag, channels, described, own, patience, failures)
         raise LinkUnavailable(f"nobody gave the state {tag}: " + "; ".join(failures))
@@ -82,39 +83,53 @@ async def get_manifest(job: str, donor: Peer, patience: float, credentials: Cred
     """
     async with credentials.member_channel(donor.address, options=CHANNEL_OPTIONS) as channel:
         request = peer_pb2.GetManifestRequest(job=job, to_member=donor.member_id)
+        ask = partial(PeerServiceStub(channel).GetManifest, request, timeout=patience, wait_for_ready=True)
         try:
-            answer = await PeerServiceStub(channel).GetManifest(request, timeout=patience, wait_for_ready=True)
+            answer = await once_let_in(ask, patience)
         except aio.AioRpcError as error:
             raise error_from_status(error, f"the manifest of {donor}") from error
         return answer.manifest
 
 
-async def out_of_reach(job: str, members: Sequence[Peer], patience: float, credentials: Credentials) -> list[str]:
-    """Which members do not answer at their doors, each with why: who cannot reach all does no good in a view.
+async def out_of_reach(
+    job: str, members: Sequence[Peer], own: Knocker, patience: float, credentials: Credentials
+) -> list[str]:
+    """Between which members and this worker there is no way, in either direction, each with why.
+
+    Who cannot reach all, or whom not all reach, does no good in a view.
 
     Args:
         job: the job.
         members: whom to ask.
-        patience: seconds for each.
+        own: who asks, and where its door is, at which all of them knock in turn.
+        patience: seconds for each; and for a door that is crowded, to let this worker in.
         credentials: by what members know each other.
     """
     at_once = asyncio.Semaphore(_AT_ONCE)
+    unheard: list[str] = []
+    shut_out: list[str] = []
 
-    async def knock(member: Peer) -> str | None:
+    async def try_one(member: Peer) -> None:
         async with at_once, credentials.member_channel(member.address, options=CHANNEL_OPTIONS) as channel:
-            request = peer_pb2.GetManifestRequest(job=job, to_member=member.member_id)
             try:
-                await PeerServiceStub(channel).GetManifest(request, timeout=patience, wait_for_ready=True)
-            except aio.AioRpcError as error:
-                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    return f"{member} at {member.address}: {_words(error)}"
-            return None
+                trouble = await once_let_in(partial(knock, channel, job, member.member_id, own, patience), patience)
+            except aio.AioRpcError as error:  # any other refusal came from the door: it has been reached
+                if is_crowded(error):
+                    unheard.append(f"{member} at {member.address} answers, but has no time: {words_of(error)}")
+                elif error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    unheard.append(f"{member} at {member.address} does not answer: {words_of(error)}")
+                return
+            if trouble:
+                there = f"{member} at {member.address} does not get through to this worker at {own.address}"
+                shut_out.append(f"{there}: {trouble}")
 
-    return [trouble for trouble in await asyncio.gather(*map(knock, members)) if trouble is not None]
+    await asyncio.gather(*map(try_one, members))
+    advice = ["tell peers another address (--advertise)"] if shut_out else []
+    return [*sorted(unheard), *sorted(shut_out), *advice]
 
 
 async def _describe(channel: aio.Channel, job: str, tag: Tag, peer: Peer, own: Content, patience: float) -> Description:
-    request = peer_pb2.DescribeStateRequest(job=job, to_member=peer.member_id, tag=_wire(tag))
+    request = peer_pb2.DescribeStateRequest(job=job, to_member=peer.member_id, tag=wire_tag(tag))
     words, hashes = bytearray(), bytearray()
     call = PeerServiceStub(channel).DescribeState(request)
     async with asyncio.timeout(patience) as limit:
@@ -147,14 +162,15 @@ async def _fetch(
 
     giving = dict(channels)
 
-    async def pull(peer: Peer, channel: aio.Channel) -> None:
+    async def give(peer: Peer, channel: aio.Channel) -> None:
         while missing:
             share = -(-len(missing) // max(1, len(giving)))
             wanted = [missing.popleft() for _ in range(min(_BATCH, share))]
             try:
-                await _pull(channel, job, tag, peer, wanted, content, described, patience)
+                pull = partial(_pull, channel, job, tag, peer, wanted, content, described, patience)
+                await once_let_in(pull, patience)
             except (aio.AioRpcError, TimeoutError, PacelineError) as error:
-                failures.append(f"{peer}: {_words(error)}")
+                failures.append(f"{peer}: {words_of(error)}")
                 missing.extend(wanted)
                 del giving[peer]  # not asked again: what it keeps back, the others would wait for each time
                 return
@@ -162,7 +178,7 @@ async def _fetch(
     while missing:
         if not giving:
             raise LinkUnavailable(f"nobody gave the rest of the state {tag}: " + "; ".join(failures))
-        await asyncio.gather(*(pull(peer, channel) for peer, channel in giving.items()))
+        await asyncio.gather(*(give(peer, channel) for peer, channel in giving.items()))
     return content
 
 
@@ -177,7 +193,7 @@ async def _pull(
     patience: float,
 ) -> None:
     """Takes chunks from one member; `wanted` keeps those that have not come."""
-    request = peer_pb2.GetStateRequest(job=job, to_member=peer.member_id, tag=_wire(tag), chunks=sorted(wanted))
+    request = peer_pb2.GetStateRequest(job=job, to_member=peer.member_id, tag=wire_tag(tag), chunks=sorted(wanted))
     call = PeerServiceStub(channel).GetState(request)
     try:
         async with asyncio.timeout(patience) as limit:
@@ -195,11 +211,13 @@ async def _pull(
         raise PacelineError(f"it stopped before chunk {wanted[0]}")
 
 
-def _wire(tag: Tag) -> session_pb2.Tag:
+def wire_tag(tag: Tag) -> session_pb2.Tag:
+    """As it travels."""
     return session_pb2.Tag(generation=tag.generation, step=tag.step)
 
 
-def _words(error: Exception) -> str:
+def words_of(error: Exception) -> str:
+    """What a member answered."""
     if isinstance(error, aio.AioRpcError):
         return error.details() or error.code().name
     return str(error) or "no answer"

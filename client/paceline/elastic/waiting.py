@@ -7,6 +7,7 @@ without need, and hears nothing because the coordinator is away, goes on with it
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -55,7 +56,7 @@ class Waiting:
 
     def as_candidate(self) -> None:
         """This member is in no view: it is to reach all members of the line before it comes in."""
-        self._reach = Reach()
+        self._reach = Reach(random.Random())
 
     def said(self) -> None:
         """The coordinator is told of the stop now."""
@@ -105,7 +106,7 @@ class Waiting:
             self._away_since = None
             return
         self._away_since = self._away_since or now
-        alive = not self._port.group.mesh.fault.failed and self._place.holds_base
+        alive = not self._port.group.mesh.fault.failed and self._place.may_go_on
         if self.planned and alive and now - self._away_since > self._port.config.failure_timeout:
             _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
             self.planned, self._place.leaving = False, False
@@ -114,7 +115,7 @@ class Waiting:
             self._place.go_on()
 
     def _try_to_reach(self, now: float, reach: Reach) -> None:
-        """A candidate is ready when it can reach every member of the line."""
+        """A candidate is ready when it can reach every member of the line, and every member can reach it."""
         members = reach.due(now)
         if members is None:
             return
@@ -123,7 +124,7 @@ class Waiting:
             self._come_in()
             return
         pause = reach.failed(time.monotonic())
-        _log.warning("cannot come in, trying again in %.0f s: no way to %s", pause, "; ".join(troubles))
+        _log.warning("cannot come in, trying again in %.0f s: %s", pause, "; ".join(troubles))
 
     def _come_in(self) -> None:
         self._reach = None

@@ -28,7 +28,9 @@ _DIGITS = 3 + 8
 
 _SHIFTS = range(0, 4 * _DIGITS, 4)
 
-WORD_SIZE = 2 + 2 * _DIGITS
+_FLAGS = 3
+
+WORD_SIZE = _FLAGS + 2 * _DIGITS
 """Numbers in a word."""
 
 _WINDOW_BYTES = 1 << 12
@@ -42,25 +44,29 @@ class Flag(enum.IntFlag):
     """Newcomers are ready: meet after this step."""
     LEAVE = 2
     """The member wants to go: meet after this step."""
+    WRITES = 4
+    """The member still writes its part of a checkpoint."""
 
 
 def word(flags: Flag, step: int, digest: int) -> NDArray[np.float64]:
     """What one member puts in, shape [WORD_SIZE]: to be added up over all members."""
     asked, both = int(flags), (step & 0xFFF) | digest << 12  # 3 digits of the step, 8 of the digest
     digits = [both >> shift & 15 for shift in _SHIFTS]
-    return np.array([asked & 1, asked >> 1, *digits, *[digit * digit for digit in digits]], np.float64)
+    return np.array(
+        [*(asked >> n & 1 for n in range(_FLAGS)), *digits, *[digit * digit for digit in digits]], np.float64
+    )
 
 
 def flags_of(sums: Sequence[float]) -> Flag:
     """What any member asked."""
-    return Flag((sums[0] > 0) + 2 * (sums[1] > 0))
+    return Flag(sum((sums[n] > 0) << n for n in range(_FLAGS)))
 
 
 def agrees(sums: Sequence[float], world: int) -> bool:
     """True if all members put the same step and digest in."""
     # Plain numbers: after a pass over a model nothing of NumPy is in the cache, and they are few.
     numbers = [round(number) for number in sums]
-    plain, squared = numbers[2 : 2 + _DIGITS], numbers[2 + _DIGITS :]
+    plain, squared = numbers[_FLAGS : _FLAGS + _DIGITS], numbers[_FLAGS + _DIGITS :]
     return all(world * x_x == x * x for x, x_x in zip(plain, squared, strict=True))
 
 

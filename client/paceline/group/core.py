@@ -38,6 +38,7 @@ class LineMarks:
         vouched: the last generation of which it is known that all members hold the same state.
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
+        elastic: another generation may have more or fewer members.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class LineMarks:
         self.vouched = 0
         self.passenger: Passenger | None = None
         self.boarded = 0
+        self.elastic = False
 
 
 class GroupCore:
@@ -113,6 +115,15 @@ class GroupCore:
         """All members of this generation hold the same state: for whoever owns the group."""
         self._line.vouched = self.generation
 
+    @property
+    def is_elastic(self) -> bool:
+        """True if the job lets members come and go: another generation may have more or fewer."""
+        return self._line.elastic
+
+    def make_elastic(self) -> None:
+        """The job lets members come and go: for whoever owns the group."""
+        self._line.elastic = True
+
     def take_along(self, passenger: Passenger) -> None:
         """Has numbers ride in the next bucket of gradients: for whoever owns the group, on all ranks alike."""
         self._line.passenger = passenger
@@ -168,8 +179,12 @@ class GroupCore:
         self._bound.lane.hand_over()
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
-        """A new array that links can use without a copy; its contents are undefined."""
-        return np.empty(shape, dtype)
+        """A new array that links can use without a copy; its contents are undefined.
+
+        It outlives the generation. Where there is no shared memory, or none is left, it is an ordinary one. A forked
+        child has the same memory, not a copy of it.
+        """
+        return self._bound.mesh.empty(shape, np.dtype(dtype))
 
     def _enter(self) -> Binding:
         """Every public call passes here first: refuses a generation that is over.
@@ -194,6 +209,8 @@ class GroupCore:
         return monotonic() + checked_timeout(self._config.step_timeout if timeout is None else timeout)
 
     def _check_rank(self, what: str, rank: object) -> None:
+        if not self.size:
+            self._enter()  # it is in no view, which says more than that there is no such rank
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
             raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
 

@@ -13,6 +13,7 @@ from paceline.collectives.tasks.task import Chooser
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
 from paceline.group.binding import Binding
+from paceline.group.compressing import Compressing
 from paceline.group.gathering import Gathering
 from paceline.group.messages import Messages
 from paceline.group.objects import Objects
@@ -30,7 +31,7 @@ Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
 _NAME = re.compile(r"[A-Za-z0-9_]{1,40}")
 
 
-class Group(Reducing, Spreading, Gathering, Objects, Messages):
+class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
     """The members of one generation, or a part of them.
 
     All members must call the same collectives in the same order. A collective returns its result in a new array, or

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeVar, overload
 
 import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
-from paceline.collectives.tasks.reducing import all_reduce_task, reduce_scatter_task, reduce_task
+from paceline.collectives.tasks.reducing import reduce_task, reducing_task
 from paceline.collectives.trees import Fusion
 from paceline.group.core import GroupCore, labelled
 from paceline.work import Work
@@ -38,6 +39,7 @@ class Reducing(GroupCore):
         order: str = ...,
         out: Array | None = ...,
         label: str = ...,
+        divisor: Callable[[], float] | None = ...,
         timeout: float | None = ...,
         async_op: Literal[False] = ...,
     ) -> Array: ...
@@ -50,6 +52,7 @@ class Reducing(GroupCore):
         order: str = ...,
         out: Array | None = ...,
         label: str = ...,
+        divisor: Callable[[], float] | None = ...,
         timeout: float | None = ...,
         async_op: Literal[True],
     ) -> Work[Array]: ...
@@ -61,6 +64,7 @@ class Reducing(GroupCore):
         order: str = "fastest",
         out: Array | None = None,
         label: str = "",
+        divisor: Callable[[], float] | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
@@ -72,6 +76,9 @@ class Reducing(GroupCore):
             order: "fastest" or "rank".
             out: where to put the result; may be `x`.
             label: a word that all ranks must agree on: tells operations of one size apart, in errors and records too.
+            divisor: gives what a sum is divided by, once and in the same pass over memory; the same on all ranks, or
+                they end with other bits. It is asked when the operation's turn has come, so it may be the result of
+                one before. For floats and complex numbers.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -85,7 +92,9 @@ class Reducing(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: all_reduce_task(bound.engine, array, op, out, self.choose, order, labelled(label)),
+            lambda bound: reducing_task(
+                bound.engine, "all_reduce", array, op, out, self.choose, order, labelled(label), divisor
+            ),
             timeout,
             async_op,
         )
@@ -158,6 +167,7 @@ class Reducing(GroupCore):
         order: str = ...,
         out: Array | None = ...,
         label: str = ...,
+        divisor: Callable[[], float] | None = ...,
         timeout: float | None = ...,
         async_op: Literal[False] = ...,
     ) -> Array: ...
@@ -170,6 +180,7 @@ class Reducing(GroupCore):
         order: str = ...,
         out: Array | None = ...,
         label: str = ...,
+        divisor: Callable[[], float] | None = ...,
         timeout: float | None = ...,
         async_op: Literal[True],
     ) -> Work[Array]: ...
@@ -181,6 +192,7 @@ class Reducing(GroupCore):
         order: str = "fastest",
         out: Array | None = None,
         label: str = "",
+        divisor: Callable[[], float] | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
@@ -192,6 +204,7 @@ class Reducing(GroupCore):
             order: "fastest" or "rank".
             out: where to put the result, shape [m, ...].
             label: as for `all_reduce`.
+            divisor: as for `all_reduce`.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -204,7 +217,9 @@ class Reducing(GroupCore):
         """
         array = as_array(x)
         return self._issue(
-            lambda bound: reduce_scatter_task(bound.engine, array, op, out, self.choose, order, labelled(label)),
+            lambda bound: reducing_task(
+                bound.engine, "reduce_scatter", array, op, out, self.choose, order, labelled(label), divisor
+            ),
             timeout,
             async_op,
         )
@@ -228,8 +243,8 @@ class Reducing(GroupCore):
         detail = f" tree={fusion.digest}"
         for vector in fusion.vectors:
             self._issue(
-                lambda bound, vector=vector: all_reduce_task(
-                    bound.engine, vector, "mean", vector, self.choose, detail=detail
+                lambda bound, vector=vector: reducing_task(
+                    bound.engine, "all_reduce", vector, "mean", vector, self.choose, detail=detail
                 ),
                 timeout,
                 async_op=False,

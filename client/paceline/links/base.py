@@ -17,15 +17,23 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame
 
-__all__ = ["MAX_GROUP_NAME", "Link", "LinkEnded", "LinkTimeout", "Mesh", "Peer", "Purpose"]
+__all__ = ["LEND_BYTES", "MAX_GROUP_NAME", "Link", "LinkEnded", "LinkTimeout", "Mesh", "Peer", "Purpose"]
 
+
+LEND_BYTES = 16 << 10
+"""Smaller payloads are never lent: a copy costs no more than to wait until they are released."""
 
 MAX_GROUP_NAME = 256
 """Longest name of a group, in bytes (peer.proto)."""
@@ -60,6 +68,7 @@ class Peer:
         host: its host, by name: for people, and for what keeps together what is near (`split_by_host`).
         address: where its PeerService answers, "host:port"; empty on a local mesh.
         pid: its process id, 0 where unknown.
+        node: alike for members that can share memory; empty where it shares none.
     """
 
     rank: int
@@ -67,6 +76,7 @@ class Peer:
     host: str
     address: str = ""
     pid: int = 0
+    node: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"
@@ -96,6 +106,8 @@ class Link(abc.ABC):
     def lend(self, frame: Frame, deadline: float) -> None:
         """Sends a frame whose payload the other side may read where it lies, until `settle` or `recall` returns.
 
+        For payloads of `LEND_BYTES` or more.
+
         Raises:
             LinkTimeout, LinkEnded, PacelineError: as `send`.
         """
@@ -120,8 +132,13 @@ class Link(abc.ABC):
         return
 
     @abc.abstractmethod
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         """The next frame; its payload may be read until `release`.
+
+        Args:
+            deadline: a `time.monotonic()` value.
+            into: where a payload of just this length may be put; then the frame's payload is this very object. What is
+                there is undefined if the call raises.
 
         Raises:
             LinkTimeout: none came before the deadline; nothing is consumed.
@@ -187,3 +204,13 @@ class Mesh(abc.ABC):
     def size(self) -> int:
         """Number of members."""
         return len(self.peers)
+
+    @property
+    def neighbours(self) -> int:
+        """Other members on the node of the view that has most of them: the same at all members, and in all groups."""
+        nodes = Counter(peer.node for peer in self.peers if peer.node)
+        return max(nodes.values(), default=1) - 1
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A new array that links can lend without a copy (`Link.lend`)."""
+        return np.empty(shape, dtype)

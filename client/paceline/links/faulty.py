@@ -11,7 +11,10 @@ It serves over every kind of link.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.links.base import Link, Mesh, Purpose
 from paceline.links.frame import Frame
@@ -49,6 +52,10 @@ class FaultyMesh(Mesh):
     def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
         """Ranks with a link (`Mesh.linked`)."""
         return self.inner.linked(purpose, group)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array of the mesh that does the work (`Mesh.empty`)."""
+        return self.inner.empty(shape, dtype)
 
     @property
     def bytes_sent(self) -> int:
@@ -90,9 +97,9 @@ class _FaultyLink(Link):
     def release(self) -> None:
         self._link.release()
 
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         while True:
-            passed = self._tamper("recv", self.peer.rank, self._link.recv(deadline))
+            passed = self._tamper("recv", self.peer.rank, self._link.recv(deadline, into))
             if passed is not None:
                 return passed
             self._link.release()

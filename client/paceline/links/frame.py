@@ -8,7 +8,7 @@ and one join, and read without copying the payload. `FramesRequest.FromString` r
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 __all__ = ["MAX_FRAME_BYTES", "MAX_SIGNATURE_BYTES", "Frame", "FrameError", "FrameKind", "decode", "encode"]
@@ -54,6 +54,7 @@ class Frame:
         part: number of the frame within (operation, sender, receiver), from 0.
         signature: the operation in words, in part 0 only.
         payload: elements as bytes. A sent payload is copied before `Link.send` returns.
+        address: where the payload lies in this process, if its sender knows; it does not travel.
     """
 
     kind: FrameKind
@@ -62,6 +63,7 @@ class Frame:
     part: int
     signature: bytes
     payload: bytes | memoryview
+    address: int = field(default=0, compare=False)
 
 
 def encode(frame: Frame) -> bytes:

@@ -7,7 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline._grpc import aio
 from paceline._loop import LoopThread
@@ -17,7 +20,9 @@ from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_dial import dial
-from paceline.links.grpc_link import GrpcLink, Inbox, Outbox
+from paceline.links.grpc_queues import Inbox, Outbox
+from paceline.links.member_link import MemberLink
+from paceline.links.negotiation import Ways
 from paceline.session.wire import channel_options
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, session_pb2
@@ -51,6 +56,7 @@ class GrpcMesh(Mesh):
         thread: the loop that links run on.
         patience: seconds to knock at a door that does not answer before its owner counts as lost.
         credentials: by what members know each other.
+        ways: kinds of halves that this member has.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class GrpcMesh(Mesh):
         thread: LoopThread,
         patience: float,
         credentials: Credentials,
+        ways: Ways,
     ) -> None:
         self.generation = generation
         self.rank = rank
@@ -73,12 +80,15 @@ class GrpcMesh(Mesh):
         self._thread = thread
         self._patience = patience
         self._credentials = credentials
+        self.node = self.peers[rank].node
+        self._ways = ways
+        self._way_out = ways.way_out(self.node, fault, self.neighbours)
         self._by_id = {peer.member_id: peer for peer in self.peers}
         self._lock = threading.Lock()
-        self._links: dict[_Key, GrpcLink] = {}
+        self._links: dict[_Key, MemberLink] = {}
         self._closed_groups: set[str] = set()
         self._sent_by_closed = 0
-        self._dialled: set[GrpcLink] = set()
+        self._dialled: set[MemberLink] = set()
         self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
         self._leavers: set[int] = set()  # touched on the loop only
@@ -118,15 +128,16 @@ class GrpcMesh(Mesh):
         for link in ours:
             link.inbox.end(LinkEnded("this member has closed the group", orderly=True))
         for link in links:
-            link.half_close(FrameKind.CLOSE)
+            link.half_close(FrameKind.CLOSE, deadline)
         for link in links:
             link.close(deadline)
         with self._lock:
             for key in [key for key in self._links if key[2] == group]:
                 link = self._links.pop(key)
                 self._dialled.discard(link)
-                self._sent_by_closed += link.outbox.sent_bytes
+                self._sent_by_closed += link.sent_bytes
                 link.forget()
+                link.shut()
 
     def close(self, deadline: float) -> None:
         """See `Mesh.close`."""
@@ -134,7 +145,7 @@ class GrpcMesh(Mesh):
             self._closed = True
             links = list(self._dialled)
         for link in links:
-            link.half_close(FrameKind.LEAVE)
+            link.half_close(FrameKind.LEAVE, deadline)
         for link in links:
             link.close(deadline)
         if self.fault.failed:  # the others shall hear of it before the links break
@@ -149,7 +160,11 @@ class GrpcMesh(Mesh):
     def bytes_sent(self) -> int:
         """Bytes of frames, with their headers, so far (`Mesh.bytes_sent`)."""
         with self._lock:
-            return self._sent_by_closed + sum(link.outbox.sent_bytes for link in self._links.values())
+            return self._sent_by_closed + sum(link.sent_bytes for link in self._links.values())
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array that the links can lend (`Mesh.empty`)."""
+        return self._ways.empty(shape, dtype)
 
     def peer_by_id(self, member_id: str) -> Peer | None:
         """The member with this id, None if it is not of this generation."""
@@ -158,8 +173,10 @@ class GrpcMesh(Mesh):
     def inbox(self, rank: int, purpose: Purpose, group: str) -> Inbox | None:
         """Where frames from that rank go; None for one group too many: what a peer may make us keep has a limit."""
         with self._lock:
-            if group in self._closed_groups:
-                return Inbox(self._thread.loop)  # what still comes is of no use to anybody
+            if self._ended or group in self._closed_groups:
+                unread = Inbox(self._thread.loop)
+                unread.close()  # what still comes is of no use to anybody
+                return unread
             early = {key[2] for key, link in self._links.items() if key[0] == rank and link not in self._dialled}
             if group not in early and len(early) >= MAX_EARLY_GROUPS:
                 return None
@@ -177,21 +194,21 @@ class GrpcMesh(Mesh):
             with self._lock:
                 links = [link for (peer, *_), link in self._links.items() if peer == rank]
             for link in links:
-                link.outbox.end(error)
+                link.end_out(error)
                 link.inbox.end(error)
         else:
             self.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, rank, 0, str(error)))
 
-    def _get(self, rank: int, purpose: Purpose, group: str) -> GrpcLink:
+    def _get(self, rank: int, purpose: Purpose, group: str) -> MemberLink:
         with self._lock:
             link = self._links.get((rank, purpose, group))
             if link is None:
                 loop = self._thread.loop
-                link = GrpcLink(self.peers[rank], Inbox(loop), Outbox(loop), self.fault)
+                link = MemberLink(self.peers[rank], Inbox(loop), Outbox(loop), self.fault)
                 self._links[rank, purpose, group] = link
             return link
 
-    def _start(self, link: GrpcLink, purpose: Purpose, group: str) -> None:
+    def _start(self, link: MemberLink, purpose: Purpose, group: str) -> None:
         if self._ended:
             link.drained.set()
             return
@@ -199,10 +216,11 @@ class GrpcMesh(Mesh):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, link: GrpcLink, purpose: Purpose, group: str) -> None:
+    async def _serve(self, link: MemberLink, purpose: Purpose, group: str) -> None:
         rank = link.peer.rank
         if rank not in self._channels:
-            options = channel_options(self._patience)
+            # grpc shares connections among channels of equal options: one from an address that was ours is of no use.
+            options = [*channel_options(self._patience), ("paceline.from", self.peers[self.rank].address)]
             self._channels[rank] = self._credentials.member_channel(link.peer.address, options)
         hello = peer_pb2.HelloRequest(
             protocol_version=PROTOCOL_VERSION,
@@ -211,11 +229,10 @@ class GrpcMesh(Mesh):
             to_member=link.peer.member_id,
             generation=self.generation,
             purpose=peer_pb2.Purpose.ValueType(purpose),
-            offered=[peer_pb2.LINK_KIND_GRPC],
             group=group,
         )
         try:
-            ended = await dial(link, self._channels[rank], hello, self._patience)
+            ended = await dial(link, self._channels[rank], hello, self._way_out, self._patience)
         except Exception as error:  # noqa: BLE001  logged, and the generation ends: a link must not die unseen
             _log.exception("the link to %s failed in a way that it should not", link.peer)
             ended = LinkEnded(f"the link to {link.peer} failed: {error}")
@@ -253,3 +270,8 @@ class GrpcMesh(Mesh):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for channel in self._channels.values():
             await channel.close(None)
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.forget()
+            link.shut()

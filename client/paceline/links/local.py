@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.errors import InvalidWorldSize
-from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
+from paceline.links.base import LEND_BYTES, Link, LinkEnded, Mesh, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.frame import Frame
 from paceline.links.pipe import Pipe
@@ -20,9 +20,6 @@ __all__ = ["LocalLink", "LocalMesh", "local_meshes", "next_meshes"]
 
 VERDICT_TIMEOUT = 10.0
 """The switchboard always answers, at once; only a starved thread comes late, and must not tell another story."""
-
-LEND_BYTES = 16 << 10
-"""From here on a payload is lent; a copy of less costs no more than to wait for its release."""
 
 
 class LocalLink(Link):
@@ -67,7 +64,7 @@ class LocalLink(Link):
         """Gives back what was received (`Link.release`)."""
         self._incoming.release()
 
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         """The next frame (`Link.recv`)."""
         self._check_open()
         return self._incoming.get(deadline, self._fault)

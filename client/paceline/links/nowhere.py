@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import PacelineError, StepOrderError
 from paceline.links.base import Link, Mesh, Peer, Purpose
 from paceline.links.fault import Fault
+from paceline.links.negotiation import Ways
 
 __all__ = ["NoMesh"]
 
@@ -33,13 +38,19 @@ class NoMesh(Mesh):
 
     Args:
         reason: why the member is in no view, for the errors.
+        ways: the halves that its links will have once it is in one.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, ways: Ways | None = None) -> None:
         self.generation = 0
         self.rank = -1
         self.peers: Sequence[Peer] = ()
         self.fault = _Outside(reason)
+        self._ways = ways
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array that the links will lend (`Mesh.empty`): a candidate builds what it will train."""
+        return super().empty(shape, dtype) if self._ways is None else self._ways.empty(shape, dtype)
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
         """There is none (`Mesh.link`)."""

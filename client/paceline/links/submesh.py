@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.links.base import Link, Mesh, Purpose
 
@@ -44,6 +48,15 @@ class SubMesh(Mesh):
     def close_group(self, group: str, deadline: float) -> None:
         """Closes the links of a group within this one (`Mesh.close_group`)."""
         self._mesh.close_group(self._full(group), deadline)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array that the links can lend (`Mesh.empty`)."""
+        return self._mesh.empty(shape, dtype)
+
+    @property
+    def neighbours(self) -> int:
+        """Those of the view (`Mesh.neighbours`)."""
+        return self._mesh.neighbours
 
     @property
     def bytes_sent(self) -> int:

@@ -19,7 +19,7 @@ from paceline.parallel.ranks import Ranks
 __all__ = ["agree", "give"]
 
 
-def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool) -> None:
+def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool) -> int:
     """Compares manifests, then gives rank 0's values to all, unless all hold them already or are known to (`vouched`).
 
     Args:
@@ -28,13 +28,16 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
         arrays: this rank's parameters and buffers, in the manifest's order; written in place.
         may_change: False where gradients have been computed from this rank's own values.
 
+    Returns:
+        The fingerprint of what all hold; 0 where nothing was compared.
+
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
-        return
+        return 0
     description = manifest.encode()
     table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description)])
     if odd := _differ(table):
@@ -43,10 +46,11 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
         raise first_difference(Manifest.decode(reference), Manifest.decode(example), rank=odd[0], ranks=odd)
 
     if group.vouched:
-        return
-    odd = _differ(_tell_all(group, [_fingerprint(arrays)]))
+        return 0
+    fingerprint = _fingerprint(arrays)
+    odd = _differ(_tell_all(group, [fingerprint]))
     if not odd:
-        return
+        return fingerprint
     if not may_change:
         raise StepOrderError(
             f"ranks {list(odd)} computed gradients from initial values that are not rank 0's: "
@@ -54,8 +58,10 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
             ranks=odd,
         )
     give(group, arrays)
-    if odd := _differ(_tell_all(group, [_fingerprint(arrays)])):
+    fingerprint = _fingerprint(arrays)
+    if odd := _differ(_tell_all(group, [fingerprint])):
         raise DivergenceError(f"ranks {list(odd)} do not hold the values that rank 0 gave", ranks=odd)
+    return fingerprint
 
 
 def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:

@@ -14,24 +14,36 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.compression.memory import Memory
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel.parameter import Parameter
 
-__all__ = ["Bucket", "plan_buckets"]
+__all__ = ["FIRST_BYTES", "Bucket", "Empty", "plan_buckets"]
+
+FIRST_BYTES = 1 << 20
+"""Gradients in the first bucket of a dtype, unless one parameter has more: the sooner it goes, the sooner links have
+work. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), which does so for the same reason."""
+
+Empty = Callable[[int, Any], NDArray[Any]]
+"""Makes an array of a size and dtype that links can use without a copy."""
 
 
-def plan_buckets(parameters: Mapping[str, Parameter], cap_bytes: float) -> list[list[str]]:
+def plan_buckets(
+    parameters: Mapping[str, Parameter], cap_bytes: float, first_bytes: float = math.inf
+) -> list[list[str]]:
     """Which parameters share a bucket: paths by bucket, in the order in which buckets are sent.
 
     Backward runs from the last layer to the first, so parameters are taken in reverse. A bucket has one dtype and at
-    most `cap_bytes` of gradients; a larger parameter has one of its own. Buckets are ordered by their last parameter,
-    the one whose gradient completes them. Frozen parameters are in none.
+    most `cap_bytes` of gradients; a larger parameter has one of its own. The first of a dtype is full when it has
+    `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen
+    parameters are in none.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64. (In 16 bits neither a sum over ranks nor
@@ -39,6 +51,7 @@ def plan_buckets(parameters: Mapping[str, Parameter], cap_bytes: float) -> list[
     """
     closed: list[tuple[int, list[str]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
+    begun: set[np.dtype[Any]] = set()  # dtypes whose first bucket is closed
     for place, (path, parameter) in enumerate(reversed(list(parameters.items()))):
         if not parameter.requires_grad:
             continue
@@ -46,7 +59,9 @@ def plan_buckets(parameters: Mapping[str, Parameter], cap_bytes: float) -> list[
         if dtype not in (np.float32, np.float64):
             raise UnsupportedOp(f"parameter {path!r} is {dtype}; only float32 and float64 can be trained")
         last, size, paths = filling.pop(dtype, (0, 0, []))
-        if paths and size + nbytes > cap_bytes:
+        full = size >= first_bytes and dtype not in begun
+        if paths and (full or size + nbytes > cap_bytes):
+            begun.add(dtype)
             closed.append((last, paths))
             size, paths = 0, []
         filling[dtype] = (place, size + nbytes, [*paths, path])
@@ -60,13 +75,21 @@ class Bucket:
     Args:
         parameters: by path, in the order in which they lie in the bucket.
         room: numbers of a passenger.
+        empty: where the memory comes from.
+        feedback: see `Memory`.
 
     Attributes:
         flat: what goes to `all_reduce`, in place.
+        exact: how many elements at its end are no gradients: they must arrive as they are.
+        memory: of its compressed reductions.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], room: int = 0) -> None:
-        self._room = room
+    def __init__(
+        self, parameters: Mapping[str, Parameter], room: int = 0, empty: Empty = np.empty, feedback: bool = False
+    ) -> None:
+        self.exact = 1 + len(parameters) + room
+        self.memory = Memory(feedback=feedback)
+        self._empty = empty
         self._parameters = tuple(parameters.values())
         self._dtype = self._parameters[0].data.dtype
         self._count = sum(p.data.size for p in self._parameters)
@@ -74,13 +97,24 @@ class Bucket:
 
     def renew(self) -> None:
         """Takes fresh memory. The old may still be read and written by a collective that was given up."""
-        self.flat: NDArray[Any] = np.zeros(self._count + 1 + len(self._parameters) + self._room, self._dtype)
+        self.flat: NDArray[Any] = self._empty(self._count + self.exact, self._dtype)
         self._slots: Sequence[NDArray[Any]] = [
             self.flat[end - p.data.size : end].reshape(p.data.shape)
             for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
         ]
+        self.settle()
+
+    def vacate(self) -> None:
+        """Until `settle` or `renew`, gradients are written elsewhere: a collective that was given up may still run."""
+        for parameter in self._parameters:
+            parameter._home = None
+
+    def settle(self) -> None:
+        """Gradients are at home here (again), those that are there already, too."""
+        for slot in self._slots:
+            slot.flags.writeable = True
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.grad is not slot:
                 np.copyto(slot, parameter.grad)
                 parameter._hold(slot)
             parameter._home = slot
@@ -102,28 +136,36 @@ class Bucket:
                 parameter._hold(slot)
             slot.flags.writeable = False  # `p.grad += g` writes before it signals: better an error than a torn sum
 
-    def unpack(self) -> None:
-        """Divides the reduced sums by the total weight, and gives each parameter that any rank used its mean.
+    def unpack(self, total: float, *, divided: bool = False) -> None:
+        """Makes means of the reduced sums, and gives each parameter that any rank used its own.
 
         Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used keeps no gradient.
+
+        Args:
+            total: the weight of all ranks together.
+            divided: the sums have been divided by it already.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0. All ranks see it alike, so all raise.
         """
         for slot in self._slots:
             slot.flags.writeable = True
-        total = self.flat[self._count]
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
-        if total != 1:  # a division by 1 changes no bit
+        if total != 1 and not divided:  # a division by 1 changes no bit
             gradients = self.flat[: self._count]
             np.divide(gradients, total, out=gradients)
         for used, parameter, slot in zip(self._used, self._parameters, self._slots, strict=True):
             parameter._hold(slot if used > 0 else None)
 
     @property
+    def total(self) -> NDArray[Any]:
+        """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
+        return self.flat[self._count : self._count + 1]
+
+    @property
     def _used(self) -> NDArray[Any]:
-        """Shape [P]: before the reduction 1 for a parameter that this rank used, after it the number of ranks."""
+        """Shape [P]: before the reduction 1 for a parameter that this rank used, afterwards above 0 if any did."""
         return self.flat[self._count + 1 : self._count + 1 + len(self._parameters)]
 
     @property

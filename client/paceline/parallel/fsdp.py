@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike, NDArray
 
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import InvalidWorldSize, StepOrderError, UnsupportedOp
 from paceline.parallel.manifest import Manifest
 from paceline.parallel.module import Module, buffers_of
 from paceline.parallel.norm import Share
@@ -20,7 +20,7 @@ from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.joining import join_units
 from paceline.parallel.sharding.stateful import ShardedState
-from paceline.parallel.sharding.strategy import ShardingStrategy, place
+from paceline.parallel.sharding.strategy import Placement, ShardingStrategy, place
 from paceline.parallel.sharding.unit import Unit, checked_wire
 from paceline.parallel.sharding.units import Units
 from paceline.parallel.wrapper import Wrapper
@@ -48,10 +48,12 @@ class FSDP(Wrapper, ShardedState):
         fsdp = paceline.FSDP(model, group)
 
     A model that fits no rank is built unit by unit: `unit = FSDP(block, group); unit.prepare()`, a collective, leaves
-    of each block this rank's part before the next is built.
+    of each block this rank's part before the next is built. (A worker that waits to be taken in cannot do so.)
 
-    **A world that changes.** In `session.steps` workers come and go: there use NO_SHARD, whose state every rank has.
-    The other strategies are refused in a world above one.
+    **A world that changes.** In `session.steps` workers come and go, and what is spread moves with them, live, if the
+    `TrainState` has the model and its optimizer. A worker that waits to be taken in builds the whole model. What an
+    unannounced death takes along is there again under NO_SHARD and from HYBRID_SHARD's other nodes, for which
+    `intra_node_size` must be given; under the other strategies the line goes on from its checkpoint.
 
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
     The module's own have values only while their unit runs, and inside `unshard()`; under SHARD_GRAD_OP always, but
@@ -65,7 +67,8 @@ class FSDP(Wrapper, ShardedState):
         module: the model or a part of it, built alike on every rank; values may differ.
         group: the ranks; the same for all units.
         strategy: what is spread.
-        intra_node_size: of HYBRID_SHARD: ranks in a node; None where a node is a host.
+        intra_node_size: of HYBRID_SHARD: ranks in a node. With None ranks that can share memory are a node, or ranks of
+            one host name where that is not known; a rank in a container of its own is one alone, and holds the model.
         communication_dtype: what wider parameters and gradients travel in, e.g. `ml_dtypes.bfloat16`; None for their
             own. The parts that are trained keep their dtype, and so does the computation; what does not travel is not
             rounded. Gradients travel multiplied by their weights (B samples): float16 may overflow.
@@ -78,9 +81,8 @@ class FSDP(Wrapper, ShardedState):
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64, is in another unit already, or the
-            communication dtype cannot travel or is no float; or state would be spread by a worker that waits to be
-            taken in.
-        InvalidWorldSize: the ranks do not make up nodes of one size.
+            communication dtype cannot travel or is no float.
+        InvalidWorldSize: the ranks do not make up nodes of one size; at first use where workers may come and go.
         ValueError: no such strategy, `intra_node_size` without HYBRID_SHARD, units of several groups, or `ahead` is
             negative.
     """
@@ -107,12 +109,12 @@ class FSDP(Wrapper, ShardedState):
         self._ahead = ahead
         self._wire = checked_wire(communication_dtype)
         self._intra_node_size = intra_node_size
-        self._placed_in = group.generation
-        placement = place(self.strategy, group.rank, group.members, intra_node_size)
+        placement = self._place()
+        self._placed_in = group.generation if placement.nodes else None  # else its place is to be found at first use
         own, inner = _owned(module)
         if any(part.group is not group for part in inner):
             raise ValueError("all units of a model must have the same group")
-        self._unit = Unit(own, placement, self._wire)
+        self._unit = Unit(own, placement, self._wire, group.empty)
         self._inner = inner
         for part in inner:
             part._root = self
@@ -243,9 +245,9 @@ class FSDP(Wrapper, ShardedState):
             yield path, self._pieces.get(id(parameter), parameter)
 
     @property
-    def is_spread(self) -> bool:
-        """True if other ranks hold what this one has not."""
-        return self.strategy is not ShardingStrategy.NO_SHARD and self.group.size > 1
+    def spreads(self) -> bool:
+        """True if ranks hold different parts under this strategy; in a world of one too."""
+        return self.strategy is not ShardingStrategy.NO_SHARD and self._intra_node_size != 1
 
     def _agree(self, *, may_change: bool) -> Units:
         paths, units = self._paths(), list(self._tree())
@@ -272,11 +274,30 @@ class FSDP(Wrapper, ShardedState):
         return self._units
 
     def _follow(self) -> None:
-        """If the group has gone on to another view, takes this rank's place there."""
+        """If the group has gone on to another view, takes this rank's place there.
+
+        Raises:
+            InvalidWorldSize: the ranks of this view do not make up nodes.
+        """
         if self._placed_in != self.group.generation:
+            placement = place(self.strategy, self.group.rank, self.group.members, self._intra_node_size)
             self._unit.expire()
-            self._unit.move(place(self.strategy, self.group.rank, self.group.members, self._intra_node_size))
+            self._unit.move(placement)
             self._placed_in = self.group.generation
+
+    def _place(self) -> Placement:
+        """Where this rank stands in the group's present view; it has all where others have yet to come or go."""
+        try:
+            return place(self.strategy, self.group.rank, self.group.members, self._intra_node_size)
+        except InvalidWorldSize:
+            if not self.group.is_elastic or (self._intra_node_size or 0) < 1:
+                raise
+            return place(self.strategy, self.group.rank, (), self._intra_node_size)
+
+    def _place_of(self, part: int, parts: int) -> Placement:
+        """A place in a view that is to come: who the other ranks are is not known yet."""
+        keeps_full = self.strategy is ShardingStrategy.SHARD_GRAD_OP
+        return Placement(tuple(range(parts)), (part,), part, (), keeps_full)
 
     def _reduce(self, *, by_hand: bool = False) -> None:
         before: list[tuple[Parameter, NDArray[Any] | None]] = []

@@ -155,6 +155,10 @@ class Parameter:
         """Makes an array the values, without copy; None while they are spread over the ranks."""
         self._data = values
 
+    def _move(self, values: NDArray[Any]) -> None:
+        """Makes an array of another shape the values, without copy; the gradient, which does not fit them, is gone."""
+        self._data, self.shape, self._grad = values, values.shape, None
+
 
 @contextmanager
 def ignoring_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.collectives.passenger import Passenger
+from paceline.compression.codec import Codec
+from paceline.compression.memory import Memory
 from paceline.links.base import Peer
 
 __all__ = ["PendingWork", "Ranks", "ShardRanks"]
@@ -16,6 +18,9 @@ class PendingWork(Protocol):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until it is complete and returns its result."""
+
+    def done(self) -> bool:
+        """True once it has ended, well or not: then nobody touches its arrays."""
 
 
 class Ranks(Protocol):
@@ -40,8 +45,21 @@ class Ranks(Protocol):
     def board(self) -> Passenger | None:
         """Whoever waits for a bucket of gradients to ride in; all ranks have one or none. Given out once."""
 
-    def all_reduce(self, x: Any, *, op: Any = "sum", out: Any = None, async_op: Any = False) -> Any:
-        """The same bits on every rank, in `out` where given; a `PendingWork` if asynchronous."""
+    def all_reduce(
+        self, x: Any, *, op: Any = "sum", out: Any = None, divisor: Any = None, async_op: Any = False
+    ) -> Any:
+        """The same bits on every rank, in `out` where given; a `PendingWork` if asynchronous.
+
+        `divisor` gives what the sum is divided by, once those before it are complete.
+        """
+
+    def all_reduce_compressed(
+        self, x: Any, codec: Codec, *, exact: int = 0, memory: Memory | None = None, out: Any = None, async_op: Any
+    ) -> Any:
+        """The same with a codec between the ranks; the last `exact` elements as they are."""
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """A new array that links can use without a copy."""
 
     def broadcast(self, x: Any, *, root: int = 0, out: Any = None) -> Any:
         """The root's array, on every rank; in `out` where given."""
@@ -55,6 +73,10 @@ class ShardRanks(Ranks, Protocol):
         """The generation whose members these are."""
 
     @property
+    def is_elastic(self) -> bool:
+        """True if there may be more or fewer members in another view."""
+
+    @property
     def members(self) -> Sequence[Peer]:
         """The members in rank order."""
 
@@ -66,6 +88,7 @@ class ShardRanks(Ranks, Protocol):
         order: Any = "fastest",
         out: Any = None,
         label: Any = "",
+        divisor: Any = None,
         async_op: Any = False,
     ) -> Any:
         """As above; `order="rank"` adds up in rank order, 16-bit values in float32; ranks must agree on the label."""
@@ -74,12 +97,17 @@ class ShardRanks(Ranks, Protocol):
         """The arrays of all ranks, joined on axis 0, in `out`; a `PendingWork` if asynchronous."""
 
     def reduce_scatter(
-        self, x: Any, *, op: Any = "sum", order: Any = "fastest", label: Any = "", async_op: Any = False
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        order: Any = "fastest",
+        out: Any = None,
+        label: Any = "",
+        divisor: Any = None,
+        async_op: Any = False,
     ) -> Any:
-        """The r-th of W equal parts of the reduced array at rank r; a `PendingWork` if asynchronous."""
+        """The r-th of W equal parts of the reduced array at rank r; otherwise as `all_gather`."""
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRanks:
         """A part of the group."""
-
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        """A new array that links can use without a copy."""

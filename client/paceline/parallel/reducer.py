@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
 
 from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
+from paceline.compression.codec import Codec
 from paceline.errors import StepOrderError
-from paceline.parallel.buckets import Bucket, plan_buckets
+from paceline.parallel.buckets import FIRST_BYTES, Bucket, plan_buckets
 from paceline.parallel.parameter import Parameter, ignoring_gradients
 from paceline.parallel.ranks import PendingWork, Ranks
 from paceline.parallel.readiness import Readiness
 
 __all__ = ["Reducer"]
+
+_TOO_SMALL_BYTES = 64 << 10
+"""One bucket up to here goes at the end of backward, in the caller's thread: the hand-over to the group's thread and
+back, 30 us and more on a busy machine, is longer than what could overlap."""
 
 
 class Reducer:
@@ -25,14 +32,28 @@ class Reducer:
         parameters: all parameters by path; the frozen ones are left out.
         group: the ranks to reduce over.
         cap_bytes: most bytes of gradients in one bucket.
+        codec: compresses what travels, but not weights and flags; None for nothing.
+        feedback: with a codec: what rounding takes away is added to the next pass's gradients.
 
     Attributes:
         parameters: those that are trained, by path.
         sources: the same: here backward writes what optimizers see.
+        stepwise: somebody says where steps begin (`begin_step`), and may undo one. If not, each pass counts at once.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], group: Ranks, cap_bytes: float) -> None:
-        plan = plan_buckets(parameters, cap_bytes)
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        group: Ranks,
+        cap_bytes: float,
+        *,
+        codec: Codec | None = None,
+        feedback: bool = False,
+    ) -> None:
+        plan = plan_buckets(parameters, cap_bytes, FIRST_BYTES)
+        self._all = list(parameters.values())
+        self._codec = codec
+        self.stepwise = False
         self.parameters = {path: p for path, p in parameters.items() if p.requires_grad}
         self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
@@ -40,19 +61,33 @@ class Reducer:
         # Buckets go in this order always, so the first is the one to ride in.
         rooms = [PASSENGER_SIZE, *([0] * len(plan))]
         self._buckets = [
-            Bucket({path: parameters[path] for path in paths}, room) for paths, room in zip(plan, rooms, strict=False)
+            Bucket({path: parameters[path] for path in paths}, room, group.empty, codec is not None and feedback)
+            for paths, room in zip(plan, rooms, strict=False)
         ]
+        self._overlaps = len(plan) > 1 or any(bucket.flat.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
+        self._given_up: list[tuple[Bucket, list[PendingWork]]] = []
+        """Buckets with which collectives that were given up were still running."""
         self._passenger: Passenger | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths])
         self._works: list[PendingWork | None] = []
-        """One for each bucket sent in this pass; None in a world of one, which sends nothing."""
+        """One for each bucket sent in this pass; None if it is back already, or was not sent, in a world of one."""
         self._weight = 0.0
 
     def fits(self) -> bool:
         """False once a parameter was frozen or unfrozen: the buckets must be laid out anew."""
         return all(p.requires_grad for p in self.parameters.values()) and not any(p.requires_grad for p in self._frozen)
+
+    def serves(self, parameters: Mapping[str, Parameter]) -> bool:
+        """True if these are the parameters that it was made for: its memory will do for another generation."""
+        return self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
+
+    def begin_step(self) -> None:
+        """What was reduced before counts: `give_up` goes back to here, and no further."""
+        self._recover()
+        for bucket in self._buckets:
+            bucket.memory.commit()
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
@@ -62,8 +97,9 @@ class Reducer:
             weight: this rank's weight, that of earlier micro-batches included.
             early: buckets may be sent inside the block. False while gradients are only accumulated.
         """
+        self._recover()
         self._weight = weight
-        self._readiness.start(early=early)
+        self._readiness.start(early=early and self._overlaps)
         try:
             for parameter in self.parameters.values():
                 parameter._watch(self)
@@ -74,10 +110,11 @@ class Reducer:
         self._readiness.end()
 
     @contextmanager
-    def ignoring(self, *, early: bool) -> Iterator[None]:
+    def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
         """For a backward pass whose gradients must not count: they go to arrays of their own and are dropped.
 
-        Buckets all go at the end, for none of this rank's work is in them; `early` changes nothing.
+        Buckets all go at the end, for none of this rank's work is in them; the arguments, as for `watching`,
+        change nothing.
         """
         with ignoring_gradients(self.parameters.values()):
             yield
@@ -102,33 +139,59 @@ class Reducer:
             StepOrderError: the weights of all ranks add up to 0.
             PacelineError: a collective failed.
         """
+        self._recover()
         self._weight = weight
-        self._send(self._readiness.rest())
+        self._send(self._readiness.rest(), waiting=True)
+        divided = False  # the first bucket tells what the others' sums are divided by, where they are added up
         for bucket, work in zip(self._buckets, self._works, strict=True):
             if work is not None:
                 work.wait()
             if self._passenger is not None:
                 self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
                 self._passenger = None
-            bucket.unpack()
+            bucket.unpack(self._buckets[0].total.item(), divided=divided)
+            divided = self._codec is None and self._group.size > 1
         self._works.clear()
         self._readiness.start(early=False)
+        if not self.stepwise:
+            for bucket in self._buckets:
+                bucket.memory.commit()
 
     def give_up(self) -> None:
         """Drops all gradients, and what is under way.
 
-        It does not wait: others may never send their part. A collective that still runs keeps the old memory, sends
-        from it what it would have sent, and can reach nothing of the next attempt.
+        It does not wait: others may never send their part. If a collective still runs when the next attempt begins, it
+        keeps the memory, sends from it what it would have sent, and can reach nothing of that attempt.
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
-        self._works.clear()
         self._passenger = None
-        for bucket in self._buckets:
-            bucket.renew()
+        running = [work for work in self._works if work is not None and not work.done()]
+        for bucket, work in zip_longest(self._buckets, self._works):
+            # The others' totals are divided by what the first one holds.
+            users = running if bucket is self._buckets[0] else [other for other in running if other is work]
+            if users:
+                bucket.vacate()
+                self._given_up.append((bucket, users))
+            elif all(bucket is not other for other, _ in self._given_up):
+                bucket.settle()
+                bucket.memory.undo()
+        self._works.clear()
         self._readiness.start(early=False)
 
-    def _send(self, numbers: Iterable[int]) -> None:
+    def _recover(self) -> None:
+        """Before a bucket is used again: the memory that it had, unless a collective still runs with it."""
+        given_up, self._given_up = self._given_up, []
+        for bucket, users in given_up:
+            if all(work.done() for work in users):
+                bucket.settle()
+                bucket.memory.undo()
+            else:
+                bucket.renew()
+                bucket.memory = bucket.memory.successor()
+
+    def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
+        """`waiting`: the caller has nothing else to do, so that the last bucket needs no other thread."""
         for number in numbers:
             bucket = self._buckets[number]
             bucket.pack(self._weight)
@@ -138,6 +201,15 @@ class Reducer:
                 bucket.passenger.fill(0)
                 if self._passenger is not None:
                     bucket.passenger[: len(self._passenger.values)] = self._passenger.values
-            self._works.append(
-                None if alone else self._group.all_reduce(bucket.flat, op="sum", out=bucket.flat, async_op=True)
-            )
+            behind = not (waiting and bucket is self._buckets[-1])
+            work = None if alone else self._reduce(bucket, behind=behind)
+            self._works.append(work if behind else None)
+
+    def _reduce(self, bucket: Bucket, *, behind: bool) -> Any:
+        flat, first = bucket.flat, self._buckets[0]
+        if self._codec is None:
+            divisor = None if bucket is first else first.total.item  # complete by then: they go in order
+            return self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=behind)
+        return self._group.all_reduce_compressed(
+            flat, self._codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind
+        )

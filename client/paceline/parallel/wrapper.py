@@ -45,7 +45,7 @@ class GradientReducer(Protocol):
     def watching(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
         """For a backward pass inside the block; `early`: gradients may be sent while it runs."""
 
-    def ignoring(self, *, early: bool) -> AbstractContextManager[None]:
+    def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
         """For a backward pass whose gradients must not count; what others send early is sent here too."""
 
     def finish(self, *, weight: float) -> None:
@@ -116,7 +116,7 @@ class Wrapper(abc.ABC):
         factor = self._round.add(weight, alone=self.group.size == 1)
         with self._all_or_nothing():
             if factor == 0:
-                with reducer.ignoring(early=self._syncing):
+                with reducer.ignoring(weight=self._round.weight, early=self._syncing):
                     self._run_backward(dy)
             else:
                 # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.

@@ -11,55 +11,25 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from paceline import errors
 from paceline._grpc import EOF, aio, untyped
 from paceline.config import Config
 from paceline.credentials import Credentials
+from paceline.session.channel import CoordinatorChannel
 from paceline.session.handshake import check_tls
-from paceline.session.wire import channel_options, duration, error_from_status, is_transient
+from paceline.session.listener import Listener
+from paceline.session.wire import duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import session_pb2_grpc
 
-__all__ = ["ControlStream", "Listener"]
+__all__ = ["ControlStream"]
 
 _log = logging.getLogger("paceline.session")
 
 BACKOFF_FIRST, BACKOFF_MOST = 0.05, 1.0
 """Seconds between attempts to connect: doubled each time, with full jitter."""
-
-
-class Listener(Protocol):
-    """What the session wants to hear, on the loop thread; it must not block."""
-
-    def on_waiting(self, reason: str) -> None:
-        """No view yet, and why."""
-
-    def on_view(self, view: pb.ViewFormed) -> None:
-        """A view has formed."""
-
-    def on_verdict(self, verdict: pb.Verdict) -> None:
-        """The generation is void."""
-
-    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """A barrier was passed, or failed."""
-
-    def on_ended(self, error: errors.PacelineError) -> None:
-        """The session is over and will not come back."""
-
-    def on_reconnected(self) -> None:
-        """A broken stream was taken up again: what was in flight must be sent again."""
-
-    def on_disconnected(self) -> None:
-        """The stream broke."""
-
-    def on_new_session(self) -> None:
-        """The old session had ended; this is a new member now, in no view."""
-
-    def on_line(self, message: pb.SessionResponse) -> None:
-        """Something about the line: running, summons, catch_up, misfit, drain, dismissed or finished."""
 
 
 class ControlStream:
@@ -84,7 +54,7 @@ class ControlStream:
         credentials: Credentials,
     ) -> None:
         self.target = target
-        self.channel = credentials.coordinator_channel(target, channel_options(config.failure_timeout))
+        self.channel = CoordinatorChannel(target, config.failure_timeout, credentials)
         self.registered: pb.Registered | None = None
         self.generation = 0
         self.rejoins = False
@@ -94,7 +64,6 @@ class ControlStream:
         self._listener = listener
         self._progress = progress
         self._credentials = credentials
-        self._stub = session_pb2_grpc.SessionServiceStub(self.channel)
         self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._left = asyncio.Event()
         self._leaving = False
@@ -148,11 +117,12 @@ class ControlStream:
                 _log.warning("the coordinator at %s did not answer the goodbye within %.1f s", self.target, timeout)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.channel.close(None)
+        await self.channel.close()
 
     async def _connect(self, first: pb.SessionRequest, deadline: float) -> _Call:
         """Opens a stream and introduces this member. Returns it with `registered` set."""
-        call: _Call = untyped(self._stub.Session)(metadata=await self._credentials.metadata())
+        metadata = await self._credentials.metadata()
+        call: _Call = untyped(session_pb2_grpc.SessionServiceStub(self.channel.newest).Session)(metadata=metadata)
         try:
             async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
                 await call.write(first)
@@ -279,12 +249,18 @@ class ControlStream:
         Candidates are not stored: to a coordinator that was started again they are new. A member of a line brings back
         what it holds.
         """
-        return isinstance(error, errors.SessionClosed) and (self.generation == 0 or self.rejoins) and not self._leaving
+        return isinstance(error, errors.SessionClosed) and self._may_be_new
+
+    @property
+    def _may_be_new(self) -> bool:
+        """True if this process may come back as another member."""
+        return (self.generation == 0 or self.rejoins) and not self._leaving
 
     def _register_again(self) -> pb.SessionRequest:
         request = pb.SessionRequest(register=self._register)
         assert self.registered is not None
         request.register.former_member_id = self.registered.member_id
+        request.register.former_session_token = self.registered.session_token
         request.register.generation_floor = max(request.register.generation_floor, self.generation)
         self.generation = 0
         while not self._outgoing.empty():  # what the old member had to say is of no use to the new one
@@ -299,7 +275,10 @@ class ControlStream:
         last = "no answer"
         for attempt in range(1 << 30):
             await asyncio.sleep(min(_backoff(attempt), self._config.heartbeat_interval))
+            if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
+                self.channel.renew()
             try:
+                request = await self._moved(request)
                 call = await self._connect(request, min(deadline, time.monotonic() + 5.0))
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
@@ -311,6 +290,8 @@ class ControlStream:
                 last = str(typed)
             except TimeoutError:
                 pass  # this attempt; the deadline below ends them
+            except _Nowhere as error:
+                last = str(error)
             except errors.PacelineError as error:
                 self._end(error)
                 return None
@@ -327,10 +308,33 @@ class ControlStream:
                 return None
         return None
 
+    async def _moved(self, request: pb.SessionRequest) -> pb.SessionRequest:
+        """How to introduce this member: anew if peers reach it at another address than before.
+
+        A session cannot take its address along: other members have it in their view.
+
+        Raises:
+            _Nowhere: they reach it nowhere yet.
+        """
+        if not self._may_be_new:
+            return request
+        try:
+            address = await self._listener.on_away()
+        except (errors.CoordinatorUnreachable, errors.LinkUnavailable) as error:
+            raise _Nowhere(str(error)) from error
+        if not address:
+            return request
+        self._register.address = address
+        return self._register_again()
+
     def _end(self, error: errors.PacelineError) -> None:
         self._left.set()
         if not self._leaving:
             self._listener.on_ended(error)
+
+
+class _Nowhere(Exception):
+    """There is no address at which peers reach this worker; it may come."""
 
 
 _Call = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]

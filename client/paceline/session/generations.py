@@ -15,6 +15,7 @@ from paceline.credentials import Credentials
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.grpc_mesh import GrpcMesh
+from paceline.links.negotiation import Ways
 from paceline.links.nowhere import NoMesh
 from paceline.session.control import ControlStream
 from pacelinepb.v1 import session_pb2 as pb
@@ -31,6 +32,7 @@ class Generations:
         config: timeouts.
         thread: the loop.
         credentials: by what members know each other.
+        ways: the halves of links that this member has.
 
     Attributes:
         control: the stream; set once there is one.
@@ -40,13 +42,14 @@ class Generations:
 
     control: ControlStream
 
-    def __init__(self, job: str, config: Config, thread: LoopThread, credentials: Credentials) -> None:
+    def __init__(self, job: str, config: Config, thread: LoopThread, credentials: Credentials, ways: Ways) -> None:
         self.mesh: GrpcMesh | NoMesh | None = None
         self.coming: GrpcMesh | None = None
         self._job = job
         self._config = config
         self._thread = thread
         self._credentials = credentials
+        self._ways = ways
         self._early: Verdict | None = None  # on a view that is being adopted
         self._reported: pb.SessionRequest | None = None
 
@@ -82,6 +85,7 @@ class Generations:
             self._thread,
             self._config.failure_timeout,
             self._credentials,
+            self._ways,
         )
 
     def settle(self, verdict: Verdict) -> bool:
@@ -98,6 +102,13 @@ class Generations:
         if self.mesh is not None:
             stale = ErrorReason.ERROR_REASON_STALE_GENERATION
             self.mesh.fault.settle(Verdict(self.mesh.generation, stale, culprits, 0, text))
+
+    def cut_off(self, text: str) -> None:
+        """All links break off, at this member's own side: nobody else is to be suspected of that."""
+        for mesh in (self.coming, self.mesh):
+            if mesh is not None:
+                stale = ErrorReason.ERROR_REASON_STALE_GENERATION
+                mesh.fault.settle(Verdict(mesh.generation, stale, (mesh.rank,), 0, text))
 
     def report_again(self) -> None:
         """A report that has had no answer goes out again: it may have been lost with the old stream."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import SupportsIndex
 
 from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
 from paceline._interrupt import quiet_interrupt
 from paceline._loop import loop_thread
+from paceline.collectives.choose import RULES, Rules
+from paceline.collectives.tuning import load_rules
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.errors import InvalidRank, InvalidWorldSize
@@ -66,7 +69,8 @@ def join(
         OperationTimeout: no view formed in time; the text says what was waited for.
         SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
         InvalidRank, InvalidWorldSize: of the arguments.
-        ValueError: the address, the job's name or a PACELINE_* variable is malformed; credentials do not go together.
+        ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed;
+            credentials do not go together.
         ForkedSession: this process was forked from one that has joined.
     """
     check_process()
@@ -87,7 +91,8 @@ def join(
     if not ranked and not bounded:
         rank = _first(None, environ, "PACELINE_RANK")
         world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
-    wanted = _membership(job, min_workers, max_workers, rank, world_size)
+    rules = load_rules(Path(config.tuning)) if config.tuning else RULES
+    wanted = _membership(job, min_workers, max_workers, rank, world_size, rules)
     if coordinator is None:
         if wanted.min_workers > 1:
             raise InvalidWorldSize(
@@ -124,7 +129,12 @@ def _is_whole(value: object) -> bool:
 
 
 def _membership(
-    job: str, min_workers: int | None, max_workers: int | None, rank: int | None, world_size: int | None
+    job: str,
+    min_workers: int | None,
+    max_workers: int | None,
+    rank: int | None,
+    world_size: int | None,
+    rules: Rules,
 ) -> Membership:
     for name, value in (("world_size", world_size), ("min_workers", min_workers), ("max_workers", max_workers)):
         if value is not None and not _is_whole(value):
@@ -140,11 +150,11 @@ def _membership(
             raise InvalidWorldSize(f"world_size must be at least 1, not {world_size}")
         if not 0 <= rank < world_size:
             raise InvalidRank(f"rank {rank} is outside a world of {world_size}")
-        return Membership(job, world_size, world_size, rank)
+        return Membership(job, world_size, world_size, rank, rules)
     least = 1 if min_workers is None else min_workers
     most = least if max_workers is None else max_workers
     if least < 1:
         raise InvalidWorldSize(f"min_workers must be at least 1, not {least}")
     if most < least:
         raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
-    return Membership(job, least, most, None)
+    return Membership(job, least, most, None, rules)

@@ -6,9 +6,10 @@ reconnect. What is heard becomes letters; nothing is decided here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from paceline import errors
@@ -16,9 +17,10 @@ from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config
+from paceline.elastic.share import WHOLE, Share
 from paceline.session.control import ControlStream
 from paceline.session.identity import is_gone
-from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Misfits, Runs
+from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Misfits, NoSeat, Runs, StateGone
 from paceline.session.view import fetch_peers, read_peer
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
@@ -129,13 +131,19 @@ class LineSide:
             case "catch_up":
                 order = message.catch_up
                 base = Tag(order.base.generation, order.base.step)
-                self._mail.put(CatchUpAsked(order.generation, base, [read_peer(donor) for donor in order.donors]))
+                holders = [(read_peer(each.member), tuple(map(_share, each.shares))) for each in order.holders]
+                share = _share(order.share) if order.HasField("share") else WHOLE
+                self._mail.put(CatchUpAsked(order.generation, base, holders, share, order.fingerprint))
             case "misfit":
                 self._mail.put(Misfits(read_peer(message.misfit.donor)))
             case "drain":
                 self._mail.draining = message.drain.reason or "somebody asked for it"
             case "dismissed":
                 self._mail.put(MayGo(message.dismissed.last))
+            case "spare":
+                self._mail.put(NoSeat(message.spare.reason))
+            case "state_lost":
+                self._mail.put(StateGone(message.state_lost.reason))
             case "missing":
                 gone = [process for process in message.missing.processes if is_gone(process)]
                 if gone:
@@ -147,12 +155,12 @@ class LineSide:
 
     async def _report_gone(self, processes: list[pb.ProcessIdentity]) -> None:
         """Members that are not heard of were on this host, and are there no more: nobody need wait for them."""
-        stub = SessionServiceStub(self.control.channel)
         for process in processes:
             _log.info("the worker with pid %d of job %r is gone from this host", process.pid, self._job)
             request = pb.ReportExitRequest(job=self._job, process=process, found_gone=True)
+            report = functools.partial(_report_exit, request, self._config.call_timeout)
             try:
-                await stub.ReportExit(request, timeout=self._config.call_timeout, wait_for_ready=True)
+                await self.control.channel.call(report)
             except aio.AioRpcError as error:  # the coordinator asks again when this worker comes back
                 _log.warning("the coordinator could not be told that pid %d is gone: %s", process.pid, error.details())
 
@@ -171,3 +179,11 @@ class LineSide:
             _log.info("the members of generation %d cannot be had: %s", view.generation, error)
         else:
             self._mail.put(Runs(running.generation, peers))
+
+
+def _share(message: pb.Share) -> Share:
+    return Share(message.part, message.parts)
+
+
+def _report_exit(request: pb.ReportExitRequest, timeout: float, channel: aio.Channel) -> Awaitable[object]:
+    return SessionServiceStub(channel).ReportExit(request, timeout=timeout, wait_for_ready=True)

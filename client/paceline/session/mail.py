@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paceline.checkpoint.tag import Tag
+from paceline.elastic.share import Share
 from paceline.errors import PacelineError
 from paceline.links.base import Mesh, Peer
 
@@ -24,7 +25,9 @@ __all__ = [
     "Mail",
     "MayGo",
     "Misfits",
+    "NoSeat",
     "Runs",
+    "StateGone",
     "ViewCame",
     "Waits",
 ]
@@ -51,11 +54,21 @@ class ViewCame:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpAsked:
-    """This member lags: it is to take that state from those who hold it."""
+    """This member lags: it is to take that state from those who hold it.
+
+    Attributes:
+        generation: that the meeting is after.
+        base: which state.
+        holders: who holds it, and which shares of it.
+        share: what to take of a state that is spread.
+        fingerprint: of the whole of it, at tag (0, 0).
+    """
 
     generation: int
     base: Tag
-    donors: Sequence[Peer]
+    holders: Sequence[tuple[Peer, tuple[Share, ...]]]
+    share: Share
+    fingerprint: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,20 @@ class MayGo:
     """This member wanted to leave, and may. `last`: nobody goes on."""
 
     last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NoSeat:
+    """The next view has no seat for this member: it is a candidate."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateGone:
+    """Nobody has all of the state any more: what this member has of it is of no use."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +138,9 @@ class Lost:
     error: PacelineError
 
 
-Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | JobDone | CaughtOut | Runs | Waits | Lost
+Letter: TypeAlias = (
+    ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Runs | Waits | Lost
+)
 
 
 class Mail:

@@ -23,10 +23,11 @@ from paceline.credentials import Credentials
 from paceline.group import Group
 from paceline.links.fault import Suspicion, read_verdict
 from paceline.links.grpc_door import Door
+from paceline.links.grpc_knock import Knocker
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.grpc_state import StateSource
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
@@ -38,6 +39,7 @@ from paceline.session.membership import Membership
 from paceline.session.sockets import Sockets
 from paceline.session.store import CoordinatorStore
 from paceline.session.view import fetch_peers
+from paceline.session.whereabouts import Whereabouts
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -90,10 +92,9 @@ class MemberConnection:
         self.credentials = credentials.for_worker()
         self._coordinator = coordinator
         self._wanted = wanted
-        self._advertise = advertise
         self._config = config
         self._thread = thread
-        self._door = Door(wanted.job, credentials)
+        self._door = Door(wanted.job, credentials, config)
         self._barriers = Barriers()
         self._joined: futures.Future[None] = futures.Future()
         self._reason = f"no coordinator answers at {coordinator} yet"
@@ -103,9 +104,10 @@ class MemberConnection:
         self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
         self._sockets = Sockets(self._start)
+        self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
         self.mail = Mail()
         self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
-        self._generations = Generations(wanted.job, config, thread, credentials)
+        self._generations = Generations(wanted.job, config, thread, credentials, self._door.ways)
         self._caller = store_pb2.Caller(job=wanted.job)
 
     @property
@@ -114,6 +116,16 @@ class MemberConnection:
         mesh = self._generations.mesh
         assert mesh is not None
         return mesh
+
+    @property
+    def member_id(self) -> str:
+        """This member's id; from the end of `open` on."""
+        return self._door.window.member_id
+
+    @property
+    def knocker(self) -> Knocker:
+        """This member as it knocks at the doors of others; from the end of `open` on."""
+        return Knocker(self._door.window.member_id, str(self._whereabouts.address))
 
     def open(self, timeout: float) -> None:
         """Connects, registers, and waits for the first view.
@@ -223,13 +235,10 @@ class MemberConnection:
         self._opened = time.monotonic()
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         unanswered = self._reason
-        where = await reachable_endpoint(self._coordinator, self._advertise, timeout, self._on_trouble)
+        await self._whereabouts.settle(timeout, self._on_trouble)
         self._reason = unanswered
-        port = await self._door.start(listening_host(where, self._advertise), where.port)
-        me = Endpoint(where.host, where.port or port)
-        self._sockets.listen(port)
         self._sockets.dial([self._coordinator])
-        register = self._wanted.register(str(me), self._config.failure_timeout)
+        register = self._wanted.register(str(self._whereabouts.address), self._config.failure_timeout)
         self._control = ControlStream(
             str(self._coordinator), register, self._config, self, self._progress, self.credentials
         )
@@ -314,6 +323,11 @@ class MemberConnection:
             self._generations.outdate(text)
             self.mail.put(CaughtOut())
 
+    async def on_away(self) -> str:
+        """See `Listener`: an address that has gone does not come back while somebody waits for it."""
+        moved = await self._whereabouts.renew(self._generations.cut_off)
+        return str(self._whereabouts.address) if moved else ""
+
     def on_line(self, message: pb.SessionResponse) -> None:
         """See `Listener`."""
         self.line.hear(message)
@@ -326,7 +340,7 @@ class MemberConnection:
     def _stand_by(self, reason: str) -> None:
         """`join` returns without a view: the job goes on, or is done, without this worker."""
         if not self._joined.done():
-            self._enter(NoMesh(reason))
+            self._enter(NoMesh(reason, self._door.ways))
 
     async def _adopt(self, view: pb.ViewFormed) -> None:
         """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""
@@ -358,6 +372,8 @@ class MemberConnection:
         """`join` is over: this is where the group begins."""
         assert self._control is not None
         self.group = Group(mesh, self._config)
+        if self._wanted.max_workers > self._wanted.min_workers:
+            self.group.make_elastic()
         self.store = CoordinatorStore(self._thread, self._control.channel, self._caller, self._config.call_timeout)
         self._generations.mesh = mesh
         self._joined.set_result(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.collectives.choose import RULES, Rules
+from paceline.collectives.tuning import digest
 from paceline.session.identity import process_identity
 from paceline.session.wire import duration
 from pacelinepb import PROTOCOL_VERSION
@@ -11,13 +13,18 @@ __all__ = ["Membership"]
 
 
 class Membership:
-    """What a worker asks of its job: the bounds of the world, or a rank of its own."""
+    """What a worker asks of its job: the bounds of the world, or a rank of its own.
 
-    def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None) -> None:
+    Attributes:
+        rules: how its members choose among schedules.
+    """
+
+    def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None, rules: Rules = RULES) -> None:
         self.job = job
         self.min_workers = min_workers
         self.max_workers = max_workers
         self.rank = rank
+        self.rules = rules
 
     def register(self, address: str, failure_timeout: float) -> pb.Register:
         """The request that opens a session of this process.
@@ -35,6 +42,7 @@ class Membership:
                 min_workers=self.min_workers,
                 max_workers=self.max_workers,
                 failure_timeout=duration(failure_timeout),
+                tuning=digest(self.rules),
             ),
             rank=self.rank,
         )

@@ -105,7 +105,8 @@ class Session(abc.ABC):
         Args:
             state: all that training changes.
             total: number of the last step.
-            checkpoint_dir: where checkpoints are kept, and looked for at the start; alike on all workers.
+            checkpoint_dir: where checkpoints are kept, and looked for at the start; alike on all workers. Where the
+                state is spread (`FSDP`) it must lie on a disk that all workers share: they write together.
             checkpoint_every: steps between two; with a directory alone, the last state is kept.
             seed: of `step.rng`.
 
@@ -115,7 +116,11 @@ class Session(abc.ABC):
             StepOrderError: a collective came behind `optimizer.step()`, or that outside of a step.
             SettingsMismatch, SizeMismatch: this worker trains something else than the others; the text says what.
             DivergenceError: members hold different bits.
-            OrphanedError: the coordinator did not come back.
+            OrphanedError: the coordinator did not come back; or some of a spread state is lost, and there is no
+                checkpoint to go on from.
+            CheckpointFailed: the last checkpoint could not be written, or one that others see is not here.
+            CheckpointDamaged: all checkpoints are.
+            InvalidWorldSize: the model is spread over nodes that the workers of a fixed world do not make up.
             UnsupportedOp: the state cannot be given to another member.
         """
         from paceline.elastic.steps import line_of, run_steps
@@ -145,7 +150,8 @@ class Session(abc.ABC):
                 with attempt:
                     score = group.all_reduce(evaluate(...), op="mean")
 
-        A failure of the group ends the attempt, and the next one runs under the next generation.
+        A failure of the group ends the attempt, and the next one runs under the next generation. Whoever gets no seat
+        there is past the block when it comes in again, and makes no other attempt.
 
         Raises:
             PacelineError: a failure that `steps` cannot recover from, for it has not begun or has ended.

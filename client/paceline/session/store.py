@@ -6,7 +6,7 @@ import abc
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -15,6 +15,7 @@ from paceline._fork import check_process
 from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.config import checked_timeout
+from paceline.session.channel import CoordinatorChannel
 from paceline.session.wire import duration, error_from_status, is_transient
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc
@@ -86,14 +87,14 @@ class CoordinatorStore(Store):
 
     Args:
         thread: the loop.
-        channel: to the coordinator.
+        channel: to the coordinator; calls go over to the newest.
         caller: who asks.
         call_timeout: seconds, the default timeout.
     """
 
-    def __init__(self, thread: LoopThread, channel: aio.Channel, caller: pb.Caller, call_timeout: float) -> None:
+    def __init__(self, thread: LoopThread, channel: CoordinatorChannel, caller: pb.Caller, call_timeout: float) -> None:
         self._thread = thread
-        self._stub = store_pb2_grpc.StoreServiceStub(channel)
+        self._channel = channel
         self._caller = caller
         self._call_timeout = call_timeout
         self._calls = itertools.count(1)
@@ -105,19 +106,19 @@ class CoordinatorStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
-        self._call("set", self._stub.Set, pb.SetRequest(caller=self._caller, key=key, value=value))
+        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=value))
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """See `Store.get`."""
         wait = checked_timeout(self._call_timeout if timeout is None else timeout)
         request = pb.GetRequest(caller=self._caller, key=key, timeout=duration(wait))
-        answer: pb.GetResponse = self._call(f"get {key!r}", self._stub.Get, request, wait)
+        answer: pb.GetResponse = self._call(f"get {key!r}", "Get", request, wait)
         return answer.value
 
     def add(self, key: str, amount: int = 1) -> int:
         """See `Store.add`."""
         request = pb.AddRequest(caller=self._caller, key=key, amount=amount, call=next(self._calls))
-        answer: pb.AddResponse = self._call("add", self._stub.Add, request)
+        answer: pb.AddResponse = self._call("add", "Add", request)
         return answer.value
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> tuple[bool, bytes | None]:
@@ -125,24 +126,20 @@ class CoordinatorStore(Store):
         request = pb.CompareSetRequest(caller=self._caller, key=key, desired=desired, call=next(self._calls))
         if expected is not None:
             request.expected = expected
-        answer: pb.CompareSetResponse = self._call("compare_set", self._stub.CompareSet, request)
+        answer: pb.CompareSetResponse = self._call("compare_set", "CompareSet", request)
         return answer.swapped, answer.value if answer.HasField("value") else None
 
     def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
         """See `Store.wait`."""
         wait = checked_timeout(self._call_timeout if timeout is None else timeout)
-        self._call(
-            "wait", self._stub.Wait, pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait
-        )
+        self._call("wait", "Wait", pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait)
 
     def delete(self, key: str) -> bool:
         """See `Store.delete`."""
-        answer: pb.DeleteResponse = self._call(
-            "delete", self._stub.Delete, pb.DeleteRequest(caller=self._caller, key=key)
-        )
+        answer: pb.DeleteResponse = self._call("delete", "Delete", pb.DeleteRequest(caller=self._caller, key=key))
         return answer.existed
 
-    def _call(self, name: str, method: Callable[..., Any], request: Any, wait: float | None = None) -> Any:
+    def _call(self, name: str, method: str, request: Any, wait: float | None = None) -> Any:
         check_process()
         if self._closed:
             raise errors.SessionClosed(f"store.{name}: the session has ended")
@@ -153,13 +150,20 @@ class CoordinatorStore(Store):
         except (futures.CancelledError, aio.UsageError):  # the channel was closed under the call
             raise errors.SessionClosed(f"store.{name}: the session has ended") from None
 
-    async def _repeat(self, name: str, method: Callable[..., Any], request: Any, wait: float | None) -> Any:
+    async def _repeat(self, name: str, method: str, request: Any, wait: float | None) -> Any:
         """All calls may be repeated: reads and overwrites by nature, `add` and `compare_set` by their call number."""
         deadline = time.monotonic() + (self._call_timeout if wait is None else wait + _SLACK)
+
+        def call(channel: aio.Channel) -> Awaitable[Any]:
+            left = max(0.05, deadline - time.monotonic())
+            answer: Awaitable[Any] = getattr(store_pb2_grpc.StoreServiceStub(channel), method)(
+                request, timeout=left, wait_for_ready=True
+            )
+            return answer
+
         while True:
             try:
-                left = max(0.05, deadline - time.monotonic())
-                return await method(request, timeout=left, wait_for_ready=True)
+                return await self._channel.call(call)
             except aio.AioRpcError as error:
                 typed = error_from_status(error, name)
                 if not is_transient(error) or time.monotonic() >= deadline:

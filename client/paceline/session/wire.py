@@ -26,16 +26,22 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 look for a coordinator that has moved to another address once in 30 s."""
 
 
-def channel_options(failure_timeout: float) -> list[tuple[str, int]]:
+def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tuple[str, int]]:
     """Options of a channel whose connection ends when the other host has acknowledged nothing for that long.
 
     With a keepalive timeout gRPC sets TCP_USER_TIMEOUT. Its pings are not wanted: a peer that is only busy answers them
     late, and one that sees many of them closes the connection.
+
+    Args:
+        failure_timeout: seconds.
+        alone: the channel shares nothing with others, so it tries to connect at once; and as it is soon given up for
+            the next, its first try lasts as long as the last of one that is kept: the other host may be far.
     """
     most = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that comes back late is taken for lost
-    reconnect = [(name, most if "max_reconnect" in name else value) for name, value in CHANNEL_OPTIONS]
+    longest = ("max_reconnect", "min_reconnect") if alone else ("max_reconnect",)  # min: for how long to try (grpc)
+    reconnect = [(name, most if any(n in name for n in longest) else value) for name, value in CHANNEL_OPTIONS]
     silence = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", round(failure_timeout * 1000))]
-    return reconnect + silence
+    return reconnect + silence + ([("grpc.use_local_subchannel_pool", 1)] if alone else [])
 
 
 def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineError:

@@ -118,7 +118,7 @@ class MemberStatus(_message.Message):
     attached: _builtins.bool
     """True while its session's stream is there."""
     standing: _builtins.str
-    """Where it stands: "training", "met at step 12", "ready to join", "leaving", "silent"."""
+    """Where it stands: "training", "met at step 12", "ready to join", "spare", "leaving", "silent"."""
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """The member; its rank is meaningful only if `in_view`."""

@@ -30,6 +30,10 @@ class _LinkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LinkKind.Val
     """Not used."""
     LINK_KIND_GRPC: _LinkKind.ValueType  # 1
     """The Frames stream of this service."""
+    LINK_KIND_TCP: _LinkKind.ValueType  # 2
+    """TCP connections to a port beside this service's; the Frames stream carries what is not part of an operation."""
+    LINK_KIND_SHM: _LinkKind.ValueType  # 3
+    """Memory of the caller's, handed over a Unix socket; the Frames stream as for TCP. Between processes of one `node`."""
 
 class LinkKind(_LinkKind, metaclass=_LinkKindEnumTypeWrapper):
     """A way to move bytes between two members."""
@@ -38,6 +42,10 @@ LINK_KIND_UNSPECIFIED: LinkKind.ValueType  # 0
 """Not used."""
 LINK_KIND_GRPC: LinkKind.ValueType  # 1
 """The Frames stream of this service."""
+LINK_KIND_TCP: LinkKind.ValueType  # 2
+"""TCP connections to a port beside this service's; the Frames stream carries what is not part of an operation."""
+LINK_KIND_SHM: LinkKind.ValueType  # 3
+"""Memory of the caller's, handed over a Unix socket; the Frames stream as for TCP. Between processes of one `node`."""
 Global___LinkKind: _TypeAlias = LinkKind  # noqa: Y015
 
 class _Purpose:
@@ -80,7 +88,8 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """
     FRAME_KIND_CLOSE: _FrameKind.ValueType  # 3
     """Nothing follows on this stream: the sender has closed the group. A stream that ends without this or the next has
-    broken; its end alone says nothing, for a half-close and a lost connection can look alike to the receiver.
+    broken; its end alone says nothing, for a half-close and a lost connection can look alike to the receiver. Where
+    frames of operations go another way, `operation` of this and the next is how many of them were sent there.
     """
     FRAME_KIND_LEAVE: _FrameKind.ValueType  # 4
     """Nothing follows on any stream: the sender leaves in good order. From now on its front door may be shut, which the
@@ -100,7 +109,8 @@ its blocked calls and pass it on once.
 """
 FRAME_KIND_CLOSE: FrameKind.ValueType  # 3
 """Nothing follows on this stream: the sender has closed the group. A stream that ends without this or the next has
-broken; its end alone says nothing, for a half-close and a lost connection can look alike to the receiver.
+broken; its end alone says nothing, for a half-close and a lost connection can look alike to the receiver. Where
+frames of operations go another way, `operation` of this and the next is how many of them were sent there.
 """
 FRAME_KIND_LEAVE: FrameKind.ValueType  # 4
 """Nothing follows on any stream: the sender leaves in good order. From now on its front door may be shut, which the
@@ -122,6 +132,7 @@ class HelloRequest(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     OFFERED_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    TCP_STREAMS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the caller speaks."""
     job: _builtins.str
@@ -138,6 +149,8 @@ class HelloRequest(_message.Message):
     """The group of members that the link is for; empty for all members of the generation. At most 256 bytes. A callee
     MUST keep the frames of a group that it does not know yet, within limits: it may only be late in making it.
     """
+    tcp_streams: _builtins.int
+    """TCP connections that the caller would open, 1 to 16; 0 counts as 1."""
     @_builtins.property
     def offered(self) -> _containers.RepeatedScalarFieldContainer[Global___LinkKind.ValueType]:
         """Kinds of link that the caller can use, best first."""
@@ -153,10 +166,11 @@ class HelloRequest(_message.Message):
         purpose: Global___Purpose.ValueType = ...,
         offered: _abc.Iterable[Global___LinkKind.ValueType] | None = ...,
         group: _builtins.str = ...,
+        tcp_streams: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_member", b"from_member", "generation", b"generation", "group", b"group", "job", b"job", "offered", b"offered", "protocol_version", b"protocol_version", "purpose", b"purpose", "to_member", b"to_member"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_member", b"from_member", "generation", b"generation", "group", b"group", "job", b"job", "offered", b"offered", "protocol_version", b"protocol_version", "purpose", b"purpose", "tcp_streams", b"tcp_streams", "to_member", b"to_member"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,19 +184,27 @@ class HelloResponse(_message.Message):
 
     CHOSEN_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    TCP_PORT_FIELD_NUMBER: _builtins.int
+    SHM_NAME_FIELD_NUMBER: _builtins.int
     chosen: Global___LinkKind.ValueType
     """The kind that the callee chose."""
     ticket: _builtins.bytes
-    """Good for one link, for 10 s. 16 bytes."""
+    """Good for one link, for 10 s: for what was chosen, and then for the Frames stream. 16 bytes."""
+    tcp_port: _builtins.int
+    """Of TCP: where the callee takes connections, at its own address."""
+    shm_name: _builtins.str
+    """Of SHM: name of the callee's Unix socket, in the abstract namespace."""
     def __init__(
         self,
         *,
         chosen: Global___LinkKind.ValueType = ...,
         ticket: _builtins.bytes = ...,
+        tcp_port: _builtins.int = ...,
+        shm_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "shm_name", b"shm_name", "tcp_port", b"tcp_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,6 +459,176 @@ class GetStateResponse(_message.Message):
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
 
 @_typing.final
+class GetRunsRequest(_message.Message):
+    """Asks for elements of arrays of which each member holds a part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TO_MEMBER_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    to_member: _builtins.str
+    """Whom the caller means to reach."""
+    @_builtins.property
+    def tag(self) -> _session_pb2.Tag:
+        """The state; a callee that does not hold it, or not these elements, MUST refuse (FAILED_PRECONDITION)."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ElementRun]:
+        """What is wanted, in the order in which it comes."""
+
+    @_builtins.property
+    def process(self) -> _session_pb2.ProcessIdentity:
+        """Who asks, if it can map memory of a process of the same machine."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        to_member: _builtins.str = ...,
+        tag: _session_pb2.Tag | None = ...,
+        runs: _abc.Iterable[Global___ElementRun] | None = ...,
+        process: _session_pb2.ProcessIdentity | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process", "tag", b"tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "process", b"process", "runs", b"runs", "tag", b"tag", "to_member", b"to_member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRunsRequest: _TypeAlias = GetRunsRequest  # noqa: Y015
+
+@_typing.final
+class ElementRun(_message.Message):
+    """Elements of an array, in C order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRAY_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    array: _builtins.str
+    """Name of the array."""
+    start: _builtins.int
+    """Number of the first."""
+    count: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        array: _builtins.str = ...,
+        start: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["array", b"array", "count", b"count", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElementRun: _TypeAlias = ElementRun  # noqa: Y015
+
+@_typing.final
+class GetRunsResponse(_message.Message):
+    """A parcel, or a piece of its bytes: the pieces are concatenated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARCEL_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """A piece."""
+    @_builtins.property
+    def parcel(self) -> Global___Parcel:
+        """The first message."""
+
+    def __init__(
+        self,
+        *,
+        parcel: Global___Parcel | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "event", b"event", "parcel", b"parcel"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "event", b"event", "parcel", b"parcel"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["parcel", "data"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___GetRunsResponse: _TypeAlias = GetRunsResponse  # noqa: Y015
+
+@_typing.final
+class Parcel(_message.Message):
+    """Copies of the elements that were asked for, one run after the other, little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """Bytes of all."""
+    crc: _builtins.int
+    """CRC-32 of them (zlib)."""
+    @_builtins.property
+    def memory(self) -> Global___LentMemory:
+        """Where they lie, if the caller can map it; then no pieces follow."""
+
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        crc: _builtins.int = ...,
+        memory: Global___LentMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc", b"crc", "memory", b"memory", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parcel: _TypeAlias = Parcel  # noqa: Y015
+
+@_typing.final
+class LentMemory(_message.Message):
+    """Sealed memory of a process of the same machine and user."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """The process."""
+    descriptor: _builtins.int
+    """Its descriptor of the memory."""
+    size: _builtins.int
+    """Bytes of the memory."""
+    offset: _builtins.int
+    """Where in it the parcel begins."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+        size: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "offset", b"offset", "pid", b"pid", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LentMemory: _TypeAlias = LentMemory  # noqa: Y015
+
+@_typing.final
 class GetManifestRequest(_message.Message):
     """Asks for the manifest."""
 
@@ -483,3 +675,62 @@ class GetManifestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetManifestResponse: _TypeAlias = GetManifestResponse  # noqa: Y015
+
+@_typing.final
+class KnockRequest(_message.Message):
+    """A worker that wants to become a member asks a member to knock at its own door."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    FROM_MEMBER_FIELD_NUMBER: _builtins.int
+    TO_MEMBER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    from_member: _builtins.str
+    """The caller."""
+    to_member: _builtins.str
+    """Whom the caller means to reach. Any other callee MUST refuse (NOT_FOUND), and MUST NOT knock anywhere."""
+    address: _builtins.str
+    """Where peers reach the caller, "host:port", at most 512 bytes. The callee knocks there, as `to_member` at
+    `from_member` and without an address, and MUST be through with it before the caller's deadline. Empty if it is not
+    to knock in turn.
+    """
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        from_member: _builtins.str = ...,
+        to_member: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "from_member", b"from_member", "job", b"job", "to_member", b"to_member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KnockRequest: _TypeAlias = KnockRequest  # noqa: Y015
+
+@_typing.final
+class KnockResponse(_message.Message):
+    """The callee has been reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    trouble: _builtins.str
+    """What keeps the callee from the caller's door, in words; empty for nothing."""
+    def __init__(
+        self,
+        *,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trouble", b"trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KnockResponse: _TypeAlias = KnockResponse  # noqa: Y015

@@ -57,10 +57,20 @@ class PeerServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateResponse.FromString,
                 _registered_method=True)
+        self.GetRuns = channel.unary_stream(
+                '/pacelinepb.v1.PeerService/GetRuns',
+                request_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetRunsRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetRunsResponse.FromString,
+                _registered_method=True)
         self.GetManifest = channel.unary_unary(
                 '/pacelinepb.v1.PeerService/GetManifest',
                 request_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestResponse.FromString,
+                _registered_method=True)
+        self.Knock = channel.unary_unary(
+                '/pacelinepb.v1.PeerService/Knock',
+                request_serializer=pacelinepb_dot_v1_dot_peer__pb2.KnockRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_peer__pb2.KnockResponse.FromString,
                 _registered_method=True)
 
 
@@ -101,8 +111,24 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRuns(self, request, context):
+        """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
+        its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetManifest(self, request, context):
         """What the callee's state must consist of, and the settings of its run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Knock(self, request, context):
+        """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
+        caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,10 +157,20 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetStateResponse.SerializeToString,
             ),
+            'GetRuns': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetRuns,
+                    request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetRunsRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetRunsResponse.SerializeToString,
+            ),
             'GetManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetManifest,
                     request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_peer__pb2.GetManifestResponse.SerializeToString,
+            ),
+            'Knock': grpc.unary_unary_rpc_method_handler(
+                    servicer.Knock,
+                    request_deserializer=pacelinepb_dot_v1_dot_peer__pb2.KnockRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_peer__pb2.KnockResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +295,33 @@ class PeerService(object):
             _registered_method=True)
 
     @staticmethod
+    def GetRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pacelinepb.v1.PeerService/GetRuns',
+            pacelinepb_dot_v1_dot_peer__pb2.GetRunsRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_peer__pb2.GetRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetManifest(request,
             target,
             options=(),
@@ -275,6 +338,33 @@ class PeerService(object):
             '/pacelinepb.v1.PeerService/GetManifest',
             pacelinepb_dot_v1_dot_peer__pb2.GetManifestRequest.SerializeToString,
             pacelinepb_dot_v1_dot_peer__pb2.GetManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Knock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pacelinepb.v1.PeerService/Knock',
+            pacelinepb_dot_v1_dot_peer__pb2.KnockRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_peer__pb2.KnockResponse.FromString,
             options,
             channel_credentials,
             insecure,

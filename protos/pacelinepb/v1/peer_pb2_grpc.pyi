@@ -50,8 +50,16 @@ class PeerServiceStub:
     """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
     to change.
     """
+    GetRuns: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetRunsRequest, _peer_pb2.GetRunsResponse]
+    """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
+    its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+    """
     GetManifest: _grpc.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]
     """What the callee's state must consist of, and the settings of its run."""
+    Knock: _grpc.UnaryUnaryMultiCallable[_peer_pb2.KnockRequest, _peer_pb2.KnockResponse]
+    """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
+    caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+    """
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -75,8 +83,16 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
     to change.
     """
+    GetRuns: _aio.UnaryStreamMultiCallable[_peer_pb2.GetRunsRequest, _peer_pb2.GetRunsResponse]  # type: ignore[assignment]
+    """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
+    its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+    """
     GetManifest: _aio.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]  # type: ignore[assignment]
     """What the callee's state must consist of, and the settings of its run."""
+    Knock: _aio.UnaryUnaryMultiCallable[_peer_pb2.KnockRequest, _peer_pb2.KnockResponse]  # type: ignore[assignment]
+    """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
+    caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+    """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
@@ -123,11 +139,31 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def GetRuns(
+        self,
+        request: _peer_pb2.GetRunsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetRunsResponse], _abc.AsyncIterator[_peer_pb2.GetRunsResponse]]:
+        """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
+        its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+        """
+
+    @_abc_1.abstractmethod
     def GetManifest(
         self,
         request: _peer_pb2.GetManifestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.GetManifestResponse, _abc.Awaitable[_peer_pb2.GetManifestResponse]]:
         """What the callee's state must consist of, and the settings of its run."""
+
+    @_abc_1.abstractmethod
+    def Knock(
+        self,
+        request: _peer_pb2.KnockRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.KnockResponse, _abc.Awaitable[_peer_pb2.KnockResponse]]:
+        """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
+        caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+        """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -31,6 +31,7 @@ class ProcessIdentity(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     START_TICKS_FIELD_NUMBER: _builtins.int
     PID_NAMESPACE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Host name, for people."""
     pid: _builtins.int
@@ -41,6 +42,10 @@ class ProcessIdentity(_message.Message):
     """Start time of the process in clock ticks since boot (field 22 of /proc/PID/stat), 0 where unknown."""
     pid_namespace: _builtins.int
     """Number of its pid namespace (inode of /proc/self/ns/pid), 0 where unknown: pids mean something only within one."""
+    node: _builtins.str
+    """Processes that say the same run under one kernel, in one network namespace, for one user: they can share memory. At
+    most 128 bytes; empty where the process shares memory with nobody.
+    """
     def __init__(
         self,
         *,
@@ -49,10 +54,11 @@ class ProcessIdentity(_message.Message):
         boot_id: _builtins.str = ...,
         start_ticks: _builtins.int = ...,
         pid_namespace: _builtins.int = ...,
+        node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "host", b"host", "pid", b"pid", "pid_namespace", b"pid_namespace", "start_ticks", b"start_ticks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "host", b"host", "node", b"node", "pid", b"pid", "pid_namespace", b"pid_namespace", "start_ticks", b"start_ticks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -67,10 +73,13 @@ class JobSettings(_message.Message):
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     FAILURE_TIMEOUT_FIELD_NUMBER: _builtins.int
+    TUNING_FIELD_NUMBER: _builtins.int
     min_workers: _builtins.int
     """The first view forms with at least this many members; 1 or more."""
     max_workers: _builtins.int
     """No view has more members than this; at least `min_workers`."""
+    tuning: _builtins.str
+    """Hash of the table by which members choose among schedules: 16 hexadecimal digits."""
     @_builtins.property
     def failure_timeout(self) -> _duration_pb2.Duration:
         """How long a member may be silent before it counts as lost."""
@@ -81,10 +90,11 @@ class JobSettings(_message.Message):
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
         failure_timeout: _duration_pb2.Duration | None = ...,
+        tuning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure_timeout", b"failure_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_timeout", b"failure_timeout", "max_workers", b"max_workers", "min_workers", b"min_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_timeout", b"failure_timeout", "max_workers", b"max_workers", "min_workers", b"min_workers", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,6 +127,32 @@ class Tag(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tag: _TypeAlias = Tag  # noqa: Y015
+
+@_typing.final
+class Share(_message.Message):
+    """One of the parts that a state is cut into where members hold it between them. All parts of one cut are the state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
+    """From 0; below `parts`."""
+    parts: _builtins.int
+    """How many there are; 1 or more."""
+    def __init__(
+        self,
+        *,
+        part: _builtins.int = ...,
+        parts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Share: _TypeAlias = Share  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
@@ -168,6 +204,7 @@ class Register(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FLOOR_FIELD_NUMBER: _builtins.int
     FORMER_MEMBER_ID_FIELD_NUMBER: _builtins.int
+    FORMER_SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, 1 to 128 bytes."""
     protocol_version: _builtins.int
@@ -179,7 +216,11 @@ class Register(_message.Message):
     generation_floor: _builtins.int
     """The highest generation that the worker has seen evidence of (a checkpoint); the job's numbers go on above it."""
     former_member_id: _builtins.str
-    """Id of the member that this process was before its session ended, empty for none. Its seat is known to be free then."""
+    """Id of the member that this process was before its session ended, empty for none. Its seat is known to be free then,
+    and its session ends if it has not yet. Ignored unless `former_session_token` proves it.
+    """
+    former_session_token: _builtins.bytes
+    """That member's token, from its `Registered`."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The worker's process."""
@@ -199,10 +240,11 @@ class Register(_message.Message):
         rank: _builtins.int | None = ...,
         generation_floor: _builtins.int = ...,
         former_member_id: _builtins.str = ...,
+        former_session_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "process", b"process", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "generation_floor", b"generation_floor", "job", b"job", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -385,6 +427,11 @@ class Meet(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    NODE_SIZE_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    UNPROVEN_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation that it has stopped in, 0 for a candidate."""
     holds_base: _builtins.bool
@@ -397,9 +444,25 @@ class Meet(_message.Message):
     """True if it wants to go: the next view forms without it."""
     closed: _builtins.bool
     """True if no newcomer may come in now: the members are between two steps."""
+    node_size: _builtins.int
+    """So many members hold one copy of the state between them, 0 for all members of a view; views have a multiple of it.
+    Unset where members hold it whole.
+    """
+    stored: _builtins.bool
+    """True if it holds nothing of the state yet, and can read any share of it from a checkpoint."""
+    unproven: _builtins.bool
+    """True for a candidate that has yet to show that it reaches all members: it gives what it holds, and gets no seat."""
     @_builtins.property
     def tag(self) -> Global___Tag:
         """The state that it holds; unset for none that counts (it has not got its base yet, or an update was interrupted)."""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
+        """What it holds of that state, the share that it trains on first. Unset where members hold it whole."""
+
+    @_builtins.property
+    def prepared(self) -> Global___Tag:
+        """The step that it has all gradients of, and that others may have applied: it can finish it if they have."""
 
     def __init__(
         self,
@@ -411,12 +474,19 @@ class Meet(_message.Message):
         manifest: _builtins.bytes = ...,
         leaving: _builtins.bool = ...,
         closed: _builtins.bool = ...,
+        shares: _abc.Iterable[Global___Share] | None = ...,
+        node_size: _builtins.int | None = ...,
+        prepared: Global___Tag | None = ...,
+        stored: _builtins.bool = ...,
+        unproven: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tag", b"tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_size", b"_node_size", "node_size", b"node_size", "prepared", b"prepared", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "fingerprint", b"fingerprint", "generation", b"generation", "holds_base", b"holds_base", "leaving", b"leaving", "manifest", b"manifest", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_size", b"_node_size", "closed", b"closed", "fingerprint", b"fingerprint", "generation", b"generation", "holds_base", b"holds_base", "leaving", b"leaving", "manifest", b"manifest", "node_size", b"node_size", "prepared", b"prepared", "shares", b"shares", "stored", b"stored", "tag", b"tag", "unproven", b"unproven"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__node_size: _TypeAlias = _typing.Literal["node_size"]  # noqa: Y015
+    _WhichOneofArgType__node_size: _TypeAlias = _typing.Literal["_node_size", b"_node_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_size) -> _WhichOneofReturnType__node_size | None: ...
 
 Global___Meet: _TypeAlias = Meet  # noqa: Y015
 
@@ -725,34 +795,76 @@ class Summons(_message.Message):
 Global___Summons: _TypeAlias = Summons  # noqa: Y015
 
 @_typing.final
+class Holder(_message.Message):
+    """Somebody who holds a state, or shares of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___Member:
+        """Who; the rank means nothing for a candidate."""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
+        """What it holds; unset where members hold it whole."""
+
+    def __init__(
+        self,
+        *,
+        member: Global___Member | None = ...,
+        shares: _abc.Iterable[Global___Share] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holder: _TypeAlias = Holder  # noqa: Y015
+
+@_typing.final
 class CatchUp(_message.Message):
-    """The receiver lags behind in a meeting: it takes the base, then says `meet` again."""
+    """The receiver lags behind in a meeting: it takes the base, then says `meet` again. If it is prepared for the base, it
+    finishes that step, and takes only what is not spread. A receiver whose checkpoint has the base may read it from there.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
-    DONORS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """The generation that the meeting is after."""
+    """The generation that the meeting is after, 0 for a candidate."""
+    fingerprint: _builtins.bytes
+    """Of the whole state at tag (0, 0), for `Meet.fingerprint`: a share does not show it."""
     @_builtins.property
     def base(self) -> Global___Tag:
         """What to take."""
 
     @_builtins.property
-    def donors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
         """Who holds it."""
+
+    @_builtins.property
+    def share(self) -> Global___Share:
+        """Which share of it, beside those that it has; unset where members hold it whole."""
 
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         base: Global___Tag | None = ...,
-        donors: _abc.Iterable[Global___Member] | None = ...,
+        holders: _abc.Iterable[Global___Holder] | None = ...,
+        share: Global___Share | None = ...,
+        fingerprint: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "donors", b"donors", "generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fingerprint", b"fingerprint", "generation", b"generation", "holders", b"holders", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -825,6 +937,54 @@ class Dismissed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Dismissed: _TypeAlias = Dismissed  # noqa: Y015
+
+@_typing.final
+class Spare(_message.Message):
+    """The next view has no seat for the receiver, for members come in nodes: it is a candidate again, and comes in when there
+    are enough.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Spare: _TypeAlias = Spare  # noqa: Y015
+
+@_typing.final
+class StateLost(_message.Message):
+    """Nobody has all of the line's state any more. The receiver MUST NOT bring its part of it to another line: it goes on
+    from a checkpoint, as a candidate.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """What is lost with whom, for people."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateLost: _TypeAlias = StateLost  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
@@ -984,6 +1144,8 @@ class SessionResponse(_message.Message):
     DISMISSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    SPARE_FIELD_NUMBER: _builtins.int
+    STATE_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The session is live."""
@@ -1044,6 +1206,14 @@ class SessionResponse(_message.Message):
     def missing(self) -> Global___Missing:
         """Who is not heard of."""
 
+    @_builtins.property
+    def spare(self) -> Global___Spare:
+        """No seat."""
+
+    @_builtins.property
+    def state_lost(self) -> Global___StateLost:
+        """A state that nobody has."""
+
     def __init__(
         self,
         *,
@@ -1062,12 +1232,14 @@ class SessionResponse(_message.Message):
         dismissed: Global___Dismissed | None = ...,
         finished: Global___Finished | None = ...,
         missing: Global___Missing | None = ...,
+        spare: Global___Spare | None = ...,
+        state_lost: Global___StateLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing", "spare", "state_lost"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

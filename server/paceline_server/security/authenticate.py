@@ -1,6 +1,7 @@
 """Every call to every service, before its handler sees it: which token does it show, and is that good for its job?
 
-Health is open to all, for probes have no tokens. Reflection needs a token. Of ours, `JOB_OF` says where each request
+Health's Check is open to all, for probes have no tokens; its Watch, which lasts for as long as the caller likes, needs
+one, and so does reflection. Of ours, `JOB_OF` says where each request
 names its job; a method that is not in it is refused to whoever has a token for one job only.
 """
 
@@ -18,7 +19,7 @@ from pacelinepb.v1 import admin_pb2, session_pb2
 
 __all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor"]
 
-_OPEN = "/grpc.health.v1.Health/"
+_OPEN = "/grpc.health.v1.Health/Check"
 
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
@@ -75,7 +76,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         """Puts a refusal, or a check of the job, in the place of the handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if not handler or method.startswith(_OPEN):  # grpc gives None for a method that nobody serves
+        if not handler or method == _OPEN:  # grpc gives None for a method that nobody serves
             return handler
         try:
             grant = (await self._tokens.current()).grant(_authorization(handler_call_details))

@@ -1,18 +1,24 @@
-"""The coordinator's certificate, and whose certificates it asks for. Checked before anything listens."""
+"""The coordinator's certificate, and whose certificates it asks for.
+
+They are checked before grpc gets them: it takes anything, and then fails at each handshake.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import ssl
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from paceline_server._grpc import grpc
 from paceline_server.settings import ServerSettings
 
-__all__ = ["TlsUnusable", "server_credentials"]
+__all__ = ["Certificates", "TlsPaths", "TlsUnusable"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,49 +33,84 @@ class TlsUnusable(ValueError):
     """A certificate or key cannot be used; the text names the file."""
 
 
-def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """What the coordinator serves TLS with; None if it is to serve in the clear. Reads files: not on a loop.
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What TLS is served with, in PEM.
 
-    A certificate that is out of its time is served, with a warning: it may be a clock that is wrong.
-
-    Raises:
-        TlsUnusable: a file cannot be read, is no certificate or key, or the two do not belong together.
+    Attributes:
+        cert: the coordinator's certificate.
+        key: the key of it.
+        ca: the authority of those that callers must have; None if they need none.
     """
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    pair = _read(settings.tls_key), _read(settings.tls_cert)
-    # grpc takes anything, and then fails at each handshake; so the standard library has a look first.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_passphrase)
-    except ssl.SSLError as error:
-        raise TlsUnusable(
-            f"{settings.tls_cert} and {settings.tls_key} are no certificate and its key (PEM): {error.reason or error}"
-        ) from None
-    if (warning := _out_of_time(context, settings.tls_cert, time.time())) is not None:
-        _log.warning("%s", warning)
-    authority = None
-    if settings.tls_ca is not None:
-        authority = _read(settings.tls_ca)
+
+    cert: bytes
+    key: bytes = field(repr=False)
+    ca: bytes | None = None
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """For grpc, which takes each once."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsPaths:
+    """The files of certificates."""
+
+    cert: Path
+    key: Path
+    ca: Path | None = None
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> TlsPaths | None:
+        """Those that the settings name; None if the coordinator is to serve in the clear."""
+        if settings.tls_cert is None or settings.tls_key is None:
+            return None
+        return cls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+    def read(self, known: Certificates | None = None) -> Certificates:
+        """What is in them now: `known` itself if that has not changed, else checked. Not on a loop.
+
+        A certificate that is out of its time is taken, with a warning: it may be a clock that is wrong.
+
+        Raises:
+            TlsUnusable: a file cannot be read, is no certificate or key, or the two do not belong together.
+        """
+        found = Certificates(_read(self.cert), _read(self.key), None if self.ca is None else _read(self.ca))
+        if found == known:
+            return known
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_verify_locations(settings.tls_ca)
+            with _as_file(found.cert.rstrip() + b"\n" + found.key) as path:
+                context.load_cert_chain(path, password=_no_passphrase)
         except ssl.SSLError as error:
-            raise TlsUnusable(f"{settings.tls_ca} is no certificate (PEM): {error.reason or error}") from None
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+            why = error.reason or error
+            raise TlsUnusable(f"{self.cert} and {self.key} are no certificate and its key (PEM): {why}") from None
+        if found.ca is not None:
+            try:
+                with _as_file(found.ca) as path:
+                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+            except ssl.SSLError as error:
+                raise TlsUnusable(f"{self.ca} is no certificate (PEM): {error.reason or error}") from None
+        if (warning := _out_of_time(context, found.cert, time.time())) is not None:
+            _log.warning("the certificate %s %s", self.cert, warning)
+        return found
+
+    def __str__(self) -> str:
+        return ", ".join(str(path) for path in (self.cert, self.key, self.ca) if path is not None)
 
 
-def _out_of_time(serving: ssl.SSLContext, path: Path, now: float) -> str | None:
+def _out_of_time(serving: ssl.SSLContext, cert: bytes, now: float) -> str | None:
     """What is to be said of a certificate that has expired, or is not valid yet; None of any other."""
-    held = _contents(serving, path)
+    held = _contents(serving, cert)
     since, until = (str(held.get(name, "")) for name in ("notBefore", "notAfter"))
     if until and ssl.cert_time_to_seconds(until) < now:
-        return f"the certificate {path} expired on {until}: callers do not take it, and a new one is needed"
+        return f"expired on {until}: callers do not take it, and a new one is needed"
     if since and ssl.cert_time_to_seconds(since) > now:
-        return f"the certificate {path} is not valid before {since}, and until then callers do not take it"
+        return f"is not valid before {since}, and until then callers do not take it"
     return None
 
 
-def _contents(serving: ssl.SSLContext, path: Path) -> dict[str, object]:
+def _contents(serving: ssl.SSLContext, cert: bytes) -> dict[str, object]:
     """What a certificate says, as `SSLSocket.getpeercert` does; empty where that cannot be told.
 
     `ssl` shows the certificate of the other end only, once it is verified. So one end that has it shakes hands, in
@@ -80,15 +121,27 @@ def _contents(serving: ssl.SSLContext, path: Path) -> dict[str, object]:
     calling.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
-        calling.load_verify_locations(path)
+        with _as_file(cert) as path:
+            calling.load_verify_locations(path)
         caller, server = calling.wrap_bio(back, there), serving.wrap_bio(there, back, server_side=True)
         for _ in range(_FLIGHTS):
             for end in (caller, server):
                 with contextlib.suppress(ssl.SSLWantReadError):
                     end.do_handshake()
         return {**(caller.getpeercert() or {})}
-    except (OSError, ValueError):  # the file has gone, or it is not made for servers: that is not for here
+    except (OSError, ValueError):  # it is not made for servers: that is not for here
         return {}
+
+
+@contextlib.contextmanager
+def _as_file(data: bytes) -> Iterator[str]:
+    """`ssl` loads from files, which may be others by now than those that were read; this one is in memory."""
+    fd = os.memfd_create("paceline-tls")
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _read(path: Path) -> bytes:

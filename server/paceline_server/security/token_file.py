@@ -3,19 +3,18 @@
 It is read whole at each look: a time of change can be the same for two contents. A file that cannot be read any more,
 or holds no token, leaves the last tokens in force: a slip of an editor must not open or shut everything.
 
-A look can hang for good, where a network is away. Each has a daemon thread, and the next waits until it has come back;
-in asyncio's pool it would keep the process from ending.
+A look can hang for good, where a network is away: the next waits until it has come back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
+from typing import Self
 
+from paceline_server.apart import call_apart, start_apart
 from paceline_server.security.tokens import Tokens, TokensUnusable
 
 __all__ = ["TokenKeeper", "read_tokens"]
@@ -27,6 +26,11 @@ LOOK_S = 1.0
 
 PATIENCE_S = 1.0
 """For how long calls wait for a look, from its beginning: one that hangs holds nobody up after that."""
+
+FIRST_S = 10.0
+"""For how long the first look is waited for, without which nobody could be told from anybody."""
+
+_THREAD = "paceline-tokens"
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -68,6 +72,22 @@ class TokenKeeper:
         self._hangs = False
         self._trouble = ""
 
+    @classmethod
+    async def of_file(cls, path: Path) -> Self:
+        """Those of a file.
+
+        Raises:
+            TokensUnusable: as for `read_tokens`, or it was not read within `FIRST_S`.
+        """
+        try:
+            first = await call_apart(lambda: read_tokens(path), _THREAD, FIRST_S)
+        except TimeoutError:
+            raise TokensUnusable(
+                f"cannot read the token file {path}: nothing came of it in {FIRST_S:g} s. Is the network away that it "
+                "is on?"
+            ) from None
+        return cls(first, lambda: read_tokens(path))
+
     async def current(self) -> Tokens:
         """The tokens in force; has a look at the file if the last one was a second ago."""
         if self._read is None:
@@ -91,7 +111,7 @@ class TokenKeeper:
 
     async def _look_at(self, read: Callable[[], Tokens]) -> None:
         try:
-            found = await asyncio.wrap_future(_start(read))
+            found = await asyncio.wrap_future(start_apart(read, _THREAD))
         except (TokensUnusable, RuntimeError) as error:  # RuntimeError: there are too many threads
             if str(error) != self._trouble:  # once, not every second
                 _log.error("%s; the last tokens stay in force", error)
@@ -103,20 +123,3 @@ class TokenKeeper:
         finally:
             self._looked_at = asyncio.get_running_loop().time()
             self._look = None
-
-
-def _start(read: Callable[[], Tokens]) -> Future[Tokens]:
-    """Reads on a daemon thread of its own."""
-    answer: Future[Tokens] = Future()
-    answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the thread
-
-    def run() -> None:
-        try:
-            found = read()
-        except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
-            answer.set_exception(error)
-        else:
-            answer.set_result(found)
-
-    threading.Thread(target=run, name="paceline-tokens", daemon=True).start()
-    return answer

@@ -12,6 +12,7 @@ from paceline_server.errors import NotFound
 from paceline_server.events import DrainAsked, RestartAsked
 from paceline_server.membership import Membership
 from paceline_server.model import Session, Standing
+from paceline_server.policy import spares
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceServicer
@@ -44,11 +45,11 @@ class AdminHandlers(AdminServiceServicer):
         state = job.membership.state
         concerned = state.concerned()
         in_view = sorted((s for s in concerned if s.rank is not None), key=lambda s: s.rank or 0)
-        waiting = [s for s in concerned if s.standing is Standing.WAITING]
+        waiting, spare = [s for s in concerned if s.standing is Standing.WAITING], spares(state)
         return pb.GetJobResponse(
             summary=_summary(now, job.membership),
             settings=wire.write_settings(concerned[0].settings) if concerned else None,
-            members=[_member(now, session) for session in in_view + waiting],
+            members=[_member(now, session, is_spare=session in spare) for session in in_view + waiting],
             verdict=wire.write_verdict(state.verdict) if state.verdict is not None else None,
         )
 
@@ -110,7 +111,7 @@ def _summary(now: float, membership: Membership) -> pb.JobSummary:
     )
 
 
-def _member(now: float, session: Session) -> pb.MemberStatus:
+def _member(now: float, session: Session, *, is_spare: bool) -> pb.MemberStatus:
     member = session_pb2.Member(
         member_id=session.member_id,
         rank=session.rank or 0,
@@ -120,21 +121,21 @@ def _member(now: float, session: Session) -> pb.MemberStatus:
     return pb.MemberStatus(
         member=member,
         in_view=session.rank is not None,
-        standing=_standing(now, session),
+        standing=_standing(now, session, is_spare=is_spare),
         attached=session.stream is not None,
         silent=wire.to_duration(now - session.heard),
         progress=wire.write_progress(now, session.progress),
     )
 
 
-def _standing(now: float, session: Session) -> str:
+def _standing(now: float, session: Session, *, is_spare: bool) -> str:
     """In a word or two, for people."""
     if session.stream is None or now - session.heard > session.settings.failure_timeout:
         return "silent"
     if session.standing is Standing.DISMISSED or (session.met is not None and session.met.leaving):
         return "leaving"
     if session.standing is Standing.WAITING:
-        return "waiting" if session.met is None else "ready to join"
+        return "waiting" if session.met is None else "spare" if is_spare else "ready to join"
     if session.met is not None:
         return "met" if session.met.tag is None else f"met at step {session.met.tag.step}"
     return "training" if session.standing is Standing.IN_VIEW else "parked"

@@ -1,13 +1,15 @@
-"""Unary calls come in whole within a time, and are served at a pace: a little later, if one connection sends too many.
+"""Calls are served at a pace: a little later, if one connection makes too many. Unary ones come in whole within a time.
 
 grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes, with what has
-come so far in memory. So unary handlers are served as streams of one message, which is waited for here.
+come so far in memory. So unary handlers are served as streams of one message, which is waited for here. Streams wait
+for their turn before anything of them is read: a refusal for want of a token is one, and costs us as much as an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from paceline_server._grpc import EOF, aio, grpc
@@ -16,7 +18,7 @@ from paceline_server.settings import ServerSettings
 
 __all__ = ["PacingInterceptor"]
 
-_OPEN = "/grpc.health.v1.Health/"
+_PROBE = "/grpc.health.v1.Health/Check"
 """Probes are few, and must not wait."""
 
 _MOST_CONNECTIONS = 20_000
@@ -24,7 +26,7 @@ _MOST_CONNECTIONS = 20_000
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Paces unary calls by connection. Messages of a session's stream are paced where they are read.
+    """Paces calls by connection. Messages of a session's stream are paced where they are read.
 
     Args:
         settings: the rates, and the time for a request to come in.
@@ -39,18 +41,32 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Lets unary calls wait for their turn."""
+        """Lets calls wait for their turn."""
         handler = await continuation(handler_call_details)
-        # grpc gives None for a method that nobody serves; its stubs do not say so.
-        if not handler or handler.unary_unary is None:
+        if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
             return handler
-        pacers = None if handler_call_details.method.startswith(_OPEN) else self._pacers
+        pacers = None if handler_call_details.method == _PROBE else self._pacers
+        if handler.unary_unary is not None:
+            inner: Any = self._answering(handler.unary_unary, pacers)
+        elif handler.unary_stream is not None:
+            inner = self._reading(handler.unary_stream, pacers)
+        else:
+            assert handler.stream_stream is not None, "no service here has a method with a stream and one answer"
+            inner = _opening(handler.stream_stream, pacers)
         paced: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-            self._paced(handler.unary_unary, pacers), handler.request_deserializer, handler.response_serializer
+            inner, handler.request_deserializer, handler.response_serializer
         )
         return paced
 
-    def _paced(self, inner: Any, pacers: Pacers | None) -> Any:
+    def _answering(self, inner: Any, pacers: Pacers | None) -> Any:
+        async def answer(request: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            await context.write(await inner(request, context))
+
+        return self._reading(answer, pacers)
+
+    def _reading(self, inner: Any, pacers: Pacers | None) -> Any:
+        """For a handler of one request; what it answers it writes to the context."""
+
         async def handle(_: object, context: aio.ServicerContext[Any, Any]) -> None:
             request: object = EOF
             try:
@@ -61,8 +77,27 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
-            if pacers is not None and (delay := pacers.delay(context.peer(), asyncio.get_running_loop().time())):
-                await asyncio.sleep(delay)
-            await context.write(await inner(request, context))
+            await _turn(context, pacers)
+            await inner(request, context)
 
         return handle
+
+
+def _opening(inner: Any, pacers: Pacers | None) -> Any:
+    """For a handler of a stream: it is not called before its turn."""
+
+    async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+        await _turn(context, pacers)
+        await inner(requests, context)
+
+    async def generate(requests: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await _turn(context, pacers)
+        async for answer in inner(requests, context):
+            yield answer
+
+    return generate if inspect.isasyncgenfunction(inner) else handle
+
+
+async def _turn(context: aio.ServicerContext[Any, Any], pacers: Pacers | None) -> None:
+    if pacers is not None and (delay := pacers.delay(context.peer(), asyncio.get_running_loop().time())):
+        await asyncio.sleep(delay)

@@ -21,7 +21,12 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
 
 _APPLICATION_ID = 0x50414345  # "PACE": `file` and we can tell our file from another program's database
-_VERSION = 2
+_VERSION = 3
+
+_FROM_2 = """
+ALTER TABLE job ADD COLUMN tuning TEXT NOT NULL DEFAULT '';
+ALTER TABLE seat ADD COLUMN node TEXT NOT NULL DEFAULT '';
+"""
 
 _TABLES = """
 CREATE TABLE job (
@@ -40,7 +45,8 @@ CREATE TABLE job (
     base_step INTEGER,
     newcomers TEXT NOT NULL,              -- ranks without the base, ascending, joined by commas
     manifest BLOB NOT NULL,
-    finished INTEGER                      -- the last step of a line that is done
+    finished INTEGER,                     -- the last step of a line that is done
+    tuning TEXT NOT NULL                  -- hash of the members' table of schedules
 ) STRICT;
 CREATE TABLE seat (
     job TEXT NOT NULL,
@@ -57,6 +63,7 @@ CREATE TABLE seat (
     ended TEXT,                           -- how the member went, NULL while it is there
     orderly INTEGER,
     sure INTEGER,                         -- 0: it was only silent
+    node TEXT NOT NULL,                   -- alike where members share memory
     PRIMARY KEY (job, rank)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE key (
@@ -90,6 +97,8 @@ def prepare(connection: sqlite3.Connection) -> None:
         connection.executescript(f"BEGIN; {_TABLES} {marks} COMMIT;")
     elif application != _APPLICATION_ID:
         raise NotAStateFile("it is another program's database")
+    elif version == 2:
+        connection.executescript(f"BEGIN; {_FROM_2} PRAGMA user_version={_VERSION}; COMMIT;")
     elif version != _VERSION:
         raise NotAStateFile(f"it is of version {version}; this coordinator reads version {_VERSION}")
     connection.execute("BEGIN IMMEDIATE")  # takes the lock now, not at the first write
@@ -116,10 +125,11 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
         newcomers,
         manifest,
         finished,
+        tuning,
     ) in connection.execute("SELECT * FROM job ORDER BY name"):
         job = jobs[name] = StoredJob(name, generation, finished=finished)
         if has_view:
-            settings = JobSettings(least, most, timeout)
+            settings = JobSettings(least, most, timeout, tuning)
             seats = _load_seats(connection, job)
             base = None if base_generation is None else Tag(base_generation, base_step)
             job.view = View(generation, settings, bool(explicit), seats, base, _split(newcomers), manifest)
@@ -146,12 +156,13 @@ def _load_seats(connection: sqlite3.Connection, job: StoredJob) -> tuple[Seat, .
         how,
         orderly,
         sure,
+        node,
     ) in connection.execute(
         "SELECT rank, member_id, token_sha256, host, pid, boot_id, start_ticks, pid_namespace, address, arrival, "
-        "ended, orderly, sure FROM seat WHERE job = ? ORDER BY rank",
+        "ended, orderly, sure, node FROM seat WHERE job = ? ORDER BY rank",
         (job.name,),
     ):
-        seats.append(Seat(rank, member_id, token, Process(host, pid, boot, ticks, space), address, arrival))
+        seats.append(Seat(rank, member_id, token, Process(host, pid, boot, ticks, space, node), address, arrival))
         if how is not None:
             job.endings[rank] = Ending(how, bool(orderly), bool(sure))
     return tuple(seats)
@@ -204,12 +215,12 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
     settings, base = view.settings, view.base or (None, None)
     row = (job, view.generation, settings.min_workers, settings.max_workers, settings.failure_timeout, view.explicit)
     connection.execute(
-        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL)",
-        (*row, *base, ",".join(map(str, view.newcomers)), view.manifest),
+        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL, ?)",
+        (*row, *base, ",".join(map(str, view.newcomers)), view.manifest, settings.tuning),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(
-        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
+        "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL, ?)",
         [
             (
                 job,
@@ -223,6 +234,7 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
                 seat.process.pid_namespace,
                 seat.address,
                 seat.arrival,
+                seat.process.node,
             )
             for seat in view.seats
         ],

@@ -243,15 +243,17 @@ class Cluster:
         return found
 
     def check(self, *, count: int | None = None, seed: int = 5, batch: int = BATCH) -> None:
-        """I5 and I6, and the values of an undisturbed run: call it when all have ended."""
+        """I5 and I6, and the losses and weights of an undisturbed run: call it when all have ended."""
         ends = [trainer.of("done")[0] for trainer in self.finishers]
         assert ends, f"nobody came to the end\n{self}"
         if count is not None:
             assert len(ends) == count, f"{len(ends)} came to the end, not {count}\n{self}"
         assert len({end["digest"] for end in ends}) == 1, f"weights differ\n{self}"
         assert all(end["step"] == self.total for end in ends), str(self)
-        np.testing.assert_allclose(ends[0]["weights"], one_process(self.total, seed, batch), rtol=1e-9, atol=1e-12)
+        _, weights = one_process([self.total], seed, batch)
+        np.testing.assert_allclose(ends[0]["weights"], weights[self.total], rtol=1e-9, atol=1e-12)
         self.check_samples(self.total, batch)
+        self.check_losses(self.total, seed=seed, batch=batch)
 
     def check_samples(self, last: int, batch: int = BATCH) -> None:
         """I6: the line has all steps up to that one, and each step used each sample of its batch once."""
@@ -265,6 +267,17 @@ class Cluster:
         for step, generation in line.items():
             used = sorted(attempts.get((step, generation), []))
             assert used == sorted(sampler.batch(step - 1).tolist()), f"samples of step {step} in {generation}\n{self}"
+
+    def check_losses(self, last: int, *, seed: int = 5, batch: int = BATCH, rtol: float = 1e-9) -> None:
+        """The mean loss of each step of the line, over all who took part in it, is that of one process."""
+        line = self.line()
+        found = dict.fromkeys(range(1, last + 1), 0.0)
+        for trainer in self.trainers:
+            for event in trainer.of("loss"):
+                if event["step"] <= last and event["generation"] == line[event["step"]]:
+                    found[event["step"]] += event["value"]
+        losses, _ = one_process([last], seed, batch)
+        np.testing.assert_allclose(list(found.values()), losses, rtol=rtol, err_msg=f"losses\n{self}")
 
     def redone(self) -> dict[int, int]:
         """By generation, how many attempts of it were undone at the member that lost most."""

@@ -1,7 +1,9 @@
 """Faults in words: kill(rank=1, at="mid_all_reduce", step=3). Declared by the test, inflicted by the worker on itself.
 
 Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
-before_gate, behind_gate, between_steps, giving and taking state, meeting, closing. A fault is inflicted once.
+before_gate, second_word (of a state that is spread), behind_gate, between_steps, giving and taking state, giving_share,
+taking_share, meeting, closing. Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
+mid_replicas (the sum of those over the nodes). A fault is inflicted once.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-__all__ = ["Fault", "abort", "freeze", "hold_gil", "inflict", "kill"]
+from paceline import checkpoint
+
+__all__ = ["Fault", "abort", "fail", "freeze", "hold_gil", "inflict", "kill"]
 
 
 @dataclass
@@ -23,12 +28,13 @@ class Fault:
     """One fault.
 
     Attributes:
-        what: "kill", "freeze", "hold_gil" or "raise".
+        what: "kill", "freeze", "hold_gil", "raise" or "fail" (the collective that it is in fails here, and only here).
         at: the phase.
         rank: whom it hits, by its rank in the step; any rank if None (phases without a step: whoever has the plan).
         step: in which step, in the generation that the first view opens; any if None.
         seconds: of a freeze or a hold.
         once: a file that whoever comes first makes: it hits one process only, of all that have the fault before them.
+        stored: a directory in which there must be a checkpoint before it hits anybody in a step; "" for none.
     """
 
     what: str
@@ -37,12 +43,14 @@ class Fault:
     step: int | None = None
     seconds: float = 0.0
     once: str = ""
+    stored: str = ""
     done: bool = False
     emit: Callable[..., None] = field(default=print, repr=False)
+    fail: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def plan(self) -> dict[str, Any]:
         """As JSON."""
-        return {name: value for name, value in asdict(self).items() if name not in ("done", "emit")}
+        return {name: value for name, value in asdict(self).items() if name not in ("done", "emit", "fail")}
 
     def in_step(self, step: Any, phase: str) -> None:
         """Inflicted if this is the place."""
@@ -52,7 +60,9 @@ class Fault:
     def _fits(self, step: Any) -> bool:
         if self.done or (self.step is not None and (step.number, step.generation) != (self.step, 2)):
             return False
-        return self.rank is None or step.rank == self.rank
+        if self.rank not in (None, step.rank):
+            return False
+        return not self.stored or bool(checkpoint.tags(self.stored))
 
     def strike(self) -> None:
         """Does it."""
@@ -74,15 +84,20 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hold_gil":
                 _hold_gil(self.seconds)
+            case "fail":
+                time.sleep(self.seconds)  # the others get through meanwhile
+                self.fail()
             case "raise":
                 raise ValueError(f"the user's code failed at {self.at}")
             case other:
                 raise AssertionError(f"no such fault: {other}")
 
 
-def kill(at: str, rank: int | None = None, step: int | None = None, once: Path | None = None) -> Fault:
+def kill(
+    at: str, rank: int | None = None, step: int | None = None, once: Path | None = None, stored: Path | None = None
+) -> Fault:
     """SIGKILL."""
-    return Fault("kill", at, rank, step, once=str(once or ""))
+    return Fault("kill", at, rank, step, once=str(once or ""), stored=str(stored or ""))
 
 
 def freeze(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
@@ -93,6 +108,11 @@ def freeze(at: str, seconds: float, rank: int | None = None, step: int | None = 
 def hold_gil(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
     """One C call that keeps the interpreter lock."""
     return Fault("hold_gil", at, rank, step, seconds)
+
+
+def fail(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+    """A collective that has sent all it has to fails before it has heard all."""
+    return Fault("fail", at, rank, step, 0.5)
 
 
 def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:
@@ -106,11 +126,15 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline.elastic.line import Line
     from paceline.elastic.offer import Content, Shelf
     from paceline.elastic.port import CoordinatedPort
+    from paceline.elastic.state import TrainState
     from paceline.group.core import GroupCore
+    from paceline.links.fault import Suspicion
     from paceline.session.member import MemberConnection
+    from pacelinepb.v1.errors_pb2 import ErrorReason
 
     current: list[Any] = [None]
-    received = [0]
+    # By exchange, for those of the parts of a view run side by side; none is kept alive by it.
+    received: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     for fault in faults:
         fault.emit = emit
 
@@ -125,28 +149,38 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     begin, recv = Exchange.begin, Exchange.recv
 
     def beginning(exchange: Any, operation: int, signature: bytes) -> Any:
-        current_call[0] = signature.decode()
-        received[0] = 0
+        received[exchange] = 0
         return begin(exchange, operation, signature)
 
-    current_call = [""]
+    of_unit = {"all_gather": "mid_all_gather", "reduce_scatter": "mid_reduce_scatter", "all_reduce": "mid_replicas"}
 
-    def receiving(exchange: Any, peer: int, deadline: float) -> Any:
-        if current[0] is not None and "all_reduce" in current_call[0]:
-            if "label=step" in current_call[0]:
+    def receiving(exchange: Any, peer: int, deadline: float, into: Any = None) -> Any:
+        for fault in faults:
+            fault.fail = lambda: exchange._mesh.fault.suspect(
+                Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 1, "a collective failed for a test")
+            )
+        call = exchange._call[1].decode()
+        if current[0] is not None and "label=unit" in call:
+            strike(of_unit[call.partition(" ")[0]], current[0])
+        elif current[0] is not None and "all_reduce" in call:
+            if "label=gate" in call:
+                strike("second_word", current[0])
+            elif "label=step" in call:
                 strike("in_word", current[0])
-            elif current_call[0].count("float64"):
-                received[0] += 1
-                if received[0] == 1:
+            elif "float64" in call:
+                received[exchange] += 1
+                if received[exchange] == 1:
                     strike("mid_all_reduce", current[0])
-                if received[0] == 2:
+                if received[exchange] == 2:
                     strike("late_all_reduce", current[0])
-        return recv(exchange, peer, deadline)
+        return recv(exchange, peer, deadline, into)
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
     _after(GroupCore, "board", lambda group, passenger: passenger and strike("in_word", current[0]))
     _before(Shelf, "read", lambda *_: strike("giving"))
+    _before(Shelf, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))
+    _before(TrainState, "switch", lambda *_: strike("taking_share"))
     _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(Line, "close", lambda *_: strike("closing"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))

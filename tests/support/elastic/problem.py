@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,32 @@ def build(seed: int, hidden: int = 16) -> Any:
     )
 
 
-def one_process(total: int, seed: int, batch: int = BATCH) -> list[float]:
-    """All large state after so many steps of an undisturbed run in one process."""
+def one_process(steps: Collection[int], seed: int, batch: int = BATCH) -> tuple[list[float], dict[int, list[float]]]:
+    """An undisturbed run in one process.
+
+    Args:
+        steps: those after which the state is wanted; the last of them is the last of the run.
+        seed: of the model.
+        batch: samples of a step, but the last one of an epoch.
+
+    Returns:
+        The loss of each step before its update, from step 1 on; and all large state after each of `steps`.
+    """
     x, t = data()
     model = build(seed)
     optimizer = paceline.optim.Adam(model, lr=0.01)
     sampler = paceline.ElasticSampler(SAMPLES, global_batch=batch)
     state = paceline.TrainState(model=model, optimizer=optimizer)
-    for step in range(total):
-        indices = sampler.batch(step)
-        _, dy = paceline.nn.softmax_cross_entropy(model.forward(x[indices]), t[indices])
-        optimizer.zero_grad()
-        model.backward(dy)
-        optimizer.step()
-    return [float(value) for array in state.large() for value in array.reshape(-1)]
+    losses: list[float] = []
+    found: dict[int, list[float]] = {}
+    for step in range(max(steps) + 1):
+        if step in steps:
+            found[step] = [float(value) for array in state.large() for value in array.reshape(-1)]
+        if step < max(steps):
+            indices = sampler.batch(step)
+            loss, dy = paceline.nn.softmax_cross_entropy(model.forward(x[indices]), t[indices])
+            losses.append(float(loss))
+            optimizer.zero_grad()
+            model.backward(dy)
+            optimizer.step()
+    return losses, found

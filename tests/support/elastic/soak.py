@@ -16,7 +16,7 @@ _MODEL_SEED = 5
 _PACE = 0.04
 
 
-def soak(seconds: float, seed: int, folder: Path, say: Callable[[str], None]) -> None:
+def soak(seconds: float, seed: int, folder: Path, say: Callable[[str], None], wrapper: str = "ddp") -> None:
     """Trains for so long while workers and the coordinator fail, and checks everything.
 
     Args:
@@ -24,6 +24,7 @@ def soak(seconds: float, seed: int, folder: Path, say: Callable[[str], None]) ->
         seed: of the faults.
         folder: for the state file; on a failure everything that was told is in trace.txt there.
         say: where lines for people go.
+        wrapper: of the model. Where one has what nobody else has, nobody is killed, only all the rest is done.
 
     Raises:
         AssertionError: something was not as promised; the text has the seed and the faults.
@@ -31,9 +32,9 @@ def soak(seconds: float, seed: int, folder: Path, say: Callable[[str], None]) ->
     start = time.monotonic()
     with cluster(
         folder, least=1, most=MOST + 2, total=1 << 30, failure_timeout=FAILURE_TIMEOUT, pace=_PACE,
-        model_seed=_MODEL_SEED, log=True,
+        model_seed=_MODEL_SEED, wrapper=wrapper, log=True,
     ) as c:  # fmt: skip
-        storm = Storm(c, seed, say)
+        storm = Storm(c, seed, say, kills=wrapper == "ddp")
         try:
             c.start(4)
             c.wait_for_step(5)
@@ -44,6 +45,7 @@ def soak(seconds: float, seed: int, folder: Path, say: Callable[[str], None]) ->
             last = check_weights(c, _MODEL_SEED)
             check_commits(c)
             c.check_samples(last)
+            c.check_losses(last, seed=_MODEL_SEED, rtol=1e-7)
             undone = undone_generations(c)
             assert len(undone) <= storm.harm, f"{len(undone)} steps were redone, but {storm.harm} faults: {undone}"
         except BaseException as error:

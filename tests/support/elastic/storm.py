@@ -42,6 +42,7 @@ class Storm:
         cluster: the job, with its first trainers running.
         seed: of the choices.
         say: where a line for each fault goes.
+        kills: whether workers are killed too.
 
     Attributes:
         done: the lines.
@@ -49,13 +50,14 @@ class Storm:
         longest: the longest time in seconds in which no step was applied.
     """
 
-    def __init__(self, cluster: Cluster, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Cluster, seed: int, say: Callable[[str], None], *, kills: bool = True) -> None:
         self.done: list[str] = []
         self.harm = 0
         self.longest = 0.0
         self._cluster = cluster
         self._random = random.Random(seed)
         self._say = say
+        self._kills = kills
         self._start = time.monotonic()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -99,7 +101,7 @@ class Storm:
             case "start" if len(running) < MOST:
                 (new,) = self._cluster.start(1)
                 self._tell(f"started {new.pid}")
-            case "kill one" | "kill two" if safe and len(victims) >= wanted:
+            case "kill one" | "kill two" if self._kills and safe and len(victims) >= wanted:
                 self.harm += wanted
                 for trainer in victims[:wanted]:
                     trainer.signal(signal.SIGKILL)

@@ -2,8 +2,9 @@
 
     python trainer.py '{"total": 8, ...}'
 
-Lines: joined, view, attempt (what this rank is about to use: generation, step, indices), applied, undone, committed,
-fault (just before one is inflicted), done (digest of the weights), dismissed, error.
+Lines: joined, view, attempt (what this rank is about to use: generation, step, indices), loss (of those samples, by
+their share of the batch), applied, undone, committed, fault (just before one is inflicted), done (digest of the
+weights), dismissed, error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
 
 import paceline
+from paceline.checkpoint.tree import split_shards
 from support.elastic.faults import Fault, inflict
 from support.elastic.problem import BATCH, SAMPLES, build, data
 
@@ -50,8 +52,8 @@ def main() -> None:
     with paceline.join(timeout=plan["join_timeout"]) as session:
         emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
         model = build(plan.get("model_seed", os.getpid()), plan.get("hidden", 16))
-        wrapped = wrap(plan["wrapper"], model, session)
-        trained = wrapped if plan["wrapper"] == "fsdp" else model
+        wrapped = wrap(plan["wrapper"], model, session, plan.get("bucket_mb", 25.0))
+        trained = model if plan["wrapper"] == "ddp" else wrapped
         optimizer = paceline.optim.Adam(trained, lr=0.01)
         sampler = paceline.ElasticSampler(
             SAMPLES, global_batch=plan.get("batch", BATCH), seed=plan.get("sampler_seed", 0)
@@ -74,7 +76,8 @@ def main() -> None:
                     if plan.get("pace"):
                         time.sleep(plan["pace"])  # the computation of a real model
                     y = wrapped(x[step.indices])
-                    _, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
+                    loss, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
+                    emit("loss", generation=step.generation, step=step.number, value=float(loss) * step.weight)
                     optimizer.zero_grad()
                     wrapped.backward(dy, step.weight)
                     for fault in faults:
@@ -97,27 +100,46 @@ def main() -> None:
                             total = session.group.all_reduce(np.ones(1))
                     assert total[0] == session.size
         except paceline.Dismissed as end:
-            emit("dismissed", reason=end.reason, step=state.step, digest=digest(state), weights=weights(state))
+            found = [] if state.spreads else state.large()
+            emit("dismissed", reason=end.reason, step=state.step, digest=digest(found), weights=numbers(found))
             raise
-        values = weights(state) if plan.get("hidden", 16) <= 16 else []
-        emit("done", step=state.step, generation=session.generation, digest=digest(state), weights=values)
+        found = whole(state, session.group) if state.spreads else state.large()
+        values = numbers(found) if plan.get("hidden", 16) <= 16 else []
+        emit("done", step=state.step, generation=session.generation, digest=digest(found), weights=values)
 
 
-def wrap(kind: str, model: Any, session: Any) -> Any:
+def wrap(kind: str, model: Any, session: Any, bucket_mb: float) -> Any:
     """The model as the plan has it."""
-    if kind == "fsdp":
-        return paceline.FSDP(model, session.group, strategy=paceline.ShardingStrategy.NO_SHARD)
-    return paceline.DDP(model, session.group)
+    if kind == "ddp":
+        return paceline.DDP(model, session.group, bucket_mb=bucket_mb)
+    strategy = paceline.ShardingStrategy[kind.upper()]
+    size = 2 if strategy is paceline.ShardingStrategy.HYBRID_SHARD else None
+    first, second, third = model.modules
+    first = paceline.FSDP(first, session.group, strategy, size)
+    return paceline.FSDP(paceline.nn.Sequential(first, second, third), session.group, strategy, size)
 
 
-def digest(state: Any) -> str:
+def whole(state: Any, group: Any) -> list[Any]:
+    """All large state of which this rank has a part, in the order of `TrainState.large`. A collective."""
+    _, leaves = split_shards({name: part["arrays"] for name, part in state.content()["parts"].items()})
+    found = []
+    for leaf in leaves.values():
+        pieces = group.all_gather_object((leaf.start, leaf.values.reshape(-1)))
+        array = np.full(leaf.shape, np.nan)
+        for start, values in pieces:
+            array.reshape(-1)[start : start + values.size] = values
+        found.append(array)
+    return found
+
+
+def digest(arrays: Any) -> str:
     """Of all large state."""
-    return hashlib.sha256(b"".join(array.tobytes() for array in state.large())).hexdigest()
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
-def weights(state: Any) -> list[float]:
+def numbers(arrays: Any) -> list[float]:
     """All large state as numbers."""
-    return [float(value) for array in state.large() for value in array.reshape(-1)]
+    return [float(value) for array in arrays for value in array.reshape(-1)]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import tempfile
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from paceline.checkpoint.arrays import decode_arrays, encode_arrays
-from paceline.checkpoint.tree import join, split
+from paceline import checkpoint
+from paceline.checkpoint import Shard
+from paceline.checkpoint.tree import join, split, split_shards
 from paceline.errors import UnsupportedOp
 
 DTYPES = [
@@ -46,8 +47,11 @@ states = st.recursive(
 
 
 def round_trip(state: Any) -> Any:
-    skeleton, found = split(state)
-    return join(json.loads(json.dumps(skeleton)), decode_arrays(encode_arrays(found)))
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint.save(directory, state, (1, 1))
+        found = checkpoint.load(directory)
+    assert found is not None
+    return found.state
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -138,7 +142,15 @@ def test_what_no_state_becomes_is_refused(damaged: Any) -> None:
         join(damaged, {})
 
 
-@given(st.binary(max_size=200))
-def test_bytes_of_anybody_are_no_arrays(data: bytes) -> None:
-    with pytest.raises(ValueError, match="safetensors"):
-        decode_arrays(data)
+def test_shards_stand_for_arrays_where_ranks_save_together() -> None:
+    shard = Shard(np.ones(2), 1, (2, 2))
+    skeleton, leaves = split_shards({"a": [shard, np.zeros(3)]})
+    assert skeleton == {"a": [{"$array": "a.0"}, {"$array": "a.1"}]}
+    assert leaves["a.0"] is shard
+    with pytest.raises(UnsupportedOp, match=r"^a\.0 is spread"):
+        split({"a": [shard]})
+    for state in ({"a.0": np.ones(1), "a": [shard]}, {"a": [shard], "a.0": np.ones(1)}):
+        with pytest.raises(UnsupportedOp, match="path of two arrays"):
+            split_shards(state)
+    with pytest.raises(UnsupportedOp, match=r"^a\b"):
+        split_shards({"a": Shard(np.array(["text"]), 0, (1,))})

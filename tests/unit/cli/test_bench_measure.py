@@ -1,17 +1,24 @@
-"""What is timed is the collective that the row names, by the schedule that it names."""
+"""Contenders take turns, and what is timed is the collective that the row names, by the schedule that it names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import groupby
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BufferedRWPair
+from typing import BinaryIO, cast
 
-import numpy as np
 import pytest
 
-from paceline.cli.bench.calls import make_call
-from paceline.cli.bench.measure import forced, measure
+from paceline.cli.bench.calls import MEMORIES, Call, make_call
+from paceline.cli.bench.ensemble import ContenderFailed, Ensemble
+from paceline.cli.bench.measure import Turn, measure
 from paceline.cli.bench.plan import COLLECTIVES, Job
+from paceline.cli.bench.rank import Lacking, Ranks, serve, time_calls
+from paceline.cli.bench.values import check_result, given, result_parts
+from paceline.cli.bench.worker import PacelineRanks, forced
 from paceline.collectives.choose import choose
 from paceline.group import Group
 from paceline.testing import run_ranks
@@ -32,50 +39,213 @@ RESULTS: dict[str, list[list[float] | None]] = {
     "barrier": [None] * 3,
 }
 
+NAMES = [name.replace("-", "_") for name in COLLECTIVES]
 
-@pytest.mark.parametrize("collective", [name.replace("-", "_") for name in COLLECTIVES])
-def test_a_call_is_the_collective_and_can_be_made_again(collective: str) -> None:
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("collective", NAMES)
+def test_a_call_is_the_collective_and_can_be_made_again(collective: str, memory: str) -> None:
     def rank(group: Group) -> list[float] | None:
-        call = make_call(group, collective, 0 if collective == "barrier" else 6 * 4)
-        call()
-        result = call()
-        return result.tolist() if isinstance(result, np.ndarray) else None
+        call = make_call(group, collective, 0 if collective == "barrier" else 6 * 4, memory)
+        call.run()
+        check_result(call.result, result_parts(collective, group.rank, WORLD, in_place=call.in_place))
+        call.run()
+        return None if call.result is None else call.result.tolist()
 
-    assert run_ranks(WORLD, rank) == RESULTS[collective]
-
-
-def test_schedules_take_turns_and_all_ranks_get_the_slowest_ones_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []  # by rank 0
-
-    def make_spied_call(group: Group, collective: str, size: int) -> Callable[[], object]:
-        call = make_call(group, collective, size)
-
-        def spied() -> object:
-            if group.rank == 0:
-                used.append(group.choose(collective, size, group.size).schedule)
-            return call()
-
-        return spied
-
-    monkeypatch.setattr("paceline.cli.bench.measure.make_call", make_spied_call)
-    names = ["ring", "direct", "bruck"]
-    job = Job("all_gather", 24, tuple(names))
-    first, *others = run_ranks(WORLD, partial(measure, job=job, budget_s=0.01))
-    assert [name for name, _ in first] == names
-    assert all(len(times) >= 10 and min(times) > 0 for _, times in first)
-    assert others == [first, first]
-    assert [name for name, _ in groupby(used)] == names * 11  # once to warm up, then in ten turns
-    for name, times in first:
-        assert used.count(name) == len(times) + 8  # to warm up, and for the estimate
+    in_place = collective == "all_reduce"
+    assert run_ranks(WORLD, rank) == ([[0.0] * 6] * 3 if in_place else RESULTS[collective])
 
 
-def test_a_job_without_schedules_says_which_one_was_chosen() -> None:
-    def measured(job: Job) -> str | None:
-        return run_ranks(2, partial(measure, job=job, budget_s=0.001))[0][0][0]
+@pytest.mark.parametrize("collective", NAMES)
+def test_parts_of_results_are_what_ranks_get(collective: str) -> None:
+    for rank, result in enumerate(RESULTS[collective]):
+        parts = result_parts(collective, rank, WORLD, in_place=False)
+        assert [part for part in parts for _ in range(len(result or []) // len(parts))] == (result or [])
 
-    assert measured(Job("all_reduce", 4)) == choose("all_reduce", 4, 2).schedule
-    assert measured(Job("gather", 8)) == "direct"
-    assert measured(Job("send_recv", 4)) is None
+
+def test_sums_in_place_stay_what_they_are() -> None:
+    for world in (2, 3, 4, 7):
+        values = [given(rank, world, in_place=True) for rank in range(world)]
+        assert sum(values) == 0
+        assert any(values)
+
+
+class Fake:
+    """A contender whose calls take a fixed time; notes what it is told."""
+
+    def __init__(
+        self, log: list[str], impl: str, seconds: float, *, schedules: bool = False, lacks: str | None = None
+    ) -> None:
+        self.impl, self.link, self.schedules = impl, "tcp", schedules
+        self._log, self._seconds, self._lacks = log, seconds, lacks
+
+    def prepare(self, job: Job) -> str | None:
+        return self._lacks
+
+    def run(self, calls: int, schedule: str | None) -> Turn:
+        self._log.append(f"{self.impl} {schedule or '-'} {calls}")
+        return Turn([self._seconds] * calls, self._seconds * calls, schedule, ("tcp",))
+
+
+def test_contenders_and_schedules_take_turns() -> None:
+    log: list[str] = []
+    contenders = [Fake(log, "a", 0.01, schedules=True), Fake(log, "b", 0.001)]
+    results = measure(Job("all_reduce", 4, ("ring", "star")), contenders, budget_s=0.5)
+    lanes = ["a ring", "a star", "b -"]
+    to_warm_up = [f"{lane} {calls}" for lane in lanes for calls in (1, 5, 3)]
+    assert log == to_warm_up + ["a ring 5", "a star 5", "b - 50"] * 10
+    assert [(result.contender.impl, result.asked, len(result.seconds)) for result in results] == [
+        ("a", "ring", 50),
+        ("a", "star", 50),
+        ("b", None, 500),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls"), [(10.0, ["a - 1", "a - 10"]), (1e-6, ["a - 1", "a - 5", "a - 3", "a - 2000"])]
+)
+def test_one_alone_has_one_turn_with_enough_calls_and_not_too_many(seconds: float, calls: list[str]) -> None:
+    log: list[str] = []
+    measure(Job("barrier", 0), [Fake(log, "a", seconds)])
+    assert log == calls
+
+
+def test_who_cannot_has_no_turns() -> None:
+    log: list[str] = []
+    job = Job("gather", 4, ("direct", "star"))
+    unable, able = measure(job, [Fake(log, "a", 1, schedules=True, lacks="no"), Fake(log, "b", 1)], 1)
+    assert (unable.lacks, unable.turns, able.lacks) == ("no", [], None)
+    assert not [line for line in log if line.startswith("a")]
+
+
+class Alone(Ranks):
+    """A rank that does with nobody what it is told to."""
+
+    def __init__(self, rank: int, call: Callable[[], object] = lambda: None) -> None:
+        self.rank, self.world, self._call = rank, 2, call
+
+    def make_call(self, collective: str, size: int) -> Call:
+        if collective == "gather":
+            raise Lacking("there is no gather")
+        return Call(self._call, None)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def links(self, collective: str) -> Sequence[str]:
+        return ["shm", "grpc"][: self.rank + 1]
+
+    def lacks(self, error: RuntimeError) -> bool:
+        return "not supported" in str(error)
+
+
+@contextmanager
+def conducted(path: str, ranks: Sequence[Ranks]) -> Iterator[Ensemble]:
+    """Ranks in threads that serve an ensemble over sockets, as processes do."""
+    ensemble = Ensemble("them", "gloo", "tcp", schedules=False)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        threads = [threading.Thread(target=serve, args=(path, "them", rank)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+            connection, _ = listener.accept()
+            with connection:
+                stream: BufferedRWPair = connection.makefile("rwb")
+            hello = json.loads(stream.readline())
+            assert hello["name"] == "them"
+            ensemble.lines[hello["rank"]] = cast(BinaryIO, stream)
+    try:
+        yield ensemble
+    finally:
+        ensemble.stop()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("s") / "s")  # a socket's path has 108 bytes at most
+
+
+def test_the_conductor_hears_of_all_ranks(path: str) -> None:
+    with conducted(path, [Alone(0), Alone(1)]) as ensemble:
+        assert ensemble.prepare(Job("barrier", 0)) is None
+        turn = ensemble.run(7, None)
+        assert len(turn.seconds) == 7
+        assert turn.took_s >= sum(turn.seconds) / 2 > 0
+        assert turn.links == ("grpc", "shm")
+        assert ensemble.prepare(Job("gather", 8)) == "there is no gather"
+        assert ensemble.prepare(Job("barrier", 0)) is None
+        ensemble.end()
+
+
+def test_a_call_counts_as_long_as_its_slowest_rank(path: str) -> None:
+    class Told(Ensemble):
+        def _ask(self, order: dict[str, object]) -> list[dict[str, object]]:
+            return [
+                {"ns": [1000, 5000], "took_ns": 7000, "schedule": "ring", "links": ["grpc"]},
+                {"ns": [3000, 2000], "took_ns": 8000, "schedule": "ring", "links": ["grpc"]},
+            ]
+
+    assert Told("x", "x", "x", schedules=False).run(2, None) == Turn([3e-6, 5e-6], 8e-6, "ring", ("grpc",))
+
+
+def test_what_an_implementation_refuses_is_told_and_not_an_error(path: str) -> None:
+    def refuse() -> None:
+        raise RuntimeError("reduce_scatter is not supported\nby this backend")
+
+    with conducted(path, [Alone(0, refuse)]) as ensemble:
+        assert ensemble.prepare(Job("reduce_scatter", 8)) == "reduce_scatter is not supported"
+
+
+def test_ranks_that_are_gone_are_an_error(path: str) -> None:
+    with conducted(path, [Alone(0), Alone(1)]) as ensemble:
+        for line in ensemble.lines.values():
+            line.write(b'{"do": "end"}\n')
+            line.flush()
+        with pytest.raises(ContenderFailed, match="them: rank 0 is gone"):
+            ensemble.run(1, None)
+
+
+def test_a_wrong_result_is_an_error() -> None:
+    def rank(group: Group) -> None:
+        call = make_call(group, "all_reduce", 8)
+        call.run()
+        assert call.result is not None
+        call.result[1] += group.rank
+        check_result(call.result, result_parts("all_reduce", group.rank, 2, in_place=True))
+
+    with pytest.raises(ArithmeticError, match=r"between 0.0 and 1.0, and should be 0.0"):
+        run_ranks(2, rank)
+
+
+def test_calls_that_some_rank_could_leave_early_have_a_barrier_each() -> None:
+    def log(separate: bool) -> str:
+        said: list[str] = []
+        times = time_calls(lambda: said.append("|"), lambda: said.append("x"), 3, separate=separate)
+        assert len(times) == 3
+        assert min(times) >= 0
+        return "".join(said)
+
+    assert (log(separate=False), log(separate=True)) == ("|xxx", "||x|x|x")
+
+
+def test_paceline_s_rank_tells_its_schedule_and_its_links() -> None:
+    def rank(group: Group) -> tuple[str | None, str | None, str | None, list[str]]:
+        assert list(PacelineRanks(group).links("send_recv")) == []  # nobody has sent anything
+        ranks = PacelineRanks(group)
+        ranks.make_call("all_gather", 24).run()
+        with ranks.scheduled("all_gather", "ring"):
+            forced = ranks.chosen("all_gather", 24)
+        return (
+            ranks.chosen("all_gather", 24),
+            forced,
+            ranks.chosen("send_recv", 4),
+            sorted(set(ranks.links("all_gather"))),
+        )
+
+    assert run_ranks(2, rank) == [(choose("all_gather", 24, 2).schedule, "ring", None, ["local"])] * 2
 
 
 def test_a_forced_schedule_counts_within_the_block_only() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
+from paceline.cli.bench.openmpi import mpirun_command
 from paceline.cli.bench.plan import COLLECTIVES, Job, plan
+from paceline.cli.bench.recipes import check_peer, paceline_recipe, peer_recipe
+from paceline.cli.output import UsageError
 from paceline.collectives.programs import SCHEDULES
 
 runner = CliRunner()
@@ -31,16 +36,29 @@ def test_schedules_once_each_in_the_order_they_are_named() -> None:
     assert plan("all-reduce", 2, "4", "ring, star,ring") == [Job("all_reduce", 4, ("ring", "star"))]
 
 
-@pytest.mark.parametrize("job", [Job("send_recv", 4), Job("barrier", 0, ("ring",)), Job("reduce", 8, ("star", "tree"))])
-def test_a_job_travels_as_an_argument(job: Job) -> None:
-    assert Job.from_argument(job.to_argument()) == job
+def test_every_schedule_of_all_collectives_that_have_some() -> None:
+    jobs = plan("all", 2, "1KiB", every_schedule=True)
+    assert {job.collective: job.schedules for job in jobs} == {name: tuple(of) for name, of in SCHEDULES.items()}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["all-to-none"], "choose one of all-reduce, reduce, reduce-scatter, broadcast, scatter, all-gather, gather"),
-        (["all-reduce", "--links", "shm"], "there is no link 'shm'"),
+        (
+            ["all-reduce", "--links", "grpc,rdma"],
+            "no link 'rdma': this version measures shm, tcp, grpc, local",
+        ),
+        (["all-reduce", "--links", ""], "--links names no link"),
+        (["all-reduce", "--vs", "nccl"], "there is no 'nccl' to compare with: choose of gloo, openmpi"),
+        (["all-reduce", "--memory", "mine"], "there is no memory 'mine': choose one of any, group"),
+        (["all-reduce", "--plot", "picture.gif"], "--plot makes .png, .svg or .pdf, not picture.gif"),
+        (["all-reduce", "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder for --plot"),
+        (["all-reduce", "--tune-out", "/no/such/folder/a.json"], "there is no folder /no/such/folder for --tune-out"),
+        (["all-reduce", "--tune", "--schedule", "ring"], "--tune measures all schedules over one kind of link"),
+        (["all-reduce", "--tune", "--vs", "gloo"], "--tune measures all schedules over one kind of link"),
+        (["all-reduce", "--tune", "--links", "grpc,local"], "--tune measures all schedules over one kind of link"),
+        (["send-recv", "--tune"], "send-recv has no schedules"),
         (["all", "--sizes", "3MiBs"], "is not a size"),
         (["all", "--sizes", "4", "--schedule", "ring"], "--schedule is for one collective"),
         (["send-recv", "--schedule", "ring"], "send-recv has no schedules"),
@@ -48,13 +66,61 @@ def test_a_job_travels_as_an_argument(job: Job) -> None:
         (["all-reduce", "--schedule", ""], "there is no schedule '' for all_reduce: there are star, direct, ring"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cli.bench.plot.find_spec", lambda name: object())  # as if there were all extras
     result = runner.invoke(app, ["bench", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.startswith("paceline: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--vs", "gloo"], "pip install torch"),
+        (["--vs", "openmpi"], "pip install mpi4py"),
+        (["--plot", "a.png"], "pip install 'paceline[bench]'"),
+    ],
+)
+def test_what_is_not_installed_is_named(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("plot", "recipes"):
+        monkeypatch.setattr(f"paceline.cli.bench.{module}.find_spec", lambda name: None)
+    result = runner.invoke(app, ["bench", "all-reduce", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_another_mpi_s_mpirun_will_not_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr("paceline.cli.bench.recipes.find_spec", lambda name: object())
+    with pytest.raises(UsageError, match="apt-get install openmpi-bin"):
+        check_peer("openmpi")
+
+
+def test_mpirun_is_told_three_things() -> None:
+    command = mpirun_command("/s", "openmpi", 4, 17, root=True)
+    assert command[:5] == ["mpirun", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
+    assert command[5:7] == ["-n", "4"]
+    assert command[-5:] == ["-m", "paceline.cli.bench.openmpi", "/s", "openmpi", "rank"]
+    assert "--allow-run-as-root" not in mpirun_command("/s", "openmpi", 4, 17, root=False)
+
+
+def test_contenders_have_no_part_in_the_job_of_whoever_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_COORDINATOR", "there:1")
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    recipe = paceline_recipe("shm", 2, "any")
+    assert "PACELINE_COORDINATOR" not in recipe.environment
+    assert recipe.environment["PACELINE_TOKEN"] == "secret"
+    assert recipe.environment["PACELINE_LINKS"] == "shm,grpc"
+    assert paceline_recipe("grpc", 2, "any").environment["PACELINE_LINKS"] == "grpc"
+    assert peer_recipe("gloo", 2).name != peer_recipe("openmpi", 2).name
 
 
 def test_help_names_all_collectives() -> None:

@@ -64,7 +64,7 @@ def test_what_it_says_works(tmp_path: Path) -> None:
     lines = certs(str(tmp_path / "a b")).splitlines()
     exported = next(line for line in lines if line.startswith("  export "))
     environ = dict(word.split("=", 1) for word in shlex.split(exported)[1:])
-    assert Credentials.from_environment(environ).for_worker().is_secure
+    assert Credentials.from_environment(environ).for_worker().files is not None
     command = shlex.split(next(line for line in lines if line.startswith("  paceline coordinator ")))
     assert all(Path(word).exists() for word in command if word.startswith("/"))
 

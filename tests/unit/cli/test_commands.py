@@ -17,7 +17,8 @@ def test_version() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "bench", "schedules"):
+    plain = ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "bench", "schedules")
+    for command in (*plain, "checkpoint"):
         assert runner.invoke(app, [command, "--help"]).exit_code == 0
 
 
@@ -35,7 +36,7 @@ def test_every_command_has_help() -> None:
         (["drain", "--coordinator", "host:1", "--all", "2"], "name members, or say --all, but not both"),
         (["coordinator", "--listen", "host:99999"], "not an address of the form host:port"),
         (["status", "--coordinator", "::1:70"], "write an IPv6 address in brackets"),
-        (["bench", "all-reduce", "--links", "grpc,shm"], "there is no link 'shm'"),
+        (["bench", "all-reduce", "--links", "grpc,rdma"], "there is no link 'rdma'"),
         (["bench", "all-reduce", "--sizes", "3MiBs"], "is not a size"),
         (["bench", "all-to-none"], "choose one of all-reduce, reduce, reduce-scatter"),
     ],

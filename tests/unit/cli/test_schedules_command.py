@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.collectives.choose import RULES, choose, format_rules
+from paceline.collectives.choose import RULES, Rule, choose, format_rules
 from paceline.collectives.programs import SCHEDULES, rows_of
 from paceline.collectives.rows import format_schedule
 
@@ -25,7 +25,7 @@ def test_the_table_of_choices() -> None:
     assert run() == format_rules() + "\n"
     rules = json.loads(run("--json"))["rules"]
     assert len(rules) == sum(len(of) for of in RULES.values())
-    assert set(rules[0]) == {"collective", "schedule", "max_bytes", "max_world", "max_incast", "reason"}
+    assert set(rules[0]) == {"collective", *Rule._fields}
 
 
 def test_what_is_chosen_and_why_and_one_rank_s_rows() -> None:

@@ -9,7 +9,7 @@ from paceline.session.wire import duration
 from pacelinepb.v1 import admin_pb2, session_pb2
 
 
-def member(in_view: bool) -> admin_pb2.MemberStatus:
+def member(in_view: bool, standing: str = "") -> admin_pb2.MemberStatus:
     process = session_pb2.ProcessIdentity(host="node[1]", pid=12)
     return admin_pb2.MemberStatus(
         member=session_pb2.Member(member_id="m", rank=0, process=process, address="10.0.0.1:5"),
@@ -17,7 +17,7 @@ def member(in_view: bool) -> admin_pb2.MemberStatus:
         attached=True,
         silent=duration(0.25),
         progress=session_pb2.Heartbeat(operation=7, step=3),
-        standing="training" if in_view else "ready to join",
+        standing=standing or ("training" if in_view else "ready to join"),
     )
 
 
@@ -75,3 +75,11 @@ def test_tables_hold_a_row_for_each() -> None:
     assert jobs_table([SUMMARY, SUMMARY]).row_count == 2
     detail = admin_pb2.GetJobResponse(summary=SUMMARY, members=[member(True), member(False)])
     assert members_table(detail).row_count == 2
+
+
+def test_a_spare_is_shown_as_one() -> None:
+    spare = member(False, "spare")
+    assert member_as_dict(spare)["standing"] == "spare"
+    assert member_as_dict(spare)["rank"] is None
+    (cell,) = members_table(admin_pb2.GetJobResponse(summary=SUMMARY, members=[spare])).columns[5].cells
+    assert str(cell) == "spare"

@@ -11,16 +11,19 @@ from unit.collectives.simulate import Rank, add, advance, leaves, run
 
 from paceline.collectives import programs
 from paceline.collectives.program import AHEAD, Area, Do, Program
-from paceline.collectives.rows import Sums, chunk_bounds
+from paceline.collectives.rows import Nodes, Sums, chunk_bounds
 
 REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in programs.SCHEDULES[kind]]
 
 
-def reducing(kind: str, name: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
+def reducing(
+    kind: str, name: str, rank: int, world: int, root: int, n: int, segment: int, nodes: Nodes = ()
+) -> Program:
     if kind == "reduce":
         return programs.reduce_program(name, rank, world, root, n, segment)
-    make = {"all_reduce": programs.all_reduce_program, "reduce_scatter": programs.reduce_scatter_program}[kind]
-    return make(name, rank, world, n, segment)
+    if kind == "all_reduce":
+        return programs.all_reduce_program(name, rank, world, n, segment, nodes)
+    return programs.reduce_scatter_program(name, rank, world, n, segment)
 
 
 @settings(max_examples=600, deadline=None)
@@ -40,6 +43,7 @@ def test_reductions(
     root = data.draw(st.integers(0, world - 1))
     turns = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
     in_place = in_place and kind != "reduce_scatter"
+    nodes = tuple(data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world) | st.just([])))
     ranks = []
     for r in range(world):
         base = [f"{r}.{i}" for i in range(n)]
@@ -48,7 +52,7 @@ def test_reductions(
             lo, hi = chunk_bounds(n, world)[r]
             size = hi - lo
         out = base if in_place else ["unset"] * size
-        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment), base, out))
+        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, nodes), base, out))
     run(ranks, lend=lend, pick=lambda turn: turns[turn % len(turns)])
     for r, rank in enumerate(ranks):
         if kind == "reduce" and r != root:

@@ -10,9 +10,11 @@ from unit.collectives.simulate import Rank, add, run
 from paceline.collectives import programs
 from paceline.collectives.program import Area
 from paceline.collectives.rows import Action, Row, chunk_bounds, format_schedule, ring_neighbours
-from paceline.collectives.schedules import gathering, reducing, spreading, waiting
+from paceline.collectives.schedules import gathering, hierarchical, reducing, spreading, waiting
 
 WORLDS = range(1, 18)
+NODES = (0, 0, 1, 0, 1, 2, 2, 0, 1, 2, 2, 2, 1, 3, 3, 0, 3)
+"""Of each rank, for schedules that go by them."""
 
 
 def test_ring_neighbours_wrap_around() -> None:
@@ -73,7 +75,7 @@ def test_every_row_that_sends_has_one_that_receives(world: int) -> None:
             for root in {0, world - 1} if collective in programs.ROOTED else {0}:
                 sent, awaited = Counter(), Counter()
                 for rank in range(world):
-                    for row in programs.rows_of(collective, name, rank, world, root):
+                    for row in programs.rows_of(collective, name, rank, world, root, nodes=NODES[:world]):
                         if row.send_to is not None:
                             chunk = world + rank if collective == "all_to_all" else row.send_chunk
                             sent.update((row.step, rank, row.send_to, chunk + i) for i in range(row.span))
@@ -104,6 +106,21 @@ def test_steps_are_as_few_as_the_schedules_say() -> None:
         assert steps(reducing.halving_doubling_all_reduce(1, world)) == 2 * log
         assert steps(gathering.bruck_all_gather(1, world)) == log
         assert steps(waiting.dissemination_barrier(1, world)) == log
+
+
+def test_what_leaves_a_node_by_the_hierarchical_schedule_is_what_a_ring_of_nodes_sends() -> None:
+    """2(H-1)/H of the array from each of H nodes, however many ranks they have; each of L rings carries a part."""
+    for per_node in ([2, 2], [2, 2, 2, 2], [3, 1, 2], [1, 4], [4]):
+        nodes = tuple(node for node, count in enumerate(per_node) for _ in range(count))
+        chunks = hierarchical.hierarchical_chunks(len(nodes), nodes)
+        assert chunks == len(per_node) * min(per_node)
+        left = Counter()
+        for rank, node in enumerate(nodes):
+            for row in hierarchical.hierarchical_all_reduce(rank, len(nodes), nodes):
+                if row.send_to is not None and nodes[row.send_to] != node:
+                    left[node] += row.span
+        count = len(per_node)
+        assert left == Counter({node: 2 * (count - 1) * min(per_node) for node in range(count) if count > 1})
 
 
 def test_tree_is_the_one_of_the_reference() -> None:

@@ -12,8 +12,9 @@ from unit.elastic.solo import ENVIRONMENT, fail
 
 import paceline
 from paceline import nn
+from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.state import TrainState
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import InvalidWorldSize, StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
@@ -21,6 +22,7 @@ from support.parts import SOON, each
 
 N, BATCH = 30, 7
 NO_SHARD = paceline.ShardingStrategy.NO_SHARD
+HYBRID = paceline.ShardingStrategy.HYBRID_SHARD
 SPREADING = [strategy for strategy in paceline.ShardingStrategy if strategy is not NO_SHARD]
 
 rng = np.random.default_rng(4)
@@ -240,12 +242,6 @@ def test_units_that_were_prepared_one_by_one() -> None:
     assert all(p.grad is not None for _, p in whole.named_parameters())
 
 
-@pytest.mark.parametrize("strategy", SPREADING)
-def test_candidate_cannot_tell_which_part_will_be_its_own(strategy: Any) -> None:
-    with pytest.raises(UnsupportedOp, match=f"{strategy.name} spreads.*use ShardingStrategy.NO_SHARD, or paceline.DDP"):
-        Worker(0, strategy=strategy)
-
-
 def test_candidate_cannot_run() -> None:
     worker = Worker(0)
     for wrapped in (worker.model, paceline.DDP(build(1), worker.group)):
@@ -254,7 +250,7 @@ def test_candidate_cannot_run() -> None:
 
 
 @pytest.mark.parametrize("strategy", SPREADING)
-def test_what_is_spread_goes_on_where_ranks_stay_and_is_refused_where_they_do_not(strategy: Any) -> None:
+def test_what_is_spread_goes_on_where_ranks_stay_and_outside_of_steps_moves_nowhere(strategy: Any) -> None:
     meshes = local_meshes(2)
     workers = [Worker(0, group_of(mesh), strategy) for mesh in meshes]
     all_do(workers, lambda worker: worker.step(0))
@@ -266,7 +262,7 @@ def test_what_is_spread_goes_on_where_ranks_stay_and_is_refused_where_they_do_no
         np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
     form(workers[:1], 3, vouched=False)
     with pytest.raises(
-        UnsupportedOp, match=r"has part 0 of 2, and would have part 0 of 1 .*use ShardingStrategy\.NO_SHARD"
+        UnsupportedOp, match=r"has part 0 of 2, and would have part 0 of 1 .*moves in session\.steps alone"
     ):
         workers[0].step(2)
 
@@ -288,3 +284,23 @@ def test_steps_of_a_world_of_one(strategy: Any, monkeypatch: pytest.MonkeyPatch)
                 worker.optimizer.step()
         for mine, expected in zip(worker.state.large(), plain(0, 4), strict=False):
             np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_workers_that_do_not_make_up_nodes_yet() -> None:
+    groups = [group_of(mesh) for mesh in local_meshes(3)]
+    with pytest.raises(InvalidWorldSize, match=r"world_size=3 .*intra_node_size=2.*largest multiple"):
+        paceline.FSDP(build(0), groups[0], HYBRID, 2)
+    for group in groups:
+        group.make_elastic()
+    with pytest.raises(InvalidWorldSize, match="intra_node_size=0"):
+        paceline.FSDP(build(0), groups[0], HYBRID, 0)
+    models = [paceline.FSDP(build(0), group, HYBRID, 2) for group in groups]
+    states = [TrainState(model=model) for model in models]
+    assert {(state.node_size, state.shares()) for state in states} == {(2, (WHOLE,))}
+    for outcome in each(groups, lambda group: models[group.rank].prepare()):
+        assert isinstance(outcome, InvalidWorldSize), "they cannot train so"
+    for rank, (group, mesh) in enumerate(zip(groups[:2], local_meshes(2, generation=2), strict=True)):
+        states[rank].switch(states[rank].resharding(Share(rank, 2)))
+        group.move(mesh)
+    assert each(groups[:2], lambda group: models[group.rank].prepare()) == [None, None]
+    assert [state.shares()[0] for state in states] == [Share(0, 2), Share(1, 2), WHOLE]

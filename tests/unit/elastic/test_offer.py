@@ -108,10 +108,11 @@ json_values = st.recursive(
 )
 
 
-@given(arrays=json_values, skeleton=json_values, hashes=st.binary(max_size=40))
+@given(arrays=json_values, skeleton=json_values, spread=json_values, hashes=st.binary(max_size=40))
 @settings(deadline=None, max_examples=80)
-def test_any_json_is_a_description_or_refused(arrays: Any, skeleton: Any, hashes: bytes) -> None:
-    for value in ({"arrays": arrays, "skeleton": skeleton}, arrays):
+def test_any_json_is_a_description_or_refused(arrays: Any, skeleton: Any, spread: Any, hashes: bytes) -> None:
+    sides = ({"arrays": arrays, "skeleton": skeleton, "spread": []}, {"arrays": [], "skeleton": 1, "spread": spread})
+    for value in (*sides, arrays):
         try:
             found = Description.from_json(json.dumps(value).encode(), hashes, 1 << 16)
         except ValueError:
@@ -130,8 +131,13 @@ HOSTILE = [
     b"[]",
     b'{"arrays": []}',
     b'{"skeleton": 1}',
+    b'{"skeleton": 1, "arrays": []}',
     *(
-        json.dumps({"skeleton": None, "arrays": listed}).encode()
+        json.dumps({"skeleton": None, "arrays": [["a", "float32", [0]]], "spread": spread}).encode()
+        for spread in (["a"], ["b", "b"], [3], [["b"]], "bcd", {"b": 1}, None, 5)
+    ),
+    *(
+        json.dumps({"skeleton": None, "arrays": listed, "spread": []}).encode()
         for listed in (
             [["a", "float32", [HUGE]]],
             [["a", "float32", [1 << 30, 1 << 30]]],
@@ -153,7 +159,7 @@ HOSTILE = [
         )
     ),
     *(
-        json.dumps({"skeleton": skeleton, "arrays": []}).encode()
+        json.dumps({"skeleton": skeleton, "arrays": [], "spread": []}).encode()
         for skeleton in (
             {"$array": "a"}, {"$array": []}, {"$float": "x"}, {"$odd": 1}, {"$dict": [[[], 1]]}, {"$a": 1, "b": 2}
         )
@@ -200,6 +206,19 @@ def test_shelf_gives_what_is_offered_under_its_tag() -> None:
     assert shelf.describe(Tag(4, 8)) is not description
 
 
+def test_what_is_offered_again_while_it_is_read_is_sent() -> None:
+    """A member says what it holds each time that it meets: equal tags are equal bits."""
+
+    class Again(Content):
+        def read(self, chunk: int) -> bytes:
+            shelf.offer(TAG, Content.of({"a": np.zeros(4)}))
+            return super().read(chunk)
+
+    shelf = Shelf()
+    shelf.offer(TAG, Again.of({"a": np.zeros(4)}))
+    assert shelf.read(TAG, 0) == bytes(32)
+
+
 @pytest.mark.parametrize("what", ["read", "describe"])
 @pytest.mark.parametrize("then", ["withdraw", "offer"])
 def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) -> None:
@@ -231,7 +250,7 @@ def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) ->
     if then == "withdraw":
         shelf.withdraw()
     else:
-        shelf.offer(TAG, Content.of({"a": np.ones(4)}))
+        shelf.offer(Tag(TAG.generation, TAG.step + 1), Content.of({"a": np.ones(4)}))
     go_on.set()
     thread.join(10)
     assert outcome == [f"the state {TAG} is no more"]

@@ -4,6 +4,7 @@ import pytest
 
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
+from paceline.elastic.share import WHOLE, Share
 
 START = Tag(0, 0)
 
@@ -46,7 +47,7 @@ def test_an_interrupted_update_holds_nothing_until_the_base_is_taken() -> None:
     place = in_view()
     place.begin()
     place.spoiled()
-    assert place.meet() == Meet(2, None, True)
+    assert place.meet() == Meet(2, None, True, shares=())
     assert place.catch_up(2, Tag(2, 1)) == Take(Tag(2, 1))
     assert place.took() == Meet(2, Tag(2, 1), True)
 
@@ -92,3 +93,135 @@ def test_who_is_cast_out_brings_what_it_holds_and_leads_nothing() -> None:
     place = in_view(Tag(4, 2), 5)
     assert place.cast_out() == Meet(0, Tag(4, 2), False)
     assert place.formed(news(6, Tag(5, 3), 0)) == Take(Tag(5, 3))
+
+
+# Of a state that is spread --------------------------------------------------------------------------------------------
+
+FIRST, SECOND = Share(0, 2), Share(1, 2)
+
+
+def in_spread_view(rank: int = 0, world: int = 2, *kept: Share) -> Place:
+    """A member that may begin a step, and kept more than its share."""
+    place = Place(START, 0, (Share(rank, world), *kept))
+    assert place.formed(ViewNews(2, rank, START, frozenset(), world)) is None
+    return place
+
+
+def test_it_says_what_it_holds() -> None:
+    assert Place(START, 0, (FIRST, WHOLE)).meet() == Meet(0, START, False, node_size=0, shares=(FIRST, WHOLE))
+    assert Place(Tag(1, 2), 2, stored=True).meet() == Meet(0, Tag(1, 2), False, node_size=2, shares=(), stored=True)
+
+
+@pytest.mark.parametrize(
+    ("shares", "rank", "enters"),
+    [((FIRST, WHOLE), 0, True), ((WHOLE, FIRST), 0, True), ((SECOND,), 0, False), ((SECOND,), 1, True)],
+)
+def test_a_view_is_entered_only_with_the_share_of_its_seat(shares: tuple[Share, ...], rank: int, enters: bool) -> None:
+    place = Place(START, 0, shares)
+    says = place.formed(ViewNews(2, rank, START, frozenset(), 2))
+    assert (says is None) == enters
+    assert isinstance(says, Meet) != enters
+    if enters:
+        assert place.shares[0] == Share(rank, 2), "it trains on that one"
+        assert set(place.shares) == set(shares), "and keeps the rest"
+
+
+def test_a_newcomer_has_its_share_before_the_view_forms() -> None:
+    place = Place(START, 0)
+    place.meet()
+    assert place.catch_up(0, Tag(4, 9), SECOND) == Take(Tag(4, 9), SECOND)
+    assert place.took() == Meet(0, Tag(4, 9), False, node_size=0, shares=(SECOND,))
+    assert place.formed(ViewNews(5, 1, Tag(4, 9), frozenset({1}), 2)) is None
+    assert place.holds_base
+
+
+def test_a_share_is_taken_beside_what_is_held_until_all_have_begun() -> None:
+    place = in_spread_view()
+    place.begin()
+    place.applied(1)
+    place.meet()
+    assert place.catch_up(2, Tag(2, 1), Share(1, 3), own=True) == Take(Tag(2, 1), Share(1, 3), own=True)
+    assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(Share(1, 3), FIRST))
+    place.formed(ViewNews(3, 1, Tag(2, 1), frozenset({2}), 3))
+    assert place.shares == (Share(1, 3), FIRST)
+    place.all_began()
+    assert place.shares == (Share(1, 3),)
+
+
+def test_what_was_of_another_state_is_dropped() -> None:
+    place = in_spread_view()
+    place.meet()
+    place.catch_up(2, Tag(2, 1), SECOND)
+    assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(SECOND,))
+
+
+def test_a_take_that_fails_changes_nothing() -> None:
+    place = in_spread_view()
+    place.meet()
+    place.catch_up(2, START, SECOND, own=True)
+    assert place.meet() == Meet(2, START, True, node_size=0, shares=(FIRST,))
+
+
+def prepared() -> Place:
+    """It has sent the second word of step 1, and not seen it complete."""
+    place = in_spread_view()
+    place.begin()
+    place.prepare(1)
+    assert place.meet() == Meet(2, START, True, node_size=0, shares=(FIRST,), prepared=Tag(2, 1))
+    return place
+
+
+def test_who_is_prepared_finishes_the_step_that_others_have_applied() -> None:
+    place = prepared()
+    assert place.catch_up(2, Tag(2, 1), WHOLE, own=True) == Take(Tag(2, 1), FIRST, finish=True)
+    assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(FIRST,))
+
+
+@pytest.mark.parametrize("base", [START, Tag(1, 1), Tag(2, 2)])
+def test_who_is_prepared_for_another_step_than_the_base_undoes_it(base: Tag) -> None:
+    place = prepared()
+    assert place.catch_up(2, base, SECOND, own=base == START) == Take(base, SECOND, base == START)
+    assert place.prepared is None
+    place.took()
+    assert place.held == base
+
+
+def test_a_view_from_the_old_state_ends_what_was_prepared() -> None:
+    place = prepared()
+    assert place.formed(ViewNews(3, 0, START, frozenset(), 2)) is None
+    assert place.prepared is None
+
+
+def test_who_is_cast_out_is_yet_prepared_and_has_to_show_its_links() -> None:
+    place = prepared()
+    assert place.cast_out() == Meet(0, START, False, node_size=0, shares=(FIRST,), prepared=Tag(2, 1), unproven=True)
+    assert place.catch_up(0, Tag(2, 1)) == Take(Tag(2, 1), FIRST, finish=True)
+
+
+def test_an_interrupted_update_leaves_no_share() -> None:
+    place = in_spread_view()
+    place.begin()
+    place.spoiled()
+    assert place.meet() == Meet(2, None, True, node_size=0, shares=())
+
+
+def test_of_a_state_that_is_lost_nothing_is_brought() -> None:
+    place = prepared()
+    assert place.lost(Tag(1, 4)) == Meet(0, Tag(1, 4), False, node_size=0, shares=(), stored=True)
+    place.found(Tag(1, 2))  # the other was removed meanwhile, or is damaged
+    assert place.held == Tag(1, 2)
+    place.catch_up(0, Tag(1, 2), SECOND)
+    assert place.took() == Meet(0, Tag(1, 2), False, node_size=0, shares=(SECOND,))
+    place.found(Tag(1, 9))
+    assert place.held == Tag(1, 2), "what it holds comes from no checkpoint now"
+
+
+@pytest.mark.parametrize(("node_size", "may"), [(1, True), (0, False), (2, False)])
+def test_where_the_state_is_spread_no_generation_goes_on_without_its_meeting(node_size: int, may: bool) -> None:
+    place = Place(START, node_size, (Share(0, node_size or 2),))
+    place.formed(ViewNews(2, 0, START, frozenset(), 2))
+    place.begin()
+    assert not place.may_go_on
+    place.applied(1)
+    place.meet()
+    assert place.may_go_on == may

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._grpc import grpc
 from paceline._loop import loop_thread
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic import offer
 from paceline.elastic.offer import Content, Shelf
 from paceline.elastic.take import get_manifest, take_state
-from paceline.errors import LinkUnavailable, PacelineError
+from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
+from paceline.links.grpc_refusal import refuse
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 JOB, TAG = "job", Tag(2, 5)
 PATIENCE = 8.0
@@ -177,6 +182,61 @@ def test_one_describes_and_gives_nothing(chunks: int, monkeypatch: pytest.Monkey
         np.testing.assert_equal(take(givers, own, SHORT), state())
 
 
+def crowd(donor: Donor, monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+    """Its door is crowded for so many calls; the list has the kinds of requests that it refuses."""
+    refused: list[str] = []
+    read = donor.door._requests._read
+
+    async def refuse_some(name: str, context: Any) -> Any:
+        if len(refused) < times:
+            refused.append(name)
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, "too many calls")
+        return await read(name, context)
+
+    monkeypatch.setattr(donor.door._requests, "_read", refuse_some)
+    return refused
+
+
+def test_a_crowded_door_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with donors(1) as givers:
+        givers[0].manifest = b"what it trains"
+        refused = crowd(givers[0], monkeypatch, 2)
+        assert loop_thread().run(get_manifest(JOB, givers[0].peer, PATIENCE, IN_THE_CLEAR)) == b"what it trains"
+        assert refused == ["GetManifestRequest"] * 2
+        refused = crowd(givers[0], monkeypatch, 2)
+        np.testing.assert_equal(take(givers), state())
+        assert refused == ["DescribeStateRequest"] * 2
+        crowded_later: list[list[str]] = []
+
+        def crowds(count: int) -> None:
+            if count == 1:  # while the first chunks are given, before the others are asked for
+                crowded_later.append(crowd(givers[0], monkeypatch, 2))
+
+        givers[0].asked.clear()
+        givers[0].befalls = crowds
+        np.testing.assert_equal(take(givers), state())
+        assert crowded_later == [["GetStateRequest"] * 2]
+
+
+def test_a_door_that_stays_crowded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with donors(2) as givers:
+        crowd(givers[0], monkeypatch, 1_000)
+        np.testing.assert_equal(take(givers, patience=SHORT), state())
+        with pytest.raises(LinkUnavailable, match=f"{re.escape(str(givers[0].peer))}: too many calls"):
+            take(givers[:1], patience=SHORT)
+        with pytest.raises(LimitExceeded, match="too many calls"):
+            loop_thread().run(get_manifest(JOB, givers[0].peer, SHORT, IN_THE_CLEAR))
+
+
+def test_a_door_that_is_not_there_is_no_crowd() -> None:
+    with donors(1) as givers:
+        loop_thread().run(givers[0].door.close(0.0))
+        began = time.monotonic()
+        with pytest.raises(LinkUnavailable):
+            take(givers)
+        assert time.monotonic() - began < PATIENCE / 2
+
+
 def test_all_refuse() -> None:
     with donors(3) as givers:
         givers[0].withdraw()
@@ -215,7 +275,7 @@ class Huge:
     hashes = b""
 
     def to_json(self) -> bytes:
-        return b'{"skeleton": null, "arrays": [["w", "float32", [1000000000]]]}'
+        return b'{"skeleton": null, "arrays": [["w", "float32", [1000000000]]], "spread": []}'
 
 
 def test_manifest() -> None:

@@ -10,16 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.collectives.passenger import PASSENGER_SIZE
 from paceline.elastic.word import _WINDOW_BYTES, WORD_SIZE, Flag, agrees, flags_of, partial_digest, word
 
 digests = st.integers(0, 2**32 - 1)
-flags = st.sampled_from([Flag(0), Flag.JOIN, Flag.LEAVE, Flag.JOIN | Flag.LEAVE])
+flags = st.integers(0, int(Flag.JOIN | Flag.LEAVE | Flag.WRITES)).map(Flag)
 numbers = st.tuples(st.integers(1, 9), st.sampled_from([0, 1, 2**32 - 1]) | digests)
 
 
 def total(words: list[Any], dtype: Any) -> Any:
     """As a bucket of that dtype adds them up."""
     return np.sum([each.astype(dtype) for each in words], axis=0, dtype=dtype)
+
+
+def test_there_is_room_for_it_in_a_bucket() -> None:
+    assert word(Flag.JOIN, 1, 2).shape == (WORD_SIZE,)
+    assert WORD_SIZE <= PASSENGER_SIZE
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -30,7 +30,7 @@ class Broken(Link):
     def send(self, frame: Frame, deadline: float) -> None:
         self.link.send(frame, deadline)
 
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         return self.link.recv(deadline)
 
     def on_readable(self, notify: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class Swapped(Broken):
 
 
 class Truncated(Broken):
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         frame = self.link.recv(deadline)
         return replace(frame, payload=bytes(frame.payload)[:-1])
 
@@ -76,7 +76,7 @@ class Aliased(Broken):
 
 
 class Impatient(Broken):
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         return self.link.recv(0.0)
 
 
@@ -88,7 +88,7 @@ class Silent(Broken):
 class Deaf(Broken):
     """Does not hear of the failure until its deadline."""
 
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         while True:
             try:
                 return self.link.recv(min(deadline, time.monotonic() + 0.01))
@@ -117,7 +117,7 @@ class Hasty(Forgetful):
 
 
 class Disorderly(Broken):
-    def recv(self, deadline: float) -> Frame:
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         try:
             return self.link.recv(deadline)
         except LinkEnded as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline import nn
+from paceline.compression import Codec
 from paceline.elastic.sampler import ElasticSampler
+from paceline.group import Group
 from paceline.optim import Optimizer
 from paceline.parallel import DDP, Parameter
 from paceline.parallel.ranks import Ranks
@@ -117,12 +120,36 @@ def scale(*values: float, dtype: DTypeLike = np.float64, requires_grad: bool = T
     return Parameter(np.array(values, dtype), requires_grad)
 
 
+def run_open(groups: list[Group], fn: Callable[[Group], None]) -> None:
+    """As `paceline.testing.run_groups`, but the groups stay open, for other threads to go on with."""
+    failures: list[BaseException] = []
+
+    def run(group: Group) -> None:
+        try:
+            fn(group)
+        except BaseException as error:  # noqa: BLE001  it is raised below
+            failures.append(error)
+        group.hand_over()
+
+    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
 @dataclass
 class DoneWork:
     result: Array
 
     def wait(self, timeout: float | None = None) -> Array:
         return self.result
+
+    def done(self) -> bool:
+        return True
 
 
 @dataclass
@@ -133,22 +160,32 @@ class RecordingGroup:
     rank: int = 0
     log: list[str] = field(default_factory=list)
     fail_at: int = 0
-    """Number, from 1, of the asynchronous all_reduce that fails; 0 for none."""
+    """Number, from 1, of the all_reduce of gradients that fails; 0 for none."""
     generation: int = 1
     vouched: bool = False
     board: Callable[[], None] = lambda: None  # nobody rides
-    _asynchronous: int = 0
+    _reductions: int = 0
 
-    def all_reduce(self, x: Array, *, op: Any = "sum", out: Any = None, async_op: Any = False) -> Any:
-        if not async_op:
+    def all_reduce(
+        self, x: Array, *, op: Any = "sum", out: Any = None, divisor: Any = None, async_op: Any = False
+    ) -> Any:
+        if out is None:
             # A table with one row for each rank: all say the same.
             return np.broadcast_to(x[0], x.shape).copy()
-        self._asynchronous += 1
-        self.log.append(f"send {x.size}")
-        if self._asynchronous == self.fail_at:
+        self._reductions += 1
+        self.log.append(f"send {x.size}" if async_op else f"reduce {x.size}")
+        if self._reductions == self.fail_at:
             raise ConnectionError("as ordered")
         np.multiply(x, self.size, out=out)
-        return DoneWork(out)
+        if divisor is not None:
+            np.divide(out, divisor(), out=out)
+        return DoneWork(out) if async_op else out
+
+    def all_reduce_compressed(self, x: Array, codec: Codec, **settings: Any) -> Any:
+        raise NotImplementedError("this world compresses nothing")
+
+    def empty(self, shape: Any, dtype: Any) -> Array:
+        return np.full(shape, np.nan, dtype)  # undefined, and seen if it is ever used
 
     def broadcast(self, x: Array, *, root: int = 0, out: Any = None) -> Any:
         return x

@@ -35,6 +35,22 @@ def test_plan(sizes: tuple[int, ...], dtypes: str, cap_bytes: int, expected: lis
     assert [" ".join(paths) for paths in plan_buckets(model(*sizes, dtypes=dtypes), cap_bytes)] == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtypes", "expected"),
+    [
+        ((9, 9, 9, 9, 9, 9), "", ["p5", "p4 p3 p2", "p1 p0"]),
+        ((9, 9, 9, 9, 1, 1), "", ["p5 p4 p3", "p2 p1 p0"]),  # 2 elements are no bucket yet; with p3 it is full
+        ((9, 9, 9, 33), "", ["p3", "p2 p1 p0"]),
+        ((9, 9, 33, 1), "", ["p3", "p2", "p1 p0"]),  # never above the cap
+        ((9, 9, 9, 18, 18, 18), "dddfff", ["p5", "p4 p3", "p2", "p1 p0"]),  # of each dtype
+        ((1, 1, 1), "", ["p2 p1 p0"]),
+    ],
+)
+def test_the_first_bucket_is_full_sooner(sizes: tuple[int, ...], dtypes: str, expected: list[str]) -> None:
+    plan = plan_buckets(model(*sizes, dtypes=dtypes), cap_bytes=27 * 8, first_bytes=8 * 8)
+    assert [" ".join(paths) for paths in plan] == expected
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from("fd"), st.booleans())), st.integers(1, 200))
 @settings(deadline=None, max_examples=100)
 def test_plan_holds_every_trained_parameter_once_in_buckets_of_one_dtype(

@@ -67,9 +67,18 @@ def test_first_pass_counts_and_later_ones_overlap() -> None:
         ddp.backward(X)
     # A message holds the gradients, the weight and the flags: 3 + 1 + 1 elements for c, 1 + 1 + 1 for the others.
     assert group.log == [
-        *["backward c", "backward b", "backward a", "send 29", "send 3", "send 3"],
-        *["backward c", "send 29", "backward b", "send 3", "backward a", "send 3"],
+        *["backward c", "backward b", "backward a", "send 30", "send 3", "reduce 3"],
+        *["backward c", "send 30", "backward b", "send 3", "backward a", "send 3"],
     ]
+
+
+def test_one_small_bucket_goes_at_the_end_in_the_own_thread() -> None:
+    ddp, _, group = recorded(bucket_mb=25)
+    for _ in range(2):
+        clear(ddp)
+        ddp(X)
+        ddp.backward(X)
+    assert group.log == ["backward c", "backward b", "backward a", "reduce 34"] * 2
 
 
 def test_buckets_go_in_order_whatever_the_order_of_gradients() -> None:
@@ -81,7 +90,7 @@ def test_buckets_go_in_order_whatever_the_order_of_gradients() -> None:
     module.use = "cba"  # backward runs a, b, c; buckets are c, b, a
     ddp(X)
     ddp.backward(X)
-    assert group.log == ["backward a", "backward b", "backward c", "send 29", "send 3", "send 3"]
+    assert group.log == ["backward a", "backward b", "backward c", "send 30", "send 3", "send 3"]
 
 
 def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None:
@@ -92,7 +101,7 @@ def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None
         group.log.clear()
         ddp(X)
         ddp.backward(X)
-    assert group.log == ["backward c", "send 29", "backward a", "send 3", "send 3"]
+    assert group.log == ["backward c", "send 30", "backward a", "send 3", "reduce 3"]
 
 
 def test_no_sync_sends_nothing() -> None:
@@ -101,9 +110,9 @@ def test_no_sync_sends_nothing() -> None:
         for _ in range(3):
             ddp(X)
             ddp.backward(X)
-    assert not [line for line in group.log if line.startswith("send")]
+    assert not [line for line in group.log if line.startswith(("send", "reduce"))]
     ddp.sync_gradients()
-    assert group.log[-3:] == ["send 29", "send 3", "send 3"]
+    assert group.log[-3:] == ["send 30", "send 3", "reduce 3"]
     group.log.clear()
     ddp.sync_gradients()
     assert group.log == []

@@ -35,9 +35,10 @@ def test_a_rank_outside_the_world() -> None:
         ({"least": 3, "most": 4}, "min_workers is 3 at host-2 .* but 2 .* host-1"),
         ({"least": 2, "most": 5}, "max_workers is 5 at host-2 .* but 4"),
         ({"least": 2, "most": 4, "timeout": 5.0}, "failure_timeout is 5 s at host-2 .* but 3 s"),
+        ({"least": 2, "most": 4, "tuning": "00ff" * 4}, r"schedules .PACELINE_TUNING. is 00ff00ff00ff00ff at host-2"),
     ],
 )
-def test_disagreement_names_the_setting_and_both_values(other: dict[str, float], text: str) -> None:
+def test_disagreement_names_the_setting_and_both_values(other: dict[str, float | str], text: str) -> None:
     job = PureJob()
     job.join(2, 4)
     with pytest.raises(SettingsDisagree, match=text):
@@ -57,6 +58,36 @@ def test_disagreement_with_the_live_view() -> None:
     job.form(2)
     with pytest.raises(SettingsDisagree):
         job.join(3, 3)
+
+
+def test_whoever_comes_back_does_not_stand_in_its_own_way() -> None:
+    """It has moved to another address, and its old stream is not known to have ended."""
+    job = PureJob()
+    former = job.join(4, 4, rank=1)
+    again = job.join(4, 4, rank=1, former=former)
+    assert list(job.state.sessions) == [again]
+
+
+def test_whoever_only_says_that_it_comes_back_ends_nobodys_session() -> None:
+    """Ids are in every view; the token proves."""
+    job = PureJob()
+    former = job.join(4, 4, rank=1)
+    with pytest.raises(RankTaken):
+        job.join(4, 4, rank=1, former=former, former_token=b"a guess")
+    other = job.join(4, 4, rank=2, former=former, former_token=b"a guess")
+    assert list(job.state.sessions) == [former, other]
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_a_member_that_was_only_silent_is_sure_to_have_ended_when_it_proves_who_it_was(proved: bool) -> None:
+    job = PureJob()
+    former, other = job.form(2)
+    job.cut(former)
+    job.pass_time(4.0, [other])
+    assert former not in job.state.sessions
+    assert not job.state.endings[0].sure
+    job.join(2, 2, former=former, former_token=None if proved else b"a guess")
+    assert job.state.endings[0].sure is proved
 
 
 def test_a_rank_claimed_twice_names_both_hosts() -> None:

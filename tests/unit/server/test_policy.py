@@ -21,6 +21,14 @@ def test_forms_at_once_with_as_many_as_a_view_takes() -> None:
     assert [effect.rank for effect in job.effects if isinstance(effect, PushView)] == [0, 1, 2]
 
 
+def test_members_of_one_host_get_ranks_side_by_side() -> None:
+    job = PureJob()
+    for host in ("b", "a", "c", "a", "b"):
+        job.join(5, 5, host=host)
+    assert [seat.process.host for seat in job.state.view.seats] == ["b", "b", "a", "a", "c"]
+    assert [seat.member_id for seat in job.state.view.seats] == ["m1", "m5", "m2", "m4", "m3"]
+
+
 def test_settles_before_it_forms_with_fewer() -> None:
     job = PureJob(settle_time=0.2)
     job.join(2, 8)

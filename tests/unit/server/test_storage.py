@@ -38,10 +38,10 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
 
 def view(generation: int, world: int = 2) -> View:
     seats = tuple(
-        Seat(rank, f"m{rank}", bytes([rank]) * 32, Process("h", rank + 1, "boot", 5), "h:1", rank + 1)
+        Seat(rank, f"m{rank}", bytes([rank]) * 32, Process("h", rank + 1, "boot", 5, 7, "node"), "h:1", rank + 1)
         for rank in range(world)
     )
-    return View(generation, JobSettings(1, 4, 2.5), False, seats)
+    return View(generation, JobSettings(1, 4, 2.5, "0123456789abcdef"), False, seats)
 
 
 VERDICT = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (0, 1), 9, "rank 0 died")
@@ -101,6 +101,20 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
         await first.close()
 
     run(main)
+
+
+def test_a_file_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+    """It knew neither nodes nor tables of schedules."""
+    path = tmp_path / "s.db"
+    assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(3)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for table, column in (("job", "tuning"), ("seat", "node")):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version=2")
+    job = stored(lambda: SqliteStorage(path))["a"]
+    assert job.view is not None
+    assert (job.view.generation, job.view.settings) == (3, JobSettings(1, 4, 2.5))
+    assert [seat.process for seat in job.view.seats] == [Process("h", n, "boot", 5, 7) for n in (1, 2)]
 
 
 @pytest.mark.parametrize("kind", ["row", "schema"])

@@ -4,6 +4,8 @@ import pytest
 
 from paceline_server import ServerSettings, wire
 from paceline_server.errors import BadRequest
+from paceline_server.shares import WHOLE, Share
+from pacelinepb.v1 import session_pb2 as pb
 
 
 def test_what_goes_to_terminals_and_logs_is_printable() -> None:
@@ -11,3 +13,30 @@ def test_what_goes_to_terminals_and_logs_is_printable() -> None:
     assert len(wire.cut("\u00fc" * 5_000, 2_000).encode()) <= 2_000
     with pytest.raises(BadRequest, match="printable"):
         wire.read_address("10.0.0.1:1\x1b]0;x\x07", ServerSettings())
+
+
+def meet(*shares: tuple[int, int]) -> pb.Meet:
+    return pb.Meet(node_size=0, shares=[pb.Share(part=part, parts=parts) for part, parts in shares])
+
+
+def test_shares_are_read() -> None:
+    assert wire.read_met(pb.Meet()).shares == (WHOLE,)
+    assert wire.read_met(meet()).shares == ()
+    assert wire.read_met(meet((2, 3), (0, 1))).shares == (Share(2, 3), Share(0, 1))
+    assert wire.read_met(meet((65535, 65536))).node_size == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (meet((3, 3)), "the part of a share must be below the number of parts"),
+        (meet((0, 0)), "the part of a share must be below the number of parts"),
+        (meet((0, 2), (0, 65537)), "and that at most 65536"),
+        (meet(*[(0, 1)] * 65), "a member holds at most 64 shares, not 65"),
+        (pb.Meet(prepared=pb.Tag(generation=1 << 63)), r"tag.generation must be below 2\^63"),
+        (pb.Meet(fingerprint=bytes(65)), "hashes in a meeting have at most 64 bytes"),
+    ],
+)
+def test_what_is_no_share_is_refused(message: pb.Meet, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        wire.read_met(message)

@@ -44,11 +44,8 @@ def test_a_lost_connection_is_transient_and_a_refusal_is_not(code: grpc.StatusCo
 )
 def test_a_page_that_is_not_the_view_s_is_a_typed_error(page: bytes, world_size: int) -> None:
     class Channel:
-        def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[bytes]]:
-            async def get_page(request: pb.GetViewRequest, **_: Any) -> bytes:
-                return page
-
-            return get_page
+        async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
+            return page
 
     view = pb.ViewFormed(generation=3, world_size=world_size, pages=1, members_sha256=hashlib.sha256(page).digest())
     with pytest.raises(errors.PacelineError, match="member list of generation 3"):

@@ -19,12 +19,13 @@ class Row:
 
     Attributes:
         collective: "all_reduce", ..., "send_recv" or "barrier".
-        schedule: the schedule that was measured; None for send_recv, which has none.
-        impl: whose it is.
-        link: how bytes move.
+        schedule: the schedule that was measured; None for send_recv, which has none, and for other implementations.
+        impl: whose it is: "paceline", "gloo" or "openmpi".
+        link: how bytes moved, as the ranks found it: "grpc", or "shm+grpc" where links were of two kinds.
         world_size: W.
         bytes: the size that was measured, see `measured_size`.
-        median_us: median time of one call, microseconds; each call counts as long as its slowest rank.
+        median_us: median time of one call, microseconds; each call counts as long as its slowest rank took, timed by
+            itself at each (`rank.time_calls`), alike in all implementations.
         p10_us: the time that the fastest tenth of calls stays below.
         p99_us: the time that all but a hundredth stay below.
         busbw_GBps: bus bandwidth at the median, 10^9 bytes per second.
@@ -71,14 +72,20 @@ def bus_bandwidth(collective: str, size: int, seconds: float, world_size: int) -
 
 
 def make_row(
-    collective: str, schedule: str | None, link: str, world_size: int, size: int, seconds: Sequence[float]
+    collective: str,
+    schedule: str | None,
+    link: str,
+    world_size: int,
+    size: int,
+    seconds: Sequence[float],
+    impl: str = "paceline",
 ) -> Row:
     """A row from the times of all measured calls."""
     p10, median, p99 = (float(value) for value in np.percentile(np.asarray(seconds), (10, 50, 99)))
     return Row(
         collective=collective,
         schedule=schedule,
-        impl="paceline",
+        impl=impl,
         link=link,
         world_size=world_size,
         bytes=size,

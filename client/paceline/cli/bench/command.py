@@ -1,122 +1,155 @@
-"""`paceline bench`: starts the workers and shows what they measure."""
+"""`paceline bench`: who takes part, and what becomes of what was measured."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from functools import partial
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.bench.arithmetic import Row, make_row
-from paceline.cli.bench.measure import measure
+from paceline.cli.bench.arithmetic import Row
+from paceline.cli.bench.calls import MEMORIES
+from paceline.cli.bench.ensemble import ContenderFailed
+from paceline.cli.bench.measure import BUDGET_S, measure
 from paceline.cli.bench.plan import Job, plan
-from paceline.cli.bench.sizes import size_text
-from paceline.cli.embedded import embedded_coordinator
-from paceline.cli.launcher import Worker, WorkerSettings
-from paceline.cli.launcher.console import Console
-from paceline.cli.output import UsageError, print_json
-from paceline.cli.run import launch
-from paceline.testing import run_ranks
+from paceline.cli.bench.plot import check_plot, lines_of, plot
+from paceline.cli.bench.recipes import BETWEEN_PROCESSES, LINKS, Recipe, check_peer, paceline_recipe, peer_recipe
+from paceline.cli.bench.stage import stage
+from paceline.cli.bench.tune import tuned_rules
+from paceline.cli.bench.view import Table
+from paceline.cli.output import UsageError, print_json, say
+from paceline.collectives.choose import format_rules
+from paceline.collectives.tuning import dump_rules
 
-__all__ = ["run_bench"]
-
-_LINKS = ("grpc", "local")
-
-_LOCAL_TIMEOUT_S = 3600.0
-"""For one job between threads; a machine that needs longer for it has no memory left for its arrays."""
+__all__ = ["Asked", "run_bench"]
 
 
-def run_bench(
-    collective: str, workers: int, sizes: str, links: str, schedule: str | None = None, *, as_json: bool
-) -> int:
-    """Measures a collective, or all of them, at each size over each link.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says.
 
-    Args:
-        collective: as the command line spells it.
+    Attributes:
+        collective: as the command line spells it; or "all".
         workers: world size.
         sizes: with commas, see `parse_sizes`.
-        links: with commas.
+        links: with commas, of `recipes.LINKS`; None for all between processes, or the best where schedules are tuned.
         schedule: names with commas, measured turn about, and then named in the rows; None for what is chosen.
+        vs: other implementations, with commas, of `recipes.PEERS`; None for none.
+        memory: one of `calls.MEMORIES`.
+        seconds: to measure for each row, about.
+        plot: file for a picture.
+        tune: measure all schedules, and make a table of rules.
+        tune_out: file for the table; asks for it, too.
         as_json: the rows are standard output's last line.
+    """
+
+    collective: str = "all-reduce"
+    workers: int = 2
+    sizes: str = "1KiB"
+    links: str | None = None
+    schedule: str | None = None
+    vs: str | None = None
+    memory: str = "any"
+    seconds: float = BUDGET_S
+    plot: Path | None = None
+    tune: bool = False
+    tune_out: Path | None = None
+    as_json: bool = False
+
+    @property
+    def tunes(self) -> bool:
+        """True if a table of rules is to be made."""
+        return self.tune or self.tune_out is not None
+
+
+def run_bench(asked: Asked) -> int:
+    """Measures a collective, or all of them, at each size, in all implementations and over all links in turn.
 
     Returns:
         The exit code.
 
     Raises:
         UsageError: something is asked for that cannot be measured.
+        OSError: a file cannot be written.
     """
-    wanted = [link.strip() for link in links.split(",")]
-    for link in wanted:
-        if link not in _LINKS:
-            raise UsageError(f"there is no link {link!r}: this version measures {' and '.join(_LINKS)}")
+    jobs, recipes = _jobs(asked), _recipes(asked)
+    if asked.plot is not None:
+        check_plot(asked.plot)
+    if asked.tune_out is not None and not asked.tune_out.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {asked.tune_out.absolute().parent} for --tune-out")
+    table = Table(RichConsole(stderr=asked.as_json), asked.workers)
     try:
-        jobs = plan(collective, workers, sizes, schedule)
+        with stage(recipes, asked.workers) as contenders:
+            for job in jobs:
+                for result in measure(job, contenders, asked.seconds):
+                    table.add(job, result)
+    except ContenderFailed as error:
+        say(str(error))
+        return error.exit_code
+    _tell(asked, table)
+    return 0
+
+
+def _jobs(asked: Asked) -> list[Job]:
+    if asked.tunes and (asked.schedule is not None or asked.vs is not None or len(_links(asked)) > 1):
+        raise UsageError("--tune measures all schedules over one kind of link: leave out --schedule and --vs")
+    if asked.memory not in MEMORIES:
+        raise UsageError(f"there is no memory {asked.memory!r}: choose one of {', '.join(MEMORIES)}")
+    try:
+        return plan(asked.collective, asked.workers, asked.sizes, asked.schedule, every_schedule=asked.tunes)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    view = _Rows(RichConsole(stderr=as_json))
-    for link in wanted:
-        run = _run_processes if link == "grpc" else _run_threads
-        if code := run(jobs, workers, view):
-            return code
-    if as_json:
-        # Rows have the keys that scripts rely on, and one more only where it is needed to tell rows apart.
-        rows = [{key: row[key] for key in row if schedule or key != "schedule"} for row in view.rows]
-        print_json({"rows": rows})
-    return 0
 
 
-def _run_processes(jobs: Sequence[Job], workers: int, view: _Rows) -> int:
-    """One process per rank, gRPC streams over loopback between them."""
-    command = ["-m", "paceline.cli.bench.worker", *(job.to_argument() for job in jobs)]
-    listener = _BenchListener(view)
-    try:
-        with embedded_coordinator() as address:
-            return launch(command, workers, WorkerSettings(address, "bench", workers, workers), listener)
-    finally:
-        listener.close()
+def _links(asked: Asked) -> list[str]:
+    if asked.links is None:
+        return list(BETWEEN_PROCESSES[: 1 if asked.tunes else None])
+    if not asked.links:
+        raise UsageError(f"--links names no link: choose of {', '.join(LINKS)}")
+    return _words(asked.links)
 
 
-def _run_threads(jobs: Sequence[Job], workers: int, view: _Rows) -> int:
-    """All ranks in this process: what the schedules cost without a network."""
-    for job in jobs:
-        for schedule, times in run_ranks(workers, partial(measure, job=job), timeout=_LOCAL_TIMEOUT_S)[0]:
-            view.add(make_row(job.collective, schedule, "local", workers, job.bytes, times).as_dict())
-    return 0
+def _recipes(asked: Asked) -> list[Recipe]:
+    recipes = []
+    for link in _links(asked):
+        if link not in LINKS:
+            raise UsageError(f"there is no link {link!r}: this version measures {', '.join(LINKS)}")
+        recipes.append(paceline_recipe(link, asked.workers, asked.memory))
+    for impl in _words(asked.vs or ""):
+        check_peer(impl)
+        recipes.append(peer_recipe(impl, asked.workers))
+    return recipes
 
 
-class _Rows:
-    """Rows as they come in, each shown at once."""
-
-    def __init__(self, console: RichConsole) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._console = console
-
-    def add(self, values: dict[str, Any]) -> None:
-        """Takes a row in the form of `Row.as_dict` and shows it."""
-        row = Row(**values)
-        if not self.rows:
-            head = f"{'collective':<15}{'schedule':<19}{'link':<6}{'W':>2}{'size':>10}"
-            head += f"{'median us':>11}{'p10 us':>10}{'p99 us':>11}{'bus GB/s':>10}"
-            self._console.print(head, style="bold", highlight=False, soft_wrap=True)
-        self.rows.append(values)
-        self._console.print(
-            f"{row.collective:<15}{row.schedule or '-':<19}{row.link:<6}{row.world_size:>2}{size_text(row.bytes):>10}"
-            f"{row.median_us:>11.1f}{row.p10_us:>10.1f}{row.p99_us:>11.1f}{row.busbw_GBps:>10.3f}",
-            highlight=False,
-            soft_wrap=True,
-        )
+def _words(text: str) -> list[str]:
+    """Words with commas, each once; none of an empty text."""
+    return list(dict.fromkeys(word.strip() for word in text.split(","))) if text else []
 
 
-class _BenchListener(Console):
-    """Rows to the view; whatever else a worker has to say goes to standard error."""
+def _tell(asked: Asked, table: Table) -> None:
+    by_schedule = asked.schedule is not None or asked.tunes
+    result: dict[str, Any] = {"rows": [_as_dict(row, by_schedule) for row in table.rows]}
+    if table.notes:
+        result |= {"notes": table.notes}
+    if asked.tunes:
+        rules = tuned_rules(table.rows)
+        result |= json.loads(dump_rules(rules))
+        if asked.tune_out is not None:
+            asked.tune_out.write_text(dump_rules(rules) + "\n")
+        if not asked.as_json:
+            print(f"\n{format_rules({collective: rules[collective] for collective in _measured(table.rows)})}")
+    if asked.plot is not None:
+        plot(lines_of(table.rows, by_schedule=by_schedule), asked.workers, asked.plot)
+    if asked.as_json:
+        print_json(result)
 
-    def __init__(self, view: _Rows) -> None:
-        super().__init__(out=sys.stderr)
-        self._view = view
 
-    def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """Shows a row."""
-        if record.pop("kind", None) == "bench":
-            self._view.add(record)
+def _measured(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row.collective for row in rows))
+
+
+def _as_dict(row: Row, by_schedule: bool) -> dict[str, object]:
+    """Rows have the keys that scripts rely on, and one more only where it is needed to tell rows apart."""
+    return {key: value for key, value in row.as_dict().items() if by_schedule or key != "schedule"}

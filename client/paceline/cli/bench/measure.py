@@ -1,21 +1,21 @@
-"""Times one job on a group."""
+"""Times one job in every contender, turn and turn about. Pure: a contender is whatever answers.
+
+What else the machine does falls on all of them alike: rounds go A B C A B C ..., and a row's figures are of the calls
+of all rounds together.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from paceline.cli.bench.calls import SEPARATE, make_call
 from paceline.cli.bench.plan import Job
-from paceline.collectives.choose import choose, only
-from paceline.collectives.programs import SCHEDULES
-from paceline.group import Group
 
-__all__ = ["BUDGET_S", "forced", "measure"]
+__all__ = ["BUDGET_S", "Contender", "Measured", "Turn", "measure"]
 
 BUDGET_S = 2.0
 """Aim at this much measuring for a row."""
@@ -25,77 +25,100 @@ _LEAST, _MOST = 10, 2000
 
 _WARM_UP = 5
 
+_ESTIMATE = 3
+
 _TURNS = 10
-"""How often schedules take turns: often enough that what else the machine does falls on all of them alike."""
+"""How often contenders and schedules take turns, if there are several."""
 
 
-def measure(group: Group, job: Job, budget_s: float = BUDGET_S) -> list[tuple[str | None, list[float]]]:
-    """Seconds of each measured call, the slowest rank's; the same on all ranks.
+class Turn(NamedTuple):
+    """Some calls in a row.
 
-    Calls follow each other without a pause, as in nccl-tests, where the collective makes ranks wait for each other by
-    itself. The root of a broadcast, say, would run ahead: there a barrier comes before each call, and is not counted.
+    Attributes:
+        seconds: of each call, as long as its slowest rank took.
+        took_s: of all of them with what lies between, at the slowest rank.
+        schedule: by which they went; None if nobody says.
+        links: how bytes moved: kinds of links.
+    """
+
+    seconds: list[float]
+    took_s: float
+    schedule: str | None
+    links: tuple[str, ...]
+
+
+class Contender(Protocol):
+    """All ranks of one implementation over one kind of link.
+
+    Attributes:
+        impl: "paceline", "gloo" or "openmpi".
+        link: what is asked for.
+        schedules: True if it can be told which to take.
+    """
+
+    impl: str
+    link: str
+    schedules: bool
+
+    def prepare(self, job: Job) -> str | None:
+        """Makes the arrays of a job in place of the one before, and one call; a reason if it cannot."""
+
+    def run(self, calls: int, schedule: str | None) -> Turn:
+        """Times so many calls of the job, one after the other."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a contender took for a job by one schedule.
+
+    Attributes:
+        contender: which.
+        asked: the schedule that it was told to take, if any.
+        turns: all rounds; none if it cannot.
+        lacks: why it cannot, else None.
+    """
+
+    contender: Contender
+    asked: str | None
+    turns: list[Turn] = field(default_factory=list)
+    lacks: str | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each call, of all rounds."""
+        return [second for turn in self.turns for second in turn.seconds]
+
+
+def measure(job: Job, contenders: Sequence[Contender], budget_s: float = BUDGET_S) -> list[Measured]:
+    """Times a job in all contenders, each by all the job's schedules if it has a choice.
 
     Args:
-        group: all ranks call this together.
         job: what to measure.
-        budget_s: seconds to measure for each schedule, about.
-
-    Returns:
-        Name and times for each of the job's schedules; for a job that names none, for the one that is chosen. The name
-        is None where a collective has no schedules.
+        contenders: who takes turns.
+        budget_s: seconds to measure for each result, about.
     """
-    call, separate = make_call(group, job.collective, job.bytes), job.collective in SEPARATE
-    names = job.schedules or (_chosen(group, job),)
-    counts = []
-    for name in names:
-        with forced(group, job.collective, name):
-            _time(group, call, separate, _WARM_UP)
-            start = time.perf_counter()
-            _time(group, call, separate, 3)
-            estimate = (time.perf_counter() - start) / 3
-        # All ranks must make the same number of calls, so they agree on the slowest one's estimate.
-        slowest = float(group.all_reduce(np.array([estimate]), op="max")[0])
-        counts.append(int(np.clip(budget_s / slowest, _LEAST, _MOST)))
-    turns = _TURNS if len(names) > 1 else 1
-    times: list[list[float]] = [[] for _ in names]
+    results = list(_lanes(job, contenders))
+    able = [result for result in results if result.lacks is None]
+    turns = _TURNS if len(able) > 1 else 1
+    counts = [_count(result, budget_s) for result in able]
     for turn in range(turns):
-        for name, count, taken in zip(names, counts, times, strict=True):
-            with forced(group, job.collective, name):
-                own = _time(group, call, separate, (turn + 1) * count // turns - turn * count // turns)
-            taken += (float(seconds) for seconds in group.all_reduce(own, op="max"))
-    return list(zip(names, times, strict=True))
+        for result, count in zip(able, counts, strict=True):
+            calls = (turn + 1) * count // turns - turn * count // turns
+            result.turns.append(result.contender.run(calls, result.asked))
+    return results
 
 
-@contextmanager
-def forced(group: Group, collective: str, schedule: str | None) -> Iterator[None]:
-    """Within it a group does a collective by one schedule, whatever the size; None for the one that is chosen.
-
-    All ranks enter it between the same two calls.
-    """
-    ordinary = group.choose
-    if schedule is not None:
-        group.choose = partial(choose, rules=only(collective, schedule))
-    try:
-        yield
-    finally:
-        group.choose = ordinary
+def _lanes(job: Job, contenders: Sequence[Contender]) -> Iterator[Measured]:
+    for contender in contenders:
+        reason = contender.prepare(job)
+        for schedule in (job.schedules or (None,)) if contender.schedules and reason is None else (None,):
+            yield Measured(contender, schedule, lacks=reason)
 
 
-def _chosen(group: Group, job: Job) -> str | None:
-    if job.collective not in SCHEDULES:
-        return None
-    return group.choose(job.collective, job.bytes, group.size).schedule
-
-
-def _time(
-    group: Group, call: Callable[[], object], separate: bool, count: int
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    times = np.empty(count)
-    group.barrier()
-    for index in range(count):
-        if separate:
-            group.barrier()
-        start = time.perf_counter()
-        call()
-        times[index] = time.perf_counter() - start
-    return times
+def _count(result: Measured, budget_s: float) -> int:
+    """How many calls; what they take is known after some to warm up, where they are quick."""
+    estimate = result.contender.run(1, result.asked).took_s
+    if estimate * (_WARM_UP + _ESTIMATE) < budget_s:
+        result.contender.run(_WARM_UP, result.asked)
+        estimate = result.contender.run(_ESTIMATE, result.asked).took_s / _ESTIMATE
+    return int(np.clip(math.ceil(budget_s / estimate), _LEAST, _MOST))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from paceline.cli.bench.sizes import measured_size, parse_sizes
 from paceline.collectives.choose import only
@@ -41,18 +41,10 @@ class Job(NamedTuple):
     bytes: int
     schedules: tuple[str, ...] = ()
 
-    def to_argument(self) -> str:
-        """The job as an argument of a worker: "all_reduce:1024:star,ring"."""
-        return f"{self.collective}:{self.bytes}:{','.join(self.schedules)}"
 
-    @classmethod
-    def from_argument(cls, argument: str) -> Self:
-        """The inverse of `to_argument`."""
-        collective, size, schedules = argument.split(":")
-        return cls(collective, int(size), tuple(schedules.split(",")) if schedules else ())
-
-
-def plan(collective: str, world: int, sizes: str, schedule: str | None = None) -> list[Job]:
+def plan(
+    collective: str, world: int, sizes: str, schedule: str | None = None, *, every_schedule: bool = False
+) -> list[Job]:
     """The jobs, in the order of the collectives, then of the sizes.
 
     Args:
@@ -60,6 +52,7 @@ def plan(collective: str, world: int, sizes: str, schedule: str | None = None) -
         world: number of ranks.
         sizes: as for `parse_sizes`; a barrier has none, and ignores them.
         schedule: names with commas; None for the schedule that is chosen.
+        every_schedule: all schedules of each collective, and only collectives that have some.
 
     Raises:
         ValueError: there is no such collective or schedule, or a size that cannot be; the text says what there is.
@@ -71,8 +64,14 @@ def plan(collective: str, world: int, sizes: str, schedule: str | None = None) -
     jobs = []
     for name in COLLECTIVES if collective == ALL else (collective,):
         name = name.replace("-", "_")
+        if every_schedule:
+            schedules = tuple(SCHEDULES.get(name, ()))
+            if not schedules:
+                continue
         for size in [0] if name == "barrier" else wanted:
             jobs.append(Job(name, measured_size(name, size, world), schedules))
+    if not jobs:
+        raise ValueError(f"{collective} has no schedules to choose from")
     return jobs
 
 

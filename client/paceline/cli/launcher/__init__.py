@@ -3,6 +3,7 @@
 What decides is pure; what acts is around it:
     lines.py        PURE: bytes from a pipe into whole lines
     environment.py  PURE: what a worker finds in its environment
+    cores.py        PURE: which cores a worker runs on
     outcome.py      PURE: how a process ended, in words and as an exit code
     restarts.py     PURE: who is started again, when, and who is given up
     supervision.py  PURE: when workers are to be stopped, and what the launcher's exit code is

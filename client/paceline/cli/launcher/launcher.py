@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
+from paceline.cli.launcher.cores import allowed_cores, share_of_cores
 from paceline.cli.launcher.environment import WorkerSettings, worker_environment
 from paceline.cli.launcher.outcome import Exit, in_order_of_blame
 from paceline.cli.launcher.supervision import Supervision, Terms
@@ -58,6 +59,7 @@ class Launcher:
         listener: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves where the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
+        bind: each worker gets its share of the cores, where there is one for each (`cores`).
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class Launcher:
         *,
         grace: float,
         report_exit: Callable[[ProcessIdentity, int], None],
+        bind: bool = True,
     ) -> None:
         self._command = list(command)
         self._count = terms.workers
+        self._cores = allowed_cores() if bind else set()
         self._settings = settings
         self._listener = listener
         self._report_exit = report_exit
@@ -107,7 +111,8 @@ class Launcher:
         return self._supervision.exit_code
 
     def _worker(self, index: int) -> Worker:
-        return Worker(index, self._command, lambda fd: worker_environment(os.environ, self._settings, fd))
+        cores = share_of_cores(index, self._count, self._cores)
+        return Worker(index, self._command, lambda fd: worker_environment(os.environ, self._settings, fd), cores)
 
     def _attend(self, worker: Worker) -> None:
         """From now on its lines and its end are noticed."""

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,19 @@ class Worker:
         index: number among the workers of its launcher.
         command: SCRIPT ARGS... or -m MODULE ARGS...
         environment: given the number of the worker's end of its news pipe, the worker's environment.
+        cores: the cores that it may use; None for all.
 
     Raises:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, index: int, command: Sequence[str], environment: Callable[[int], dict[str, str]]) -> None:
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Callable[[int], dict[str, str]],
+        cores: Collection[int] | None = None,
+    ) -> None:
         self.index = index
         self.rank: int | None = None
         self._blamed: list[int] = []
@@ -70,6 +78,9 @@ class Worker:
             os.close(theirs)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
+        if cores is not None:
+            with suppress(ProcessLookupError):  # it is over already
+                os.sched_setaffinity(self._process.pid, cores)  # it has one thread yet, from which others inherit
         self.identity = process_identity(self._process.pid)
         self.streams: dict[str, int] = {
             NEWS: news,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from paceline.collectives.rows import Row, ring_neighbours
 
-__all__ = ["dissemination_barrier", "ring_barrier"]
+__all__ = ["dissemination_barrier", "ring_barrier", "star_barrier"]
 
 
 def dissemination_barrier(rank: int, world: int) -> list[Row]:
@@ -21,6 +21,18 @@ def dissemination_barrier(rank: int, world: int) -> list[Row]:
         rows.append(Row(step, (rank + distance) % world, 0, (rank - distance) % world, 0))
         step, distance = step + 1, distance * 2
     return rows
+
+
+def star_barrier(rank: int, world: int) -> list[Row]:
+    """All tell rank 0, which then tells all: two steps, and every other rank waits once.
+
+    For more ranks than cores: whoever waits has to be switched to again, and here that is the fewest times.
+    """
+    if rank:
+        return [Row(0, send_to=0, send_chunk=0), Row(1, recv_from=0, recv_chunk=0)]
+    others = range(1, world)
+    rows = [Row(0, recv_from=peer, recv_chunk=0) for peer in others]
+    return rows + [Row(1, send_to=peer, send_chunk=0) for peer in others]
 
 
 def ring_barrier(rank: int, world: int) -> list[Row]:

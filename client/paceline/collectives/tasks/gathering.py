@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native, same_elements
 from paceline.collectives.engine import Call, Engine
+from paceline.collectives.program import Program
 from paceline.collectives.programs import all_gather_program, all_to_all_program, gather_program
 from paceline.collectives.tasks.task import Chooser, Task, segment
 from paceline.errors import LimitExceeded, SizeMismatch
@@ -22,6 +23,9 @@ from paceline.signature import MAX_ARRAY_BYTES
 __all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
 
 _COUNT = np.dtype(np.int64)
+
+_MOST_PLANS = 256
+"""What a group plans is forgotten beyond this many operations, as programs are."""
 
 
 def all_gather_task(
@@ -36,20 +40,17 @@ def all_gather_task(
 ) -> Task[Array]:
     """See `Group.all_gather`; `kind` is what the signature calls it, `detail` more that ranks must agree on."""
     mesh = engine.mesh
-    gathering = _Gathering(engine, kind, detail.strip(), x, choose, uneven=uneven)
+    gathering = _plan(engine, kind, detail.strip(), x, choose, uneven=uneven)
     if out is not None and not uneven:
-        check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))
+        check_out(out, gathering.dtype, gathering.shape(gathering.even))
 
     def body(call: Call) -> Array:
         counts = gathering.counts(call)
-        result = gathering.landing(call, counts, out)
-        sizes = tuple(count * gathering.row for count in counts)
-        flat = result.reshape(-1)
-        schedule = choose("all_gather", flat.nbytes, mesh.size).schedule
-        program = all_gather_program(schedule, mesh.rank, mesh.size, sizes, segment(gathering.dtype))
-        base = as_flat(x)
+        result = gathering.landing(call, counts, out, x)
+        schedule, program = gathering.way(counts)
+        flat, base = result.reshape(-1), as_flat(x)
         if schedule == "bruck":
-            lo = sum(sizes[: mesh.rank])
+            lo = sum(counts[: mesh.rank]) * gathering.row
             flat[lo : lo + base.size] = base
             base = flat
         engine.run(gathering.second(call), program, base, flat)
@@ -70,17 +71,17 @@ def gather_task(
 ) -> Task[Array | None]:
     """See `Group.gather`; `kind` is what the signature calls it."""
     mesh = engine.mesh
-    gathering = _Gathering(engine, kind, f"root={root}", x, choose, uneven=uneven)
+    gathering = _plan(engine, kind, f"root={root}", x, choose, uneven=uneven)
     at_root = mesh.rank == root
     if out is not None and at_root and not uneven:
-        check_out(out, gathering.dtype, gathering.shape([gathering.rows] * mesh.size))
+        check_out(out, gathering.dtype, gathering.shape(gathering.even))
 
     def body(call: Call) -> Array | None:
         counts = gathering.counts(call)
         # Elsewhere only the own size counts; with the others' each program would be compiled anew.
         sizes = tuple(count * gathering.row if at_root or r == mesh.rank else 0 for r, count in enumerate(counts))
-        result = gathering.landing(call, counts, out) if at_root else np.empty(0, gathering.dtype)
-        program = gather_program(mesh.rank, mesh.size, root, sizes, segment(gathering.dtype))
+        result = gathering.landing(call, counts, out, x) if at_root else np.empty(0, gathering.dtype)
+        program = gather_program(mesh.rank, mesh.size, root, sizes, segment(gathering.dtype, engine))
         engine.run(gathering.second(call), program, as_flat(x), result.reshape(-1))
         return deliver(result, out) if at_root else None
 
@@ -123,7 +124,7 @@ def all_to_all_task(
             check_out(out, dtype, shape)
         result = _landing(engine, call, received, out, x, dtype, shape)
         sizes_out, sizes_in = (tuple(count * row for count in counts) for counts in (sent, received))
-        program = all_to_all_program(mesh.rank, world, sizes_out, sizes_in, segment(dtype))
+        program = all_to_all_program(mesh.rank, world, sizes_out, sizes_in, segment(dtype, engine))
         second = call if not uneven else Call(call.operation, call.signature, call.started, call.deadline, 1)
         engine.run(second, program, as_flat(x), result.reshape(-1))
         return deliver(result, out)
@@ -131,36 +132,63 @@ def all_to_all_task(
     return Task(signature, body)
 
 
+def _plan(engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> _Gathering:
+    """Training repeats a few operations for ever: each is planned once, but for rows that may be others each time."""
+    if uneven:
+        return _Gathering(engine, kind, detail, x, choose, uneven=True)
+    key = (kind, detail, x.dtype, x.shape, choose)
+    plan: _Gathering | None = engine.plans.get(key)
+    if plan is None:
+        if len(engine.plans) >= _MOST_PLANS:
+            engine.plans.clear()
+        plan = engine.plans[key] = _Gathering(engine, kind, detail, x, choose, uneven=False)
+    return plan
+
+
 class _Gathering:
-    """What all_gather and gather have in common: rows on axis 0, as many at each rank or not."""
+    """What all_gather and gather have in common: rows on axis 0, as many at each rank or not.
+
+    What follows from dtype and shape of `x`, but not from what it holds, which is not kept.
+    """
 
     def __init__(self, engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> None:
         self._engine = engine
-        self._x = x
         self._choose = choose
         self._uneven = uneven
         self.dtype = native(x.dtype)
-        self.rows = x.shape[0] if x.ndim else 1
+        self._rows = x.shape[0] if x.ndim else 1
+        self.even = [self._rows] * engine.mesh.size
         self._tail = x.shape[1:]
         self.row = prod(self._tail)
         shape = self._tail if uneven else x.shape
         detail = " ".join(filter(None, (detail, "rows=any" if uneven else "")))
         self.signature = engine.sign(kind, detail, self.dtype, shape).encode()
+        self._way: tuple[list[int], tuple[str, Program]] | None = None
 
     def counts(self, call: Call) -> list[int]:
         """Rows of each rank."""
         mesh = self._engine.mesh
         if not self._uneven:
-            return [self.rows] * mesh.size
+            return self.even
         counts = np.empty(mesh.size, _COUNT)
-        schedule = self._choose("all_gather", counts.nbytes, mesh.size).schedule
-        program = all_gather_program(schedule, mesh.rank, mesh.size, (1,) * mesh.size, segment(_COUNT))
-        base = np.array([self.rows], _COUNT)
+        schedule = self._choose("all_gather", counts.nbytes, mesh.size, nodes=self._engine.nodes).schedule
+        program = all_gather_program(schedule, mesh.rank, mesh.size, (1,) * mesh.size, segment(_COUNT, self._engine))
+        base = np.array([self._rows], _COUNT)
         if schedule == "bruck":
-            counts[mesh.rank] = self.rows
+            counts[mesh.rank] = self._rows
             base = counts
         self._engine.run(call, program, base, counts)
         return _checked(self._engine, call, counts, self.row * self.dtype.itemsize)
+
+    def way(self, counts: list[int]) -> tuple[str, Program]:
+        """The schedule of an all_gather of so many rows, and this rank's program; those of the last call are kept."""
+        if self._way is None or self._way[0] != counts:
+            mesh, nodes = self._engine.mesh, self._engine.nodes
+            sizes = tuple(count * self.row for count in counts)
+            schedule = self._choose("all_gather", sum(sizes) * self.dtype.itemsize, mesh.size, nodes=nodes).schedule
+            program = all_gather_program(schedule, mesh.rank, mesh.size, sizes, segment(self.dtype, self._engine))
+            self._way = counts, (schedule, program)
+        return self._way[1]
 
     def second(self, call: Call) -> Call:
         """The call that moves the rows themselves."""
@@ -170,21 +198,21 @@ class _Gathering:
         """Shape of all rows together."""
         return (sum(counts), *self._tail)
 
-    def landing(self, call: Call, counts: Sequence[int], out: Array | None) -> Array:
+    def landing(self, call: Call, counts: Sequence[int], out: Array | None, x: Array) -> Array:
         """Where to put them."""
         shape = self.shape(counts)
         if out is not None:
             check_out(out, self.dtype, shape)
-            if self._lies_in_place(counts, out):
+            if self._lies_in_place(counts, out, x):
                 return out
-        return _landing(self._engine, call, counts, out, self._x, self.dtype, shape)
+        return _landing(self._engine, call, counts, out, x, self.dtype, shape)
 
-    def _lies_in_place(self, counts: Sequence[int], out: Array) -> bool:
+    def _lies_in_place(self, counts: Sequence[int], out: Array, x: Array) -> bool:
         """True if this rank's rows are those of `out` where they belong: nothing that is read is ever written then."""
         if type(out) is not np.ndarray or not (out.flags.c_contiguous and out.dtype.isnative and out.ndim):
             return False
         lo = sum(counts[: self._engine.mesh.rank])
-        return same_elements(self._x, out[lo : lo + self.rows])
+        return same_elements(x, out[lo : lo + self._rows])
 
 
 def _landing(
@@ -210,7 +238,7 @@ def _exchange_counts(
     """How many rows each rank sends here."""
     mesh, ones = engine.mesh, (1,) * engine.mesh.size
     counts = np.empty(mesh.size, _COUNT)
-    program = all_to_all_program(mesh.rank, mesh.size, ones, ones, segment(_COUNT))
+    program = all_to_all_program(mesh.rank, mesh.size, ones, ones, segment(_COUNT, engine))
     engine.run(call, program, np.array(sent, _COUNT), counts)
     received = _checked(engine, call, counts, row_bytes)
     for peer, (told, hoped) in enumerate(zip(received, expected or received, strict=True)):

@@ -30,8 +30,8 @@ def broadcast_task(
     mesh = engine.mesh
 
     def program(n: int, dtype: np.dtype[Any]) -> Program:
-        schedule = choose("broadcast", n * dtype.itemsize, mesh.size).schedule
-        return broadcast_program(schedule, mesh.rank, mesh.size, root, n, segment(dtype))
+        schedule = choose("broadcast", n * dtype.itemsize, mesh.size, nodes=engine.nodes).schedule
+        return broadcast_program(schedule, mesh.rank, mesh.size, root, n, segment(dtype, engine))
 
     if mesh.rank == root and x is None:
         raise UnsupportedOp(f"broadcast needs an array at its root, rank {root}; it got None")
@@ -63,7 +63,7 @@ def scatter_task(
     mesh = engine.mesh
 
     def program(n: int, dtype: np.dtype[Any]) -> Program:
-        return scatter_program(mesh.rank, mesh.size, root, n, segment(dtype))
+        return scatter_program(mesh.rank, mesh.size, root, n, segment(dtype, engine))
 
     if mesh.rank == root:
         whole = _whole(xs, mesh.size, root)

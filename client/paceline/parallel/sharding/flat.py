@@ -11,19 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
+from paceline.parallel.buckets import Empty
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import PendingWork, ShardRanks
 from paceline.parallel.sharding.gradients import Gradients
 from paceline.parallel.sharding.layout import Layout
 from paceline.parallel.sharding.strategy import Placement
 
-__all__ = ["Flat"]
+__all__ = ["Flat", "Room"]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a flat array for a placement.
+
+    Attributes:
+        placement: which part is meant.
+        layout: where the parameters lie then.
+        part: that part, shape [S]; if it is new, to be filled, but for its padding.
+        full: what `part` is a view of; None where the whole is not kept.
+        is_whole: all values in `full` count.
+    """
+
+    placement: Placement
+    layout: Layout
+    part: NDArray[Any]
+    full: NDArray[Any] | None
+    is_whole: bool
+
+    def runs(self) -> Iterator[tuple[NDArray[Any], int]]:
+        """Of each parameter the elements that lie here, shape [n], and the number of the first."""
+        part = self.placement.part
+        for place, start in zip(self.layout.pieces(part), self.layout.starts(part), strict=True):
+            yield self.part[place], start
 
 
 class Flat:
@@ -33,6 +60,7 @@ class Flat:
         parameters: the module's, by path; all of one dtype. Their values move into memory of this object.
         placement: which part is this rank's.
         wire: dtype in which values and gradients travel, None for their own. Masters keep their precision.
+        empty: where the memory of what travels comes from.
 
     Attributes:
         parameters: the module's.
@@ -47,27 +75,24 @@ class Flat:
     label = ""
     """What its collectives are called, alike on all ranks: no array shall be taken for another of the same size."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None, empty: Empty
+    ) -> None:
         self._named = parameters
         self.parameters = tuple(parameters.values())
         self.dtype = self.parameters[0].dtype
-        self.layout = Layout([p.shape for p in self.parameters], len(placement.shards))
         narrower = wire is not None and self.dtype.kind == "f" and wire.itemsize < self.dtype.itemsize
         self.wire = wire if narrower else None
-        self.is_spread = self.layout.world > 1 and self.layout.size > 0
         self.given = False
-        self.gradients = Gradients(self.parameters, self.layout)
-        self._own = self.layout.own(placement.part)
-        self._places = self.layout.pieces(placement.part)
-        self.starts = self.layout.starts(placement.part)
-        self._keeps = placement.keeps_full or not self.is_spread
-        self._in_place = placement.keeps_full and self.wire is None
-        """The part is a view of the whole array, which is gathered where it lies."""
+        self._empty = empty
+        self._stand(placement, self.laid_out(len(placement.shards)))
         self._incoming: tuple[NDArray[Any], PendingWork] | None = None
         self._pinned: NDArray[Any] | None = None
         """While summoned: this rank's part as it was."""
 
-        self._full: NDArray[Any] | None = np.zeros(self.layout.padded, self.dtype)
+        # What is dropped after the first use need not be where links can read it.
+        self._full: NDArray[Any] | None = (empty if self._in_place else np.empty)(self.layout.padded, self.dtype)
+        self._full[self.layout.size :] = 0
         for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
             view[...] = parameter.data
             parameter._place(view)
@@ -79,6 +104,39 @@ class Flat:
             for p, place in zip(self.parameters, self._places, strict=True)
         )
 
+    def laid_out(self, parts: int) -> Layout:
+        """Where the parameters lie if they are cut into so many parts."""
+        return Layout([p.shape for p in self.parameters], parts)
+
+    def room(self, placement: Placement) -> Room:
+        """Takes memory for another placement; changes nothing."""
+        layout = self.laid_out(len(placement.shards))
+        own = layout.own(placement.part)
+        full: NDArray[Any] | None = None
+        if (placement.keeps_full and self.wire is None) or layout.world == 1 or not layout.size:
+            full = self._empty(layout.padded, self.dtype)
+            full[layout.size :] = 0
+            if self._full is not None and layout.world > 1:  # what others have, until it is gathered: as old as here
+                full[: layout.size] = self._full[: layout.size]
+            part = full[own]
+        else:
+            part = np.empty(layout.part, self.dtype)
+            part[max(layout.size - own.start, 0) :] = 0
+        return Room(placement, layout, part, full, layout.world == 1 or not layout.size)
+
+    def move(self, room: Room) -> None:
+        """From now on the part is the one in that room, which is filled; what was held stays as it is."""
+        self.drop()
+        self.gradients.drop()
+        self._stand(room.placement, room.layout)
+        self.part, self._full, self._pinned = room.part, room.full, None
+        self.is_whole = room.is_whole
+        self.given = False
+        for parameter, place in zip(self.parameters, self.layout.places, strict=True):
+            parameter._place(None if room.full is None else room.full[place].reshape(parameter.shape))
+        for parameter, piece, place in zip(self.parameters, self.pieces, self._places, strict=True):
+            piece._move(self.part[place] if self.is_spread else parameter.data)
+
     def settle(self) -> None:
         """The whole array holds the initial values of all ranks: from now on this rank keeps its part alone."""
         if not self.is_spread:
@@ -87,8 +145,8 @@ class Flat:
             self.part = self.part.copy()
             for piece, place in zip(self.pieces, self._places, strict=True):
                 piece._place(self.part[place])
-        self.is_whole = False
         self.release()
+        self.is_whole = False
 
     def fetch(self, ranks: ShardRanks) -> None:
         """Starts to gather the whole, unless it is here or on its way."""
@@ -120,7 +178,7 @@ class Flat:
 
     def release(self) -> None:
         """The whole is not needed any more; does nothing where it is kept."""
-        if not self._keeps and self._pinned is None:
+        if self.is_whole and not self._keeps and self._pinned is None:
             self._full = None
             self.is_whole = False
             for parameter in self.parameters:
@@ -201,6 +259,18 @@ class Flat:
         """Each parameter's elements in an array of the whole, in its shape."""
         for parameter, place in zip(self.parameters, self.layout.places, strict=True):
             yield full[place].reshape(parameter.shape)
+
+    def _stand(self, placement: Placement, layout: Layout) -> None:
+        """Takes a place among the ranks."""
+        self.layout = layout
+        self.is_spread = layout.world > 1 and layout.size > 0
+        self.gradients = Gradients(self.parameters, layout, self._empty)
+        self._own = layout.own(placement.part)
+        self._places = layout.pieces(placement.part)
+        self.starts = layout.starts(placement.part)
+        self._keeps = placement.keeps_full or not self.is_spread
+        self._in_place = placement.keeps_full and self.wire is None
+        """The part is a view of the whole array, which is gathered where it lies."""
 
     def _install(self, fresh: NDArray[Any]) -> None:
         if self._keeps and self._full is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.parallel.buckets import Empty
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.layout import Layout
 
@@ -22,11 +23,13 @@ class Gradients:
     Args:
         parameters: the module's, of one dtype.
         layout: where they lie; S and W are its letters.
+        empty: where the memory comes from.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[Parameter], layout: Layout, empty: Empty) -> None:
         self._parameters = parameters
         self._layout = layout
+        self._empty = empty
         self._array: NDArray[Any] | None = None
 
     @property
@@ -37,7 +40,7 @@ class Gradients:
     def open(self) -> None:
         """Makes the places, unless they are there; what has a gradient already moves in."""
         if self._array is None and self.are_wanted:
-            self._array = np.empty(self._layout.padded, self._parameters[0].dtype)
+            self._array = self._empty(self._layout.padded, self._parameters[0].dtype)
             for parameter, slot in self._slots(self._array):
                 if not parameter.requires_grad:
                     continue

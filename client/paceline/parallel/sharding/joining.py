@@ -40,7 +40,9 @@ def join_units(
     flats = [flat for unit in new for flat in unit.flats]
     given = [(flat, flat.part.copy()) for flat in flats if flat.given and flat.is_spread]
     values = [p.data for flat in flats for p in flat.parameters]
-    agree(group, manifest, [*values, *buffers.values()], may_change=may_change)
+    agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change)
+    for unit in new:
+        unit.agreed = agreed
     for flat, part in given:  # loaded on purpose, on each rank its own
         flat.part[...] = part
     for number, unit in enumerate(units):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import StepOrderError
-from paceline.parallel.ranks import Ranks
+from paceline.parallel.ranks import PendingWork, Ranks
 from paceline.parallel.sharding.scattering import Scattering
 from paceline.parallel.sharding.unit import Unit
 
@@ -31,10 +31,19 @@ class Reduction:
         self._flats = [(unit, flat) for unit in units for flat in unit.flats]
         self._group = group
         self._going: deque[Scattering] = deque()
+        self._announced: PendingWork | None = None
+
+    def announce(self, weight: float) -> None:
+        """The weight of this pass, before its first gradients: who adds a part up can divide it in the same go."""
+        if self._group.size > 1:
+            table = np.array([weight], np.float64)
+            self._announced = self._group.all_reduce(table, out=table, async_op=True)
 
     def send(self, unit: Unit) -> None:
         """Sends a unit's gradients; no more may come."""
-        self._going.extend(Scattering(unit, flat) for flat in unit.flats if flat.gradients.are_wanted)
+        announced = self._announced
+        divisor = None if announced is None else lambda: float(announced.wait()[0])
+        self._going.extend(Scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
 
     def make_room(self) -> None:
         """Before a unit's gradients take memory: those of all but the last units must have left.
@@ -65,6 +74,7 @@ class Reduction:
         total, used, everywhere = self._totals(weight, facts)
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+        self._announced = None
         sent = {id(scattering.flat) for scattering in self._going}
         for unit, flat in self._flats:
             if id(flat) not in sent and used[id(flat)].any():
@@ -79,6 +89,7 @@ class Reduction:
     def give_up(self) -> None:
         """Drops all gradients, and what is under way."""
         self._going.clear()
+        self._announced = None
         for _, flat in self._flats:
             flat.gradients.drop()
             for piece in flat.pieces:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import index
 
-from paceline.errors import InvalidWorldSize, UnsupportedOp
+from paceline.errors import InvalidWorldSize
 from paceline.links.base import Peer
 
-__all__ = ["Placement", "ShardingStrategy", "in_words", "place"]
+__all__ = ["Placement", "ShardingStrategy", "place"]
 
 
 class ShardingStrategy(Enum):
@@ -56,57 +56,47 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
     Args:
         strategy: the strategy.
         rank: the rank.
-        members: all of them, in rank order; empty for a worker that waits to be taken in.
-        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. Nodes are hosts if None.
+        members: all of them, in rank order; empty for a worker that waits to be taken in, which holds all.
+        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, those who can share
+            memory are (`Peer.node`), or those of one host name, where that is not known.
 
     Raises:
         InvalidWorldSize: the ranks do not make up nodes of one size.
-        UnsupportedOp: nobody can tell yet which part will be this rank's.
         ValueError: a size for a strategy that has no nodes.
         TypeError: the size is no whole number.
     """
     world = len(members)
-    if not members and strategy is not ShardingStrategy.NO_SHARD:
-        raise UnsupportedOp(f"this worker joins others that train already: {in_words(strategy)}")
-    if strategy is not ShardingStrategy.HYBRID_SHARD:
-        if intra_node_size is not None:
-            raise ValueError(f"intra_node_size is for HYBRID_SHARD, not for {strategy.name}")
-        if not members and strategy is ShardingStrategy.NO_SHARD:
-            return Placement((rank,), (rank,), 0, (), keeps_full=True)
-        size = 1 if strategy is ShardingStrategy.NO_SHARD else world
-        nodes = _blocks(world, size)
+    if strategy is not ShardingStrategy.HYBRID_SHARD and intra_node_size is not None:
+        raise ValueError(f"intra_node_size is for HYBRID_SHARD, not for {strategy.name}")
+    if not members:
+        return Placement((rank,), (rank,), 0, (), keeps_full=True)
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        nodes = _as_they_share_memory(members) if intra_node_size is None else _blocks(world, intra_node_size)
     else:
-        nodes = _by_host(members) if intra_node_size is None else _blocks(world, intra_node_size)
+        nodes = _blocks(world, 1 if strategy is ShardingStrategy.NO_SHARD else world)
     node = next(node for node in nodes if rank in node)
     part = node.index(rank)
     keeps_full = strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     return Placement(node, tuple(other[part] for other in nodes), part, nodes, keeps_full)
 
 
-def in_words(strategy: ShardingStrategy) -> str:
-    """Why a strategy that spreads state cannot be where members come and go, and what can."""
-    return (
-        f"{strategy.name} spreads parameters and optimizer state over the ranks, and what a lost rank had would be "
-        "lost; where workers come and go use ShardingStrategy.NO_SHARD, or paceline.DDP"
-    )
-
-
 def _blocks(world: int, size: int) -> tuple[tuple[int, ...], ...]:
     size = index(size)
     if size < 1 or world % size:
         raise InvalidWorldSize(
-            f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}"
+            f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}; where workers "
+            "come and go (max_workers above min_workers), session.steps trains with the largest multiple that is there"
         )
     return tuple(tuple(range(start, start + size)) for start in range(0, world, size))
 
 
-def _by_host(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...]:
-    hosts: dict[str, list[int]] = {}
+def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...]:
+    nodes: dict[str, list[int]] = {}
     for rank, member in enumerate(members):
-        hosts.setdefault(member.host, []).append(rank)
-    if len({len(ranks) for ranks in hosts.values()}) > 1:
-        counts = ", ".join(f"{host}: {len(ranks)}" for host, ranks in hosts.items())
+        nodes.setdefault(member.node or member.host, []).append(rank)
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        counts = ", ".join(f"{members[ranks[0]].host}: {len(ranks)}" for ranks in nodes.values())
         raise InvalidWorldSize(
             f"HYBRID_SHARD needs as many ranks on each host; there are {counts}. intra_node_size= cuts them otherwise"
         )
-    return tuple(tuple(ranks) for ranks in hosts.values())
+    return tuple(tuple(ranks) for ranks in nodes.values())

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from paceline.errors import UnsupportedOp
+from paceline.parallel.buckets import Empty
 from paceline.parallel.parameter import Parameter, ignoring_gradients
 from paceline.parallel.ranks import ShardRanks
-from paceline.parallel.sharding.flat import Flat
+from paceline.parallel.sharding.flat import Flat, Room
 from paceline.parallel.sharding.strategy import Placement
 from paceline.signature import dtype_name
 
@@ -26,6 +27,7 @@ class Unit:
         parameters: by path; each belongs to this unit alone.
         placement: of this rank.
         wire: dtype in which they travel; None for their own.
+        empty: where the memory of what travels comes from.
 
     Attributes:
         flats: the arrays; most units have one.
@@ -33,6 +35,7 @@ class Unit:
         shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `settle`.
         replicas: the ranks that hold the same part; None where there is no other.
         is_settled: initial values have been agreed on.
+        agreed: their fingerprint, and that of what was agreed on with them; 0 where nothing was compared.
         has_ranks: `shards` and `replicas` are of the view that the placement is for.
         runs: how often it ran in the last forward pass.
         left: how often it has still to run in this backward pass, if each run forward has one.
@@ -41,7 +44,9 @@ class Unit:
         UnsupportedOp: a parameter to train is neither float32 nor float64.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None, empty: Empty
+    ) -> None:
         kinds: dict[tuple[np.dtype[Any], bool], dict[str, Parameter]] = {}
         for path, parameter in parameters.items():
             if parameter.requires_grad:
@@ -50,10 +55,11 @@ class Unit:
                 raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
         self.placement = placement
-        self.flats = [Flat(group, placement, wire) for group in kinds.values()]
+        self.flats = [Flat(group, placement, wire, empty) for group in kinds.values()]
         self.shards: ShardRanks | None = None
         self.replicas: ShardRanks | None = None
         self.is_settled = self.has_ranks = False
+        self.agreed = 0
         self.runs = self.left = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
@@ -69,19 +75,41 @@ class Unit:
         """There is a new view: the ranks are others. Values that are whole here are to be agreed on again.
 
         Raises:
-            UnsupportedOp: another part of the values would be this rank's.
+            UnsupportedOp: another part of the values would be this rank's, which it has not.
         """
         before = self.placement
         if (len(placement.shards), placement.part) != (len(before.shards), before.part):
             raise UnsupportedOp(
                 f"this rank has part {before.part} of {len(before.shards)}, and would have part {placement.part} of "
-                f"{len(placement.shards)} in the new view: what is spread cannot move; use ShardingStrategy.NO_SHARD"
+                f"{len(placement.shards)} in the new view: what is spread moves in session.steps alone, where the "
+                "TrainState has the model and its optimizer; elsewhere use ShardingStrategy.NO_SHARD"
             )
+        self._stand(placement)
+
+    def move_to(self, placement: Placement, rooms: Sequence[Room]) -> None:
+        """There will be a new view, in which this rank has what lies in these rooms, one for each flat array."""
+        for flat, room in zip(self.flats, rooms, strict=True):
+            flat.move(room)
+        self.is_settled = True
+        self._stand(placement)
+
+    def _stand(self, placement: Placement) -> None:
         self.placement = placement
         self.shards = self.replicas = None
         self.has_ranks = False
         if len(placement.shards) == 1:
             self.is_settled = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """True while this rank has all that is to be spread: initial values are not agreed on, and none was loaded."""
+        return not self.is_settled and not any(flat.given for flat in self.flats)
+
+    def held(self) -> Iterator[tuple[Parameter, NDArray[Any], int]]:
+        """Of each piece the elements that are here and count, and the number of the first."""
+        for flat in self.flats:
+            for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
+                yield (piece, p.data, 0) if self.is_fresh and flat.is_spread else (piece, piece.data, start)
 
     def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """The module's parameters, each with this rank's piece of it."""

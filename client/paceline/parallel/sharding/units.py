@@ -111,9 +111,15 @@ class Units:
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
-        """For a backward pass of the whole model inside the block; `early`: units send gradients when they are done."""
-        del weight  # it travels at the end
+        """For a backward pass of the whole model inside the block.
+
+        Args:
+            weight: this rank's, that of earlier micro-batches included.
+            early: units send gradients when they are done.
+        """
         self._check_not_summoned()
+        if early:
+            self._reduction.announce(weight)
         self._backwards, self._early = True, early
         for unit in self._all:
             unit.left = unit.runs
@@ -124,11 +130,11 @@ class Units:
             self._backwards = self._early = False
 
     @contextmanager
-    def ignoring(self, *, early: bool) -> Iterator[None]:
+    def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
         """As `watching`; the gradients are dropped, but collectives go as on the ranks where they count."""
         self._ignores = True
         try:
-            with self.watching(weight=0.0, early=early):
+            with self.watching(weight=weight, early=early):
                 yield
         finally:
             self._ignores = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -198,6 +199,16 @@ def test_nodes_are_hosts_wherever_their_ranks_are() -> None:
     assert [p.shards for p in places] == [(0, 3), (1, 2), (1, 2), (0, 3)]
     assert [tuple(sorted(p.replicas)) for p in places] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [p.part for p in places] == [0, 0, 1, 1]
+
+
+def test_nodes_are_those_that_share_memory_where_that_is_known() -> None:
+    """As pods do that have host names of their own."""
+    peers = [replace(peer, node=node) for peer, node in zip(members("p", "q", "r", "s"), "xyxy", strict=True)]
+    nodes = [place(Strategy.HYBRID_SHARD, rank, peers, None).shards for rank in range(4)]
+    assert nodes == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    unequal = [replace(peer, node="x" if peer.rank else "y") for peer in members("p", "q", "r")]
+    with pytest.raises(InvalidWorldSize, match="there are p: 1, q: 2"):
+        place(Strategy.HYBRID_SHARD, 0, unequal, None)
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))

@@ -1,4 +1,4 @@
-"""One gRPC link: two thread-safe queues between the calling threads and the loop thread.
+"""The queues of a gRPC stream: between the calling threads and the loop thread.
 
 Outgoing: `send` encodes in the caller's thread (the one copy of the payload), so nothing touches the caller's array
 once it returns; a coroutine on the loop (`grpc_dial.py`) takes frames from the outbox. Incoming: the front door
@@ -13,14 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
 
 from paceline._wait import SLICE
-from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
+from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind, encode
+from paceline.links.frame import Frame
+from paceline.links.halves import Incoming
 
-__all__ = ["Inbox", "Outbox", "GrpcLink", "EARLY_INBOX_BYTES", "INBOX_BYTES", "OUTBOX_FRAMES"]
+__all__ = ["EARLY_INBOX_BYTES", "INBOX_BYTES", "OUTBOX_FRAMES", "Inbox", "Outbox"]
 
 INBOX_BYTES = 32 << 20
 """Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
@@ -121,17 +121,29 @@ class Outbox:
 
 
 class Inbox:
-    """Frames that have arrived: filled on the loop, emptied by one thread."""
+    """Frames that have arrived: filled on the loop, emptied by one thread.
+
+    If the peer has opened a faster way in (`turn_to`), frames come by that one instead.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._items: queue.SimpleQueue[Frame | LinkEnded | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Frame | LinkEnded | Incoming | None] = queue.SimpleQueue()
+        self._half: Incoming | None = None  # the way in, once the reader has come to it
+        self._coming: Incoming | None = None  # the same, from its arrival on
         self._ended: LinkEnded | None = None
+        self._closed = False
+        self._claimed = False  # touched on the loop only
         self._waiting_bytes = 0
         self._limit = EARLY_INBOX_BYTES
         self._lock = threading.Lock()
         self._room = asyncio.Event()  # touched on the loop only
-        self.on_item: Callable[[], None] = _nothing
+        self._on_item: Callable[[], None] = _nothing
+
+    def claim(self) -> bool:
+        """Takes it for the one stream that fills it; False if there is one already, or was. On the loop only."""
+        first, self._claimed = not self._claimed, True
+        return first
 
     async def put(self, frame: Frame) -> None:
         """Adds a frame; waits while more than the limit wait unread. On the loop only."""
@@ -141,7 +153,7 @@ class Inbox:
             if full:
                 self._room.clear()
         self._items.put(frame)
-        self.on_item()
+        self._on_item()
         if full:
             await self._room.wait()
 
@@ -151,18 +163,60 @@ class Inbox:
             self._limit = INBOX_BYTES
         self._loop.call_soon_threadsafe(self._room.set)
 
-    def end(self, error: LinkEnded) -> None:
-        """Nothing follows."""
+    def turn_to(self, half: Incoming) -> None:
+        """From now on frames come this way. On the loop only."""
+        with self._lock:
+            closed = self._closed
+            self._coming = None if closed else half
+            notify = self._on_item
+        if closed:
+            half.close()
+            return
+        if notify is not _nothing:
+            half.on_readable(notify)
+        self._items.put(half)
+        notify()
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Link.on_readable`."""
+        with self._lock:
+            self._on_item = notify
+            half = self._coming
+        if half is not None:
+            half.on_readable(notify)
+        notify()
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """Nothing follows; on another way in, nothing after so many frames in all (`Incoming.end`)."""
+        if self._coming is not None:
+            self._coming.end(error, frames)
         self._items.put(error)
-        self.on_item()
+        self._on_item()
 
     def wake(self) -> None:
         """Makes a blocked `get` look at the fault."""
+        if self._coming is not None:
+            self._coming.wake()
         self._items.put(None)
-        self.on_item()
+        self._on_item()
 
-    def get(self, deadline: float, fault: Fault) -> Frame:
+    def release(self) -> None:
+        """See `Link.release`."""
+        if self._half is not None:
+            self._half.release()
+
+    def close(self) -> None:
+        """Gives back what the other way in takes, one that comes later too. Nobody is inside, or comes again."""
+        with self._lock:
+            self._closed = True
+            half = self._coming
+        if half is not None:
+            half.close()
+
+    def get(self, deadline: float, fault: Fault, into: memoryview | None = None) -> Frame:
         """The next frame, see `Link.recv`."""
+        if self._half is not None:
+            return self._half.recv(deadline, into)
         while True:
             if fault.failed:
                 raise fault.error()
@@ -178,6 +232,9 @@ class Inbox:
             if isinstance(item, Frame):
                 self._took(len(item.payload) + FRAME_COST)
                 return item
+            if isinstance(item, Incoming):
+                self._half = item
+                return item.recv(deadline, into)
             if item is not None:
                 self._ended = item
 
@@ -188,56 +245,6 @@ class Inbox:
             resume = was_full and self._waiting_bytes <= self._limit
         if resume:
             self._loop.call_soon_threadsafe(self._room.set)
-
-
-class GrpcLink(Link):
-    """A link made of the stream that this member dials and the stream that the peer dials."""
-
-    kind = "grpc"
-
-    def __init__(self, peer: Peer, inbox: Inbox, outbox: Outbox, fault: Fault) -> None:
-        self.peer = peer
-        self.inbox = inbox
-        self.outbox = outbox
-        self._fault = fault
-        self.drained = threading.Event()
-        fault.on_failure(self._wake)
-
-    def send(self, frame: Frame, deadline: float) -> None:
-        """See `Link.send`; copies the payload once, into the encoded frame."""
-        self.outbox.put(encode(frame), deadline, self._fault)
-
-    def recv(self, deadline: float) -> Frame:
-        """See `Link.recv`; the payload is a view of the bytes that grpc delivered."""
-        return self.inbox.get(deadline, self._fault)
-
-    def on_readable(self, notify: Callable[[], None]) -> None:
-        """See `Link.on_readable`."""
-        self.inbox.on_item = notify
-        notify()
-
-    def close(self, deadline: float) -> None:
-        """See `Link.close`: says that nothing follows, and waits for the peer's word that it has taken in all."""
-        self.half_close(FrameKind.LEAVE)
-        self.drained.wait(max(0.0, deadline - time.monotonic()))
-
-    def half_close(self, kind: Literal[FrameKind.CLOSE, FrameKind.LEAVE]) -> None:
-        """Says that nothing follows here, or anywhere, without waiting."""
-        self.outbox.close(encode(Frame(kind, self._fault.generation, 0, 0, b"", b"")))
-
-    @property
-    def closing(self) -> bool:
-        """True once this side has said that nothing follows."""
-        return self.outbox.closing
-
-    def forget(self) -> None:
-        """Hears of no failure any more."""
-        self._fault.forget(self._wake)
-
-    def _wake(self) -> None:
-        self.inbox.wake()
-        self.outbox.wake()
-        self.drained.set()  # nobody will drain it any more
 
 
 def _nothing() -> None:

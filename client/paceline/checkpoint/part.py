@@ -1,0 +1,191 @@
+"""One part of a checkpoint: a safetensors file that one rank writes, and what the manifest says of it. No I/O.
+
+The manifest alone says where things lie, and it says so by order: pieces lie one after the other behind the file's
+header, so they can neither overlap nor leave a gap. The header is for other programs: a piece is a tensor under the
+path of its array, of the array's shape if it is all of it, flat if not.
+Source: the safetensors format, https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from paceline.checkpoint.pieces import Piece
+from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
+
+__all__ = ["CHUNK_BYTES", "Entry", "Part", "entry_of", "header_of", "part_name"]
+
+CHUNK_BYTES = 1 << 20
+"""Bytes under one checksum. A range is read with the chunks around it: at most two of them in vain."""
+
+_MAX_PARTS = 1 << 16
+
+_ALIGNMENT = 4096
+"""Where data begins: at a page of the file."""
+
+_TENSOR_TYPES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A piece without its values.
+
+    Attributes:
+        path: name of the array.
+        dtype: name of its dtype.
+        shape: of the whole array.
+        start: number of the first element, in C order.
+        elements: how many.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.elements * int(dtype_named(self.dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the manifest says of a file.
+
+    Attributes:
+        number: which part, from 0.
+        parts: how many there are.
+        header: bytes before the first piece.
+        entries: the pieces, as they lie.
+        checksums: CRC-32 of each chunk of the file, the header's among them, in 8 hexadecimal digits each.
+    """
+
+    number: int
+    parts: int
+    header: int
+    entries: tuple[Entry, ...]
+    checksums: str
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return part_name(self.number, self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.header + sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks; the last may be shorter."""
+        return -(-self.nbytes // CHUNK_BYTES)
+
+    def checksum(self, chunk: int) -> int:
+        """CRC-32 of a chunk."""
+        return int(self.checksums[8 * chunk : 8 * chunk + 8], 16)
+
+    def places(self) -> Iterator[tuple[Entry, int]]:
+        """Each piece with the place of its first byte in the file."""
+        offset = self.header
+        for entry in self.entries:
+            yield entry, offset
+            offset += entry.nbytes
+
+    def to_tree(self) -> dict[str, Any]:
+        """As plain values: for JSON, and for `Group.gather_object`."""
+        entries = [[*entry[:2], list(entry.shape), *entry[3:]] for entry in self.entries]
+        return {
+            "part": [self.number, self.parts],
+            "header": self.header,
+            "bytes": self.nbytes,
+            "pieces": entries,
+            "crc32": self.checksums,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Any) -> Part:
+        """Back from `to_tree`, which came from a file or from another rank (I9).
+
+        Raises:
+            ValueError: it is none; the text says why.
+        """
+        try:
+            number, parts = (_whole(n, _MAX_PARTS) for n in tree["part"])
+            entries = tuple(_entry_from(entry) for entry in tree["pieces"])
+            part = cls(number, parts, _whole(tree["header"]), entries, str(tree["crc32"]))
+            size = _whole(tree["bytes"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no part of a checkpoint: {type(error).__name__}: {error!s:.200}") from error
+        if number >= parts or part.nbytes != size:
+            raise ValueError(f"part {number} of {parts} has pieces of {part.nbytes} bytes in a file of {size}")
+        if len({entry.path for entry in entries}) < len(entries):
+            raise ValueError(f"{part.name} has two pieces of one array")
+        digits = part.checksums
+        if len(digits) != 8 * part.chunks or not set(digits) <= set("0123456789abcdef"):
+            raise ValueError(f"{part.name} of {size} bytes has {len(digits)} digits of checksums")
+        return part
+
+
+def part_name(number: int, parts: int) -> str:
+    """The name of a part's file. A whole checkpoint has one."""
+    return "arrays.safetensors" if parts == 1 else f"arrays-{number:05d}-of-{parts:05d}.safetensors"
+
+
+def entry_of(piece: Piece) -> Entry:
+    """What is told of a piece."""
+    return Entry(piece.path, dtype_name(piece.values.dtype), piece.shape, piece.start, piece.values.size)
+
+
+def header_of(entries: Sequence[Entry], number: int, parts: int) -> bytes:
+    """What a safetensors file begins with: the length of the rest, 8 bytes; then JSON, and spaces up to a page."""
+    fields: dict[str, Any] = {"__metadata__": {"writer": "paceline", "part": f"{number} of {parts}"}}
+    offset = 0
+    for entry in entries:
+        shape = list(entry.shape) if entry.elements == prod(entry.shape) else [entry.elements]
+        kind = entry.dtype
+        if kind == "complex128":  # the format has no such type: pairs of its real and imaginary parts
+            kind, shape = "float64", [*shape, 2]
+        name = entry.path
+        while name in fields:
+            name += "'"
+        end = offset + entry.nbytes
+        fields[name] = {"dtype": _TENSOR_TYPES[kind], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry_from(entry: Any) -> Entry:
+    path, dtype, shape, start, elements = entry
+    if type(path) is not str or type(dtype) is not str or type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"no piece of an array: {entry!r:.200}")
+    dims = tuple(_whole(n) for n in shape)
+    # NumPy has limits for the other dimensions of an empty array too.
+    if prod(filter(None, dims)) * dtype_named(dtype).itemsize > MAX_ARRAY_BYTES:
+        raise ValueError(f"no array is that large: {path!r:.80} {list(dims)}")
+    found = Entry(path, dtype, dims, _whole(start), _whole(elements))
+    if found.start + found.elements > prod(dims):
+        raise ValueError(f"elements {start} to {start + elements} do not lie in {path!r:.80} {list(dims)}")
+    return found
+
+
+def _whole(value: Any, most: int = MAX_ARRAY_BYTES) -> int:
+    """A whole number from 0.
+
+    Raises:
+        ValueError: it is none, or larger than what can be.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"no number up to {most}: {value!r:.80}")
+    return value

@@ -1,0 +1,93 @@
+"""Who writes what: arrays and shards of them, cut into pieces so that each element is written by one rank. Pure.
+
+What one rank alone holds, it writes. What several ranks hold alike they share: the bytes of all such arrays, one after
+the other, are cut into as many equal runs as there are holders. So parallel writers have equal work, and a rank has few
+pieces however many arrays there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Piece", "Shard", "pieces_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A run of an array's elements in C order: what this rank holds, or wants, of an array that is spread over ranks.
+
+    Attributes:
+        values: the elements, n of them in any shape; referred to, not copied.
+        start: number of the first.
+        shape: of the whole array.
+        holder: this rank's place among the ranks that hold these very elements.
+        holders: how many ranks do.
+
+    Raises:
+        ValueError: the elements lie outside the array, or the holder outside the holders.
+    """
+
+    values: NDArray[Any]
+    start: int
+    shape: tuple[int, ...]
+    holder: int = 0
+    holders: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= prod(self.shape) - self.values.size:
+            raise ValueError(f"{self.values.size} elements from {self.start} do not lie in an array of {self.shape}")
+        if not 0 <= self.holder < self.holders:
+            raise ValueError(f"holder {self.holder} is none of {self.holders}")
+
+
+class Piece(NamedTuple):
+    """What one rank writes of one array.
+
+    Attributes:
+        path: name of the array.
+        shape: of the whole array.
+        start: number of the first element, in C order.
+        values: the elements, shape [n], contiguous, little-endian.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    start: int
+    values: NDArray[Any]
+
+
+def pieces_of(arrays: Mapping[str, NDArray[Any] | Shard], rank: int, world: int) -> list[Piece]:
+    """What a rank writes, in the order of the file: wide elements first, so that all are aligned.
+
+    Args:
+        arrays: what this rank holds, by path. A plain array is held alike by all ranks.
+        rank: this rank.
+        world: the number of ranks that save together.
+    """
+    held: dict[tuple[int, int], list[tuple[str, Shard]]] = {}
+    for path, array in sorted(arrays.items()):
+        shard = array if isinstance(array, Shard) else Shard(array, 0, array.shape, rank, world)
+        held.setdefault((shard.holder, shard.holders), []).append((path, shard))
+    pieces = [piece for (holder, holders), group in held.items() for piece in _share(group, holder, holders)]
+    return sorted(pieces, key=lambda piece: (-piece.values.itemsize, piece.path))
+
+
+def _share(group: list[tuple[str, Shard]], holder: int, holders: int) -> list[Piece]:
+    """One holder's run of what all of them hold; the same cuts at each."""
+    total = sum(shard.values.nbytes for _, shard in group)
+    low, high = total * holder // holders, total * (holder + 1) // holders
+    pieces, offset = [], 0
+    for path, shard in group:
+        size, width = shard.values.size, shard.values.itemsize
+        first, last = (min(max(-(-(cut - offset) // width), 0), size) for cut in (low, high))
+        offset += shard.values.nbytes
+        if first < last or (holder == 0 and not prod(shard.shape)):  # an array without elements is somebody's too
+            values = np.ascontiguousarray(shard.values, shard.values.dtype.newbyteorder("<")).reshape(-1)
+            pieces.append(Piece(path, shard.shape, shard.start + first, values[first:last]))
+    return pieces

@@ -1,0 +1,186 @@
+"""Arrays from the files of a checkpoint: ranges of them, verified by the chunks that they touch, each read once."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoint.folder import check_sizes, read_manifest
+from paceline.checkpoint.index import index_of
+from paceline.checkpoint.part import CHUNK_BYTES, Part
+from paceline.checkpoint.pieces import Shard
+from paceline.checkpoint.tree import join
+from paceline.errors import CheckpointDamaged, SizeMismatch
+
+__all__ = ["Reader"]
+
+_CHUNKS = 4
+"""Read at once."""
+
+
+class Reader:
+    """A checkpoint, of which anything can be read.
+
+    Args:
+        folder: of the checkpoint.
+
+    Attributes:
+        folder: as above.
+        tag: which state it is.
+        parts: its files.
+        arrays: where each array lies, by path.
+        bytes_read: from the files so far.
+
+    Raises:
+        CheckpointDamaged: the manifest is damaged, or a file is missing or cut. Nothing was read of the files yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tag, self.parts, self._skeleton = read_manifest(folder)
+        check_sizes(folder, self.parts)
+        try:
+            self.arrays = index_of(self.parts)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{folder} is damaged: {error}") from error
+        self.bytes_read = 0
+        self._memory = np.empty(0, np.uint8)
+
+    def state(self, wanted: Mapping[str, Shard] | None = None) -> Any:
+        """The state as it was saved.
+
+        Args:
+            wanted: by path what this rank needs of arrays that it does not need whole. Their values do not count, but
+                for their shape.
+
+        Returns:
+            Nested values; a `Shard` with the values that were saved in place of each that is wanted, all other arrays
+            whole. Arrays are new and can be written.
+
+        Raises:
+            SizeMismatch: an array that is wanted is not there, or has another shape.
+            CheckpointDamaged: other bytes were read than were written.
+        """
+        wanted = wanted or {}
+        odd = [f"{path!r} is not there" for path in wanted if path not in self.arrays]
+        odd += [
+            f"{path!r} has shape {list(self.arrays[path].shape)}, not {list(shard.shape)}"
+            for path, shard in wanted.items()
+            if path in self.arrays and self.arrays[path].shape != tuple(shard.shape)
+        ]
+        if odd:
+            raise SizeMismatch(f"{self.folder} does not fit: {'; '.join(odd[:8])}")
+        values: dict[str, Any] = {}
+        targets: dict[str, tuple[int, NDArray[Any]]] = {}
+        for path, stored in self.arrays.items():
+            shard = wanted.get(path)
+            array = np.empty(stored.shape if shard is None else shard.values.shape, stored.dtype)
+            start = 0 if shard is None else shard.start
+            values[path] = array if shard is None else Shard(array, start, stored.shape)
+            targets[path] = start, array
+        self.read(targets)
+        try:
+            return join(self._skeleton, values)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{self.folder} is damaged: {error}") from error
+
+    def read(self, targets: Mapping[str, tuple[int, NDArray[Any]]]) -> None:
+        """Fills arrays with runs of those that were saved.
+
+        Args:
+            targets: by path the number of the first element, and a contiguous array of the same dtype.
+
+        Raises:
+            CheckpointDamaged: other bytes were read than were written.
+        """
+        places: dict[int, list[tuple[int, NDArray[np.uint8]]]] = {}
+        for path, (start, array) in targets.items():
+            stored = self.arrays[path]
+            assert array.dtype == stored.dtype
+            assert array.flags.c_contiguous
+            end, width, data = start + array.size, array.itemsize, array.reshape(-1).view(np.uint8)
+            first = max(bisect_right(stored.runs, start, key=lambda run: run.start) - 1, 0)
+            for run in stored.runs[first:]:
+                low, high = max(start, run.start), min(end, run.start + run.elements)
+                if low < high:
+                    place = run.offset + (low - run.start) * width, data[(low - start) * width : (high - start) * width]
+                    places.setdefault(run.part, []).append(place)
+                if run.start >= end:
+                    break
+        for number, wanted in sorted(places.items()):
+            self._read_part(self.parts[number], sorted(wanted, key=lambda place: place[0]))
+
+    def verify(self) -> None:
+        """Reads everything.
+
+        Raises:
+            CheckpointDamaged: other bytes were read than were written; the text names the file and the place.
+        """
+        for part in self.parts:
+            for _ in self._blocks(part, [(0, part.chunks)]):
+                pass
+
+    def _read_part(self, part: Part, wanted: list[tuple[int, NDArray[np.uint8]]]) -> None:
+        """Fills arrays from places of a file, in order; they do not overlap."""
+        spans: list[tuple[int, int]] = []
+        for offset, data in wanted:
+            first, last = offset // CHUNK_BYTES, -(-(offset + data.size) // CHUNK_BYTES)
+            if spans and first <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(last, spans[-1][1])
+            else:
+                spans.append((first, last))
+        position = 0
+        for low, block in self._blocks(part, spans):
+            high = low + block.size
+            while position < len(wanted) and wanted[position][0] < high:
+                offset, data = wanted[position]
+                start, end = max(offset, low), min(offset + data.size, high)
+                data[start - offset : end - offset] = block[start - low : end - low]
+                if offset + data.size > high:
+                    break  # goes on in the next block
+                position += 1
+
+    def _blocks(self, part: Part, spans: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Some verified chunks at a time, with the place of the first byte; good until the next are asked for.
+
+        Args:
+            part: whose file.
+            spans: first chunk, and the one behind the last; ascending.
+        """
+        path = self.folder / part.name
+        if not self._memory.size:
+            self._memory = np.empty(_CHUNKS * CHUNK_BYTES, np.uint8)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{path} is missing") from None
+        try:
+            for first, last in spans:
+                for chunk in range(first, last, _CHUNKS):
+                    low, high = chunk * CHUNK_BYTES, min(min(chunk + _CHUNKS, last) * CHUNK_BYTES, part.nbytes)
+                    block = self._memory[: high - low]
+                    _read_all(descriptor, block, low, path)
+                    self.bytes_read += block.size
+                    for number, start in enumerate(range(0, block.size, CHUNK_BYTES), chunk):
+                        if zlib.crc32(block[start : start + CHUNK_BYTES].data) != part.checksum(number):
+                            raise CheckpointDamaged(
+                                f"{path} has other bytes than were written, in the {CHUNK_BYTES} from {low + start}"
+                            )
+                    yield low, block
+        finally:
+            os.close(descriptor)
+
+
+def _read_all(descriptor: int, block: NDArray[np.uint8], offset: int, path: Path) -> None:
+    while block.size:
+        count = os.preadv(descriptor, [block.data], offset)
+        if not count:
+            raise CheckpointDamaged(f"{path} ends at {offset}")
+        block, offset = block[count:], offset + count

@@ -1,0 +1,230 @@
+"""Checkpoints that the ranks of a group write together, each its part: at once, or beside training."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.background import PartWriter
+from paceline.checkpoint.folder import ON_ONE_DISK, discard, is_there, new_attempt, open_folder, publish
+from paceline.checkpoint.keep import checked_tag, remove, set_aside
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.pieces import pieces_of
+from paceline.checkpoint.ranks import Ranks
+from paceline.checkpoint.tag import Tag
+from paceline.checkpoint.tree import split_shards
+from paceline.checkpoint.writing import write_part
+from paceline.errors import CheckpointFailed, PacelineError, StepOrderError
+
+__all__ = ["ShardedSaver", "save_sharded"]
+
+
+def save_sharded(
+    directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], group: Ranks, *, keep: int = 2
+) -> Path:
+    """Saves a state of which each rank holds a part; a crash at any instant leaves the last good one. A collective.
+
+    Each rank writes a file of its own. What several ranks hold alike they write once, in equal shares. The directory
+    must lie on a disk that all ranks share; where hosts have disks of their own, save in `group.split_by_host()`, if a
+    host's ranks hold a whole state among themselves.
+
+    Args:
+        directory: where checkpoints are kept; made if it is not there.
+        state: as for `save`; a `Shard` stands where this rank holds a part of an array (`sharded_state`). Every other
+            value is the same on all ranks.
+        tag: (generation, step) that the state is of. Equal tags are equal states: one that is there stays.
+        group: the ranks that hold the state.
+        keep: how many of the greatest tags stay, 1 or more.
+
+    Returns:
+        Its folder, when it is durable.
+
+    Raises:
+        CheckpointFailed: a rank could not write, the ranks do not hold a whole state, or the disk is not shared; on
+            all ranks, with the same text.
+        UnsupportedOp, ValueError: as `save`, on all ranks alike.
+        PacelineError: a collective failed.
+    """
+    return _Attempt(Path(directory), state, tag, group, keep).write()
+
+
+class ShardedSaver:
+    """Saves beside training: the state is copied while the ranks compute, and written while they train on.
+
+        saver = paceline.checkpoint.ShardedSaver(directory, group)
+        saver.begin(state, tag)        # after an update
+        ...                            # forward and backward
+        saver.settle()                 # before the next update
+        ...
+        saver.finish()                 # some steps later
+
+    A copy of this rank's part is kept in memory that is taken once. For one thread.
+
+    Args:
+        directory, group, keep: as for `save_sharded`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], group: Ranks, *, keep: int = 2) -> None:
+        self._directory = Path(directory)
+        self._group = group
+        self._keep = keep
+        self._writer = PartWriter()
+        self._attempt: _Attempt | None = None
+
+    def begin(self, state: Any, tag: tuple[int, int]) -> None:
+        """Starts to save; a collective, which moves a few bytes.
+
+        Raises:
+            StepOrderError: the one before has not been finished.
+            UnsupportedOp, ValueError, PacelineError: as `save_sharded`.
+        """
+        if self._attempt is not None:
+            raise StepOrderError("a checkpoint is still being written: finish() it first")
+        attempt = _Attempt(self._directory, state, tag, self._group, self._keep)
+        attempt.begin(self._writer)
+        self._attempt = attempt
+
+    def settle(self) -> None:
+        """Waits until what is saved has been copied: from here on it may change. Communicates nothing."""
+        self._writer.settle()
+
+    @property
+    def is_writing(self) -> bool:
+        """True while this rank's part is being written; others may take longer."""
+        return self._writer.is_writing
+
+    def finish(self) -> Path:
+        """Waits until all ranks have written, and makes a checkpoint of it. A collective.
+
+        Returns:
+            Its folder, when it is durable.
+
+        Raises:
+            CheckpointFailed: as `save_sharded`; the saver can be used again.
+            StepOrderError: none was begun.
+            PacelineError: a collective failed.
+        """
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            raise StepOrderError("no checkpoint is being written")
+        return attempt.finish(self._writer)
+
+    def abandon(self) -> None:
+        """Nothing comes of what was begun, if anything: the ranks are others now. Communicates nothing.
+
+        Returns when this rank writes no more; what all have written so far is gone.
+        """
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.abandon(self._writer)
+
+
+class _Attempt:
+    """One try to save one state."""
+
+    def __init__(self, directory: Path, state: Any, tag: tuple[int, int], group: Ranks, keep: int) -> None:
+        self._tag, self._keep = checked_tag(tag, keep), keep
+        self._directory, self._group = directory, group
+        self._skeleton, leaves = split_shards(state)
+        self._pieces = pieces_of(leaves, group.rank, group.size)
+        self._name = ""
+        """Of the attempt; empty if there is nothing to write."""
+        self._aside: list[Path] = []
+        """What rank 0 may remove now."""
+
+    def write(self) -> Path:
+        self._open()
+        outcome: Part | Exception | None = None
+        if self._name:
+            try:
+                outcome = write_part(*self._place(), self._pieces)
+            except OSError as error:
+                outcome = error
+        folder = self._close(outcome)
+        remove(self._aside)
+        return folder
+
+    def begin(self, writer: PartWriter) -> None:
+        self._open()
+        if self._name:
+            writer.begin(*self._place(), self._pieces)
+
+    def finish(self, writer: PartWriter) -> Path:
+        outcome: Part | Exception | None = None
+        if self._name:
+            try:
+                outcome = writer.wait()
+            except Exception as error:  # noqa: BLE001  all ranks shall hear of it
+                outcome = error
+        folder = self._close(outcome)
+        if self._aside:  # a big one takes longer than a step may wait
+            threading.Thread(target=remove, args=(self._aside,), name="paceline-checkpoint").start()
+        return folder
+
+    def abandon(self, writer: PartWriter) -> None:
+        if self._name:
+            with suppress(OSError):  # whatever came of it
+                writer.wait()
+            discard(self._directory, self._tag, self._name)
+
+    def _place(self) -> tuple[Path, Tag, str, int, int]:
+        return self._directory, self._tag, self._name, self._group.rank, self._group.size
+
+    def _open(self) -> None:
+        """Rank 0 makes the folder, if there is something to do; all learn its name."""
+        told: dict[str, str] = {}
+        if self._group.rank == 0:
+            try:
+                there = is_there(self._directory / str(self._tag))  # not read: that takes as long as writing
+                told = {"attempt": "" if there else self._opened()}
+            except OSError as error:
+                told = {"error": f"{self._who()}: {error}"}
+        told = self._group.broadcast_object(told)
+        if "error" in told:
+            raise CheckpointFailed(f"checkpoint {self._tag} was not written: {told['error']}")
+        self._name = told["attempt"]
+
+    def _opened(self) -> str:
+        name = new_attempt()
+        open_folder(self._directory, self._tag, name)
+        return name
+
+    def _close(self, outcome: Part | Exception | None) -> Path:
+        """Rank 0 hears what all have written, and publishes it; all learn what came of it."""
+        told: dict[str, Any] = {}
+        if isinstance(outcome, Part):
+            told = {"part": outcome.to_tree()}
+        elif isinstance(outcome, FileNotFoundError):
+            told = {"error": f"{self._who()} does not see {outcome.filename}; {ON_ONE_DISK}"}
+        elif outcome is not None:
+            told = {"error": f"{self._who()}: {outcome}"}
+        heard = self._group.gather_object(told)
+        trouble = None
+        if heard is not None:
+            try:
+                self._publish(heard)
+            except (OSError, PacelineError, ValueError) as error:
+                trouble = str(error)
+        trouble = self._group.broadcast_object(trouble)
+        if trouble is not None:
+            raise CheckpointFailed(trouble) from (outcome if isinstance(outcome, Exception) else None)
+        return self._directory / str(self._tag)
+
+    def _publish(self, heard: list[Any]) -> None:
+        if self._name:
+            try:
+                if errors := [told["error"] for told in heard if "error" in told]:
+                    raise CheckpointFailed(f"checkpoint {self._tag} was not written: {'; '.join(errors[:8])}")
+                parts = [Part.from_tree(told.get("part")) for told in heard]
+                publish(self._directory, self._tag, self._name, parts, self._skeleton)
+            except BaseException:
+                discard(self._directory, self._tag, self._name)
+                raise
+        self._aside = set_aside(self._directory, self._keep)
+
+    def _who(self) -> str:
+        me = self._group.members[self._group.rank]
+        return f"rank {self._group.rank} on {me.host}"

@@ -1,0 +1,96 @@
+"""`paceline checkpoint inspect`: what a checkpoint holds, whether it is what was written, and one file made of many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline import checkpoint
+from paceline.checkpoint.folder import MANIFEST
+from paceline.checkpoint.reading import Reader
+from paceline.cli.output import UsageError, print_json
+
+__all__ = ["inspect_checkpoint"]
+
+_MOST_PARTS = 8
+"""Named for one array; where there are more, only their number."""
+
+
+def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | None, as_json: bool) -> None:
+    """Shows a checkpoint.
+
+    Args:
+        directory: a checkpoint's folder, or where checkpoints are kept: then the greatest tag is shown.
+        verify: read everything and compare checksums.
+        consolidate: where to save it again with all arrays whole in one file; needs memory for all of them.
+        as_json: the result as one JSON object on the last line.
+
+    Raises:
+        UsageError: there is no checkpoint.
+        CheckpointDamaged: it is not what was written.
+        OSError: the disk refused.
+    """
+    reader = Reader(_folder(directory))
+    if verify:
+        reader.verify()
+    made = None
+    if consolidate is not None:
+        there = len(checkpoint.tags(consolidate))
+        made = checkpoint.save(consolidate, reader.state(), reader.tag, keep=there + 1)  # nothing there is too old
+    if as_json:
+        print_json(_as_dict(reader, verified=verify, made=made))
+        return
+    arrays = sum(stored.nbytes for stored in reader.arrays.values())
+    console = Console()
+    console.print(Text(f"{reader.folder}: generation {reader.tag.generation}, step {reader.tag.step}"))
+    console.print(_table(reader))
+    console.print(f"{len(reader.arrays)} arrays, {arrays:,} bytes, in {len(reader.parts)} parts")
+    if verify:
+        console.print("every checksum is right")
+    if made is not None:
+        console.print(Text(f"saved whole in {made}"))
+
+
+def _folder(directory: Path) -> Path:
+    if (directory / MANIFEST).exists():
+        return directory
+    tags = checkpoint.tags(directory)
+    if not tags:
+        raise UsageError(f"there is no checkpoint in {directory}")
+    return directory / str(tags[-1])
+
+
+def _as_dict(reader: Reader, *, verified: bool, made: Path | None) -> dict[str, Any]:
+    return {
+        "folder": str(reader.folder),
+        "generation": reader.tag.generation,
+        "step": reader.tag.step,
+        "parts": [{"file": part.name, "bytes": part.nbytes} for part in reader.parts],
+        "arrays": [
+            {
+                "path": path,
+                "dtype": stored.dtype.name,
+                "shape": list(stored.shape),
+                "bytes": stored.nbytes,
+                "parts": [run.part for run in stored.runs],
+            }
+            for path, stored in sorted(reader.arrays.items())
+        ],
+        "bytes": sum(stored.nbytes for stored in reader.arrays.values()),
+        "verified": verified,
+        "consolidated": None if made is None else str(made),
+    }
+
+
+def _table(reader: Reader) -> Table:
+    table = Table("array", "dtype", "shape", "bytes", "parts")
+    for path, stored in sorted(reader.arrays.items()):
+        numbers = [str(run.part) for run in stored.runs]
+        parts = ", ".join(numbers) if len(numbers) <= _MOST_PARTS else f"{len(numbers)} parts"
+        shape = ", ".join(map(str, stored.shape))
+        table.add_row(Text(path), stored.dtype.name, Text(f"[{shape}]"), f"{stored.nbytes:,}", parts)
+    return table

@@ -1,0 +1,8 @@
+"""Compression of what travels in a reduction: the codecs, and what they leave over from one call to the next."""
+
+from paceline.compression.bf16 import Bf16
+from paceline.compression.codec import PIECE, Codec, codec_of
+from paceline.compression.int8 import Int8
+from paceline.compression.memory import Memory
+
+__all__ = ["Bf16", "Codec", "Int8", "Memory", "PIECE", "codec_of"]

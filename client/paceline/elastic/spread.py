@@ -1,0 +1,131 @@
+"""What of a training state is spread over members: the models and optimizers, and their arrays by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from paceline.checkpoint.pieces import Shard
+from paceline.elastic.parts import Part
+from paceline.elastic.share import Share
+from paceline.errors import UnsupportedOp
+from paceline.optim import Optimizer
+from paceline.parallel.fsdp import FSDP
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
+from paceline.parallel.sharding.strategy import ShardingStrategy
+
+__all__ = ["Spread"]
+
+
+class Spread:
+    """The part of a `TrainState` that FSDP spreads.
+
+    Args:
+        parts: of the state, by name.
+        things: the objects that they are.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], things: Mapping[str, Any]) -> None:
+        self._parts = parts
+        self._things = things
+        self._models = [thing for thing in things.values() if isinstance(thing, FSDP)]
+        self._optimizers = [thing for thing in things.values() if isinstance(thing, Optimizer)]
+
+    @property
+    def node_size(self) -> int:
+        """So many ranks hold one copy between them: 1 where each holds all, 0 for all ranks.
+
+        Raises:
+            UnsupportedOp: models are spread in different ways, or over nodes without a size: who comes in later, or in
+                the place of another, cannot know it.
+        """
+        sizes: set[int] = set()
+        for part in (part for model in self._models for part in model._parts() if part.spreads):
+            size = part._intra_node_size
+            hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
+            if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
+                raise UnsupportedOp(
+                    "HYBRID_SHARD needs intra_node_size= in session.steps: who comes in later, or in the place of "
+                    "another, may be on any host"
+                )
+            sizes.add((size or 0) if hybrid else 0)
+        if len(sizes) > 1:
+            raise UnsupportedOp(
+                f"units of the training state are spread over nodes of different sizes: {sorted(sizes)}"
+            )
+        return sizes.pop() if sizes else 1
+
+    @property
+    def agreed(self) -> list[int]:
+        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.agreed`."""
+        return [unit.agreed for model in self._models for unit in model._tree()]
+
+    @property
+    def share(self) -> Share:
+        """What is held."""
+        return Share(*self.holding().share)
+
+    def check(self) -> None:
+        """Makes sure that everything that is spread can move. In a world of one it need not.
+
+        Raises:
+            UnsupportedOp: it cannot; the text says what to give instead.
+        """
+        ours = {id(piece) for model in self._models for _, piece in model.named_parameters()}
+        spreads = self.node_size != 1
+        gated: dict[int, str] = {}
+        for name, part in self._parts.items():
+            if any(id(p) not in ours and _moves(p) for p in part.spread().values()):
+                raise UnsupportedOp(f"{name} is of a model that is spread: give the FSDP wrapper to the training state")
+            if spreads and part.gated() is not None:
+                if not isinstance(self._things[name], Optimizer):
+                    raise UnsupportedOp(
+                        f"{name} cannot be spread along with the model: use an optimizer of paceline.optim"
+                    )
+                gated.setdefault(id(self._things[name]), name)
+        if len(gated) > 1:  # who finishes a step could not know which of them had run elsewhere
+            raise UnsupportedOp(
+                f"{' and '.join(gated.values())} are several optimizers of a state that is spread: make one, of a "
+                "wrapper around all models, or use ShardingStrategy.NO_SHARD"
+            )
+        self.holding()
+
+    def holding(self, *, to_write: bool = False) -> Holding:
+        """What this member has; see `sharding.resharding.holding`."""
+        return holding(self._models, self._optimizers, to_write=to_write)
+
+    def gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
+        """What the optimizer would work on now."""
+        pieces = (piece for optimizer in self._optimizers for piece in optimizer.parameters.values())
+        return [(piece, piece.grad) for piece in pieces if piece.grad is not None]
+
+    def move(self, share: Share) -> Move:
+        """The change to a share."""
+        return Move(self._models, self._optimizers, share)
+
+    def named(self, held: Holding) -> dict[str, Shard]:
+        """The arrays of a holding by the names that `checkpoint.tree` gives them."""
+        return {
+            f"parts.{name}.arrays.{path}": leaf
+            for name, part in self._parts.items()
+            for path, leaf in part.arrays(held).items()
+            if isinstance(leaf, Shard)
+        }
+
+    def cut(self, parts: int) -> dict[str, tuple[int, int]]:
+        """How arrays are cut into so many parts, by name; see `runs.assign`."""
+        places = places_of(self._models, parts)
+        return {
+            f"parts.{name}.arrays.{path}": places[id(piece)]
+            for name, part in self._parts.items()
+            for path, piece in part.spread().items()
+        }
+
+
+def _moves(parameter: Parameter) -> bool:
+    """Whether there are others now whom it is spread over, or will be."""
+    owner = parameter._owner
+    return isinstance(owner, FSDP) and owner.group.size != 1

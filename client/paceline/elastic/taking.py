@@ -1,0 +1,202 @@
+"""How a member gets the state that it is to hold: from others, out of a checkpoint, or by finishing a step itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from paceline.checkpoint.tag import Tag
+from paceline.elastic.place import Meet, Place, Take
+from paceline.elastic.port import Port
+from paceline.elastic.resharding import Resharding
+from paceline.elastic.saver import Saver
+from paceline.elastic.share import Share
+from paceline.elastic.state import TrainState
+from paceline.elastic.take_shards import Holder
+from paceline.errors import (
+    CheckpointFailed,
+    LinkUnavailable,
+    OrphanedError,
+    PacelineError,
+    SizeMismatch,
+    StepOrderError,
+    UnsupportedOp,
+)
+from paceline.parallel.parameter import Parameter
+
+__all__ = ["Taking"]
+
+_log = logging.getLogger("paceline.elastic")
+
+_FIRST_S, _MOST_S = 0.05, 1.0
+"""Seconds between takes that fail in a row: the coordinator orders the next one as soon as it hears of it."""
+
+
+class _Kept(NamedTuple):
+    """What it takes to finish a step that others may have applied.
+
+    Attributes:
+        at_gate: small state as it was when the optimizer was to run.
+        updated: whether it was, or the block just came to its end.
+        gradients: that it was to run on.
+    """
+
+    at_gate: Mapping[str, Any]
+    updated: bool
+    gradients: Sequence[tuple[Parameter, NDArray[Any]]]
+
+
+class Taking:
+    """One member's.
+
+    Args:
+        port: the session.
+        place: the member's place.
+        state: what is trained.
+        saver: where checkpoints are.
+
+    Attributes:
+        read_a_checkpoint: what is held came out of one; for the owner to take note of, and to clear.
+    """
+
+    def __init__(self, port: Port, place: Place, state: TrainState, saver: Saver) -> None:
+        self._port = port
+        self._place = place
+        self._state = state
+        self._saver = saver
+        self._holders: Sequence[Holder] = ()
+        self._told = self._own = b""  # fingerprints of the state at (0, 0): of the base, and of what is held
+        self._failed = 0  # takes, in a row
+        self._kept: _Kept | None = None
+        self.read_a_checkpoint = False
+
+    def learn(self, holders: Sequence[Holder], fingerprint: bytes = b"") -> None:
+        """Who holds the base, and which shares of it; and its fingerprint, if it is the state before the first step."""
+        self._holders, self._told = holders, fingerprint
+
+    def own_fingerprint(self) -> bytes:
+        """Of the state at (0, 0), which members build for themselves: whoever took a share of it was told."""
+        self._own = self._own or self._state.fingerprint()
+        return self._own
+
+    def carry_out(self, order: Meet | Take | None) -> Meet | None:
+        """Carries out what the place orders, and what follows from it; returns what is to be said then."""
+        if self._place.prepared is None:
+            self._kept = None  # nobody has applied that step: it counts for nothing here either
+        while isinstance(order, Take):
+            began = time.monotonic()
+            try:
+                self._take(order)
+            except (CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp):  # it would be no better next time
+                raise
+            except PacelineError as error:
+                _log.info("the state %s could not be taken: %s", order.base, error)
+                found = self._saver.latest()
+                if self._place.stored and found == Tag(0, 0):
+                    raise  # there were some, and all are damaged
+                self._place.found(found)
+                order = self._place.meet()
+                self._failed += 1
+                if self._failed > 1:  # whoever failed it is gone, as a rule, and the others are there
+                    pause = min(_MOST_S, _FIRST_S * 2.0 ** (self._failed - 2))
+                    time.sleep(max(0.0, began + pause - time.monotonic()))
+            else:
+                self._failed = 0
+                self._own = self._told
+                order = self._place.took()
+        return order
+
+    def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
+        """What this member has of the state is of no use; returns the step of the checkpoint, and what is to be said.
+
+        Raises:
+            OrphanedError: there is no checkpoint.
+        """
+        found = self._saver.latest()
+        if found == Tag(0, 0):
+            raise OrphanedError(f"the state of the line is lost, and there is no checkpoint: {reason}")
+        _log.error("the state of the line is lost: %s; going on from the checkpoint of step %d", reason, found.step)
+        self._kept = None
+        return found.step, self._place.lost(found)
+
+    def keep_gradients(self, at_gate: Mapping[str, Any], *, updated: bool) -> None:
+        """A step may have to be finished later.
+
+        Args:
+            at_gate: small state as it was when the optimizer was to run.
+            updated: whether it was, or the block just came to its end.
+        """
+        self._kept = _Kept(at_gate, updated, self._state.take_gradients())
+
+    def _take(self, order: Take) -> None:
+        """Carries out an order; nothing has changed if it raises PacelineError.
+
+        Raises:
+            PacelineError: nobody gave it.
+            Exception: what the optimizer, or a part's own `load_state_dict`, raised.
+        """
+        if order.finish:
+            self._finish(order)
+        elif self._state.spreads:
+            self._reshard(order)
+        else:
+            rest = self._from_others(order)
+            self._port.shelf.withdraw()  # it is written to, where others might read it
+            self._state.load_state_dict(rest)
+
+    def train_on(self, share: Share) -> None:
+        """A share that is held is the live one from now on."""
+        if self._state.spreads and self._state.shares()[0] != share:
+            self._state.switch(self._state.resharding(share))
+
+    def _finish(self, order: Take) -> None:
+        """Others have applied the step: the optimizer runs on the gradients that they had too.
+
+        Raises:
+            PacelineError: nobody gave the rest; nothing has changed.
+            Exception: as `_take`; what is held counts for nothing then.
+        """
+        assert self._kept is not None
+        kept, rest = self._kept, self._from_others(order)
+        self._port.shelf.withdraw()
+        try:
+            self._state.put_back(kept.at_gate)
+            if kept.updated:
+                self._state.update(kept.gradients)
+            self._state.load_state_dict(rest)
+        except BaseException:
+            self._place.spoiled()
+            raise
+        self._state.clear_gradients()
+        self._kept = None
+        _log.info("step %d is finished here as it was elsewhere", order.base.step)
+
+    def _reshard(self, order: Take) -> None:
+        plan = self._state.resharding(order.share, own=order.own)
+        rest = self._fill(plan, order) if plan.wanted or not order.own else None
+        if not order.own:
+            self._port.shelf.withdraw()
+        self._state.switch(plan, rest)
+
+    def _fill(self, plan: Resharding, order: Take) -> Any:
+        """From members, or where none has it out of a checkpoint; returns the rest, None to stay with one's own."""
+        if any(holder.shares for holder in self._holders):
+            try:
+                rest = None if order.own else self._from_others(order)
+                self._port.take_shards(order.base, self._holders, plan)
+            except LinkUnavailable as error:
+                if not self._saver.has(order.base):
+                    raise
+                _log.info("from a checkpoint, then: %s", error)
+            else:
+                return rest
+        self.read_a_checkpoint = True
+        return self._saver.read(order.base, plan)
+
+    def _from_others(self, order: Take) -> Any:
+        donors = [holder.peer for holder in self._holders]
+        return self._port.take(order.base, donors, self._state.offered()).tree()

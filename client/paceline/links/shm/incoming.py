@@ -1,0 +1,341 @@
+"""The reader's half: counts from the bell, frames out of memory that the peer writes.
+
+The peer can change that memory at any time, so each field is read once, checked, and then used (I9). What is small is
+copied out. Larger payloads are read where they lie, until `release`; but a reader that has never released anything gets
+copies, for it would soon hold all there is.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from paceline._fork import check_process
+from paceline.errors import LimitExceeded
+from paceline.links.base import LinkEnded, LinkTimeout, Peer
+from paceline.links.fault import Fault
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline.links.halves import Incoming
+from paceline.links.shm.bell import Bell, awake_for
+from paceline.links.shm.breach import again, breach
+from paceline.links.shm.layout import (
+    DESCRIPTOR,
+    INLINE_AT,
+    INLINE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    SIGNATURE_AT,
+    SLOT_BYTES,
+    SLOTS,
+    SLOTS_AT,
+    STAGING_AT,
+    STAGING_BYTES,
+    VOID_AT,
+    Place,
+)
+from paceline.links.shm.outgoing import ANNOUNCEMENT
+from paceline.links.shm.segment import Attached, SegmentError, attach
+
+__all__ = ["ShmIncoming", "receive_descriptors"]
+
+MAX_SEGMENTS = 4096
+"""Segments of one peer that are mapped at a time."""
+
+_LAZY = 16
+"""Small frames that are given back together: each ring costs a system call."""
+
+_SLOT, _STAGING, _ARENA, _DATA = int(Place.SLOT), int(Place.STAGING), int(Place.ARENA), FrameKind.DATA
+
+
+class ShmIncoming(Incoming):
+    """Frames from one peer of this host. `handover.ShmHost` makes it.
+
+    Args:
+        fault: how the generation ends.
+        peer: the writer.
+        loop: that of the links; tells of arrivals (`on_readable`).
+        sock: from the writer, not blocking. Owned from here on.
+        control: the writer's control segment.
+        bell: eventfd that counts frames. Owned from here on.
+        room: eventfd that counts what is released. Owned from here on.
+        neighbours: other members on this machine, of which each has its share of the cores.
+    """
+
+    kind = "shm"
+
+    def __init__(
+        self,
+        fault: Fault,
+        peer: Peer,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        control: Attached,
+        bell: int,
+        room: int,
+        neighbours: int = 1,
+    ) -> None:
+        self._bell = Bell(bell, awake_for(neighbours))  # first, for it may fail
+        self._fault = fault
+        self._peer = peer
+        self._loop = loop
+        self._sock = sock
+        self._control = control
+        self._memory = control.memory
+        self._room = room
+        self._bell.watch(sock.fileno(), self._on_socket)
+        self._segments: dict[int, Attached] = {}
+        self._ready = 0  # frames that were rung and are not read
+        self._frames = 0  # that were read
+        self._held = 0  # of them: not given back
+        self._pinned = False  # one of those is read where it lies
+        self._lent = False  # one of those lies in the peer's arena
+        self._releases = False  # whoever reads has released before, and will again
+        self._ended: tuple[LinkEnded, int | None] | None = None
+        self._notify: Callable[[], None] = _nothing
+        self._epoll: select.epoll | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        """See `Incoming.recv`; large payloads are views of the peer's memory, unless they are put into `into`."""
+        check_process()
+        if self._fault.failed:
+            self._fault.check()
+        if not self._ready:
+            self._await_frame(deadline)
+        memory = self._memory
+        at = SLOTS_AT + self._frames % SLOTS * SLOT_BYTES
+        number, kind, part, generation, operation, place, words, size, segment, offset = DESCRIPTOR.unpack_from(
+            memory, at
+        )
+        if (
+            number != self._frames
+            or kind != _DATA
+            or generation != self._fault.generation
+            or words > MAX_SIGNATURE_BYTES
+            or size > MAX_PAYLOAD_BYTES
+        ):
+            text = f"frame {number} of {kind=} and {generation=}, {words} + {size} bytes"
+            breach(self._fault, self._peer, f"{text}, where frame {self._frames} was due")
+        signature = memory[at + SIGNATURE_AT : at + SIGNATURE_AT + words] if words else b""
+        payload: bytes | memoryview
+        if place == _SLOT:
+            if size > INLINE_BYTES:
+                breach(self._fault, self._peer, f"{size} bytes in a slot of {INLINE_BYTES}")
+            payload = memory[at + INLINE_AT : at + INLINE_AT + size]
+            in_place = False
+        else:
+            payload = self._locate(place, segment, offset, size)
+            in_place = True
+        # NumPy's copies let other threads run meanwhile, a memoryview's do not.
+        if into is not None and len(into) == size:
+            if in_place:
+                np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
+            else:
+                into[:] = payload
+            payload = into
+        elif in_place and self._releases:
+            self._pinned = True
+        elif in_place:
+            payload = np.frombuffer(payload, np.uint8).copy().data
+        self._ready -= 1
+        self._frames += 1
+        self._held += 1
+        self._lent |= place == _ARENA
+        if not self._pinned and (in_place or self._held >= _LAZY):
+            self._give_back()
+        return Frame(_DATA, generation, operation, part, signature, payload)
+
+    def release(self) -> None:
+        """See `Incoming.release`."""
+        self._releases = True
+        if self._pinned:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        held, lent = self._held, self._lent
+        self._held, self._lent, self._pinned = 0, False, False
+        if lent:
+            self._check_void()
+        try:
+            os.eventfd_write(self._room, held)
+        except BlockingIOError:
+            breach(self._fault, self._peer, "its count of what was released is more than can be")
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Incoming.on_readable`."""
+        with self._lock:  # once it is closed, the bell's number is another file's
+            if not self._closed:
+                self._notify = notify
+                if self._epoll is None:
+                    self._watch()
+        notify()
+
+    def _watch(self) -> None:
+        # Each ring makes the edge-triggered set readable, whether the count has been read or not.
+        try:
+            self._epoll = select.epoll()
+        except OSError as error:
+            raise LimitExceeded(f"what {self._peer} sends cannot be waited for: {error}") from error
+        self._epoll.register(self._bell.fd, select.EPOLLIN | select.EPOLLET)
+        self._loop.call_soon_threadsafe(self._listen, self._epoll)
+
+    def wake(self) -> None:
+        """See `Incoming.wake`."""
+        self._bell.wake()
+        self._notify()
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """See `Incoming.end`."""
+        if self._ended is None:
+            self._ended = (error, frames)
+        self._bell.wake()
+        self._notify()
+
+    def close(self) -> None:
+        """See `Incoming.close`. Payloads that are still referred to keep their memory."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._ended = (LinkEnded(f"the link from {self._peer} was closed here", orderly=True), None)
+        self._ready, self._pinned, self._notify = 0, False, _nothing
+        self._bell.close()
+        os.close(self._room)
+        self._sock.close()
+        self._segments.clear()
+        del self._memory, self._control
+        if self._epoll is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._unlisten, self._epoll)
+
+    def _await_frame(self, deadline: float) -> None:
+        while True:
+            ended = self._ended  # before the bell: what was rung before the end must not be missed
+            count = self._bell.take(deadline if ended is None else 0.0)
+            if count:
+                self._ready = count
+                if count > SLOTS - self._held:
+                    breach(self._fault, self._peer, f"it rang for {count} frames where {SLOTS - self._held} fit")
+                return
+            self._fault.check()
+            if ended is not None:
+                self._raise_end(*ended)
+            if monotonic() >= deadline:
+                raise LinkTimeout(f"nothing came from {self._peer}")
+
+    def _raise_end(self, error: LinkEnded, frames: int | None) -> None:
+        if frames is not None and frames != self._frames:
+            # Its bell rang before it said so: no other frame is on its way.
+            breach(self._fault, self._peer, f"it said that it had sent {frames} frames, and had sent {self._frames}")
+        raise again(error)
+
+    def _locate(self, place: int, number: int, offset: int, size: int) -> memoryview:
+        """The peer's memory that a descriptor names, if the peer may name it."""
+        if place == _STAGING:
+            if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
+                breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
+            return self._control.view[offset : offset + size]
+        if place != _ARENA:
+            breach(self._fault, self._peer, f"a payload in place {place}")
+        if self._memory[VOID_AT]:
+            raise self._void()
+        segment = self._segments.get(number)
+        if segment is None:
+            self._learn()
+            segment = self._segments.get(number)
+            if segment is None:
+                breach(self._fault, self._peer, f"a payload in segment {number}, which it has not handed over")
+        if offset > segment.size - size:
+            breach(self._fault, self._peer, f"{size} bytes at {offset} in a segment of {segment.size}")
+        return segment.view[offset : offset + size]
+
+    def _check_void(self) -> None:
+        for _ in range(2):  # a full barrier: all that was read was read before the mark is
+            with self._lock:
+                pass
+        if self._memory[VOID_AT]:
+            raise self._void()
+
+    def _void(self) -> LinkEnded:
+        return LinkEnded(f"{self._peer} took back what it had lent: its operation failed")
+
+    def _on_socket(self, events: int) -> None:
+        if events & (select.POLLHUP | select.POLLERR):
+            self._bell.forget(self._sock.fileno())  # how the link ended is the control channel's to say
+        self._learn()
+
+    def _learn(self) -> None:
+        """Takes in which segments the peer has handed over, and which are gone."""
+        for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
+            try:
+                word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
+            except (BlockingIOError, ConnectionError):  # no more, or it hung up, as above
+                return
+            if not word:
+                return
+            try:
+                self._announced(word, descriptors)
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _announced(self, word: bytes, descriptors: list[int]) -> None:
+        if len(word) != ANNOUNCEMENT.size:
+            breach(self._fault, self._peer, f"an announcement of {len(word)} bytes")
+        number, size = ANNOUNCEMENT.unpack(word)
+        if not size:
+            self._segments.pop(number, None)
+            return
+        if not descriptors:  # the kernel drops what a full table of descriptors cannot take in
+            raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
+        if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
+            breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
+        try:
+            self._segments[number] = attach(descriptors[0], size)
+        except SegmentError as error:
+            breach(self._fault, self._peer, f"segment {number}: {error}")
+        except OSError as error:
+            raise LimitExceeded(f"cannot map the memory of {self._peer}: {error}") from error
+
+    def _listen(self, epoll: select.epoll) -> None:
+        self._loop.add_reader(epoll.fileno(), self._on_edge, epoll)
+
+    def _unlisten(self, epoll: select.epoll) -> None:
+        self._loop.remove_reader(epoll.fileno())
+        epoll.close()
+
+    def _on_edge(self, epoll: select.epoll) -> None:
+        epoll.poll(0)
+        self._notify()
+
+
+def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """One message of at most `size` bytes, and the descriptors that came with it; too long a message gets longer still.
+
+    Args:
+        sock: of a kind that keeps messages apart, not blocking.
+        size: bytes that are due.
+        most: descriptors that are due; any others are closed.
+
+    Raises:
+        OSError: as `recvmsg`.
+    """
+    data, ancillary, _, _ = sock.recvmsg(size + 1, socket.CMSG_SPACE(4 * most), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, words in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(words[: len(words) // 4 * 4])
+    for fd in descriptors[most:]:  # room for one is room for two: lengths are rounded up
+        os.close(fd)
+    return data, list(descriptors[:most])
+
+
+def _nothing() -> None:
+    """Stands where no reader asked to be told of arrivals."""

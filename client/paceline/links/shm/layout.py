@@ -1,0 +1,79 @@
+"""Where things lie in the control segment of one direction, which its writer writes and its reader only reads.
+
+    page 0        the void mark
+    slots         a ring of SLOTS slots: a descriptor, a signature, and a payload if it is small
+    staging       a ring of bytes: copies of larger payloads that do not lie in an arena
+
+A frame is believed only when its count has been read from the bell, an eventfd: the kernel's lock on the count orders
+the memory, on arm64 too. The reader gives slots back by counts on a second eventfd, in the order of the frames.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
+
+__all__ = [
+    "CONTROL_BYTES",
+    "DESCRIPTOR",
+    "INLINE_AT",
+    "INLINE_BYTES",
+    "LAYOUT",
+    "MAX_PAYLOAD_BYTES",
+    "PAGE",
+    "SIGNATURE_AT",
+    "SLOTS",
+    "SLOTS_AT",
+    "SLOT_BYTES",
+    "STAGING_AT",
+    "STAGING_BYTES",
+    "VOID_AT",
+    "Place",
+]
+
+LAYOUT = 1
+"""Number of this layout: both sides must mean the same."""
+
+PAGE = 4096
+"""Unit of all sizes and large offsets; a multiple of it where pages are larger would do as well."""
+
+DESCRIPTOR = struct.Struct("<QIIQQIIQQQ")
+"""Number of the frame, kind, part, generation, operation, place, lengths of signature and payload, segment, offset."""
+
+SLOTS = 64
+"""Frames on their way at a time: as many as a local link holds."""
+
+SIGNATURE_AT = DESCRIPTOR.size
+INLINE_AT = SIGNATURE_AT + MAX_SIGNATURE_BYTES
+INLINE_BYTES = 7168
+"""A payload up to this size lies in its slot, and is copied out of it: cheaper than to wait for its release."""
+
+SLOT_BYTES = INLINE_AT + INLINE_BYTES
+
+VOID_AT = 0
+"""Not 0: whatever was lent and is not released yet has been taken back. It stays so."""
+
+SLOTS_AT = PAGE
+STAGING_AT = SLOTS_AT + SLOTS * SLOT_BYTES
+
+STAGING_BYTES = 12 << 20
+"""Twice the 4 frames of 1 MiB that every link holds. There is memory behind it only as far as it was ever used."""
+
+CONTROL_BYTES = STAGING_AT + STAGING_BYTES
+
+MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES
+"""No payload is longer; one that long fits staging, wherever the last one ended."""
+
+
+class Place(IntEnum):
+    """Where a payload lies."""
+
+    SLOT = 1
+    STAGING = 2
+    ARENA = 3
+
+
+assert DESCRIPTOR.size == 64  # a cache line
+assert STAGING_AT % PAGE == CONTROL_BYTES % PAGE == 0

@@ -1,0 +1,286 @@
+"""The writer's half: frames into the control segment, counts to the peer's bell.
+
+What is small lies in the frame's slot, what is larger in staging, and what is lent and lies in an arena stays there.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from time import monotonic
+
+import numpy as np
+
+from paceline._fork import check_process
+from paceline.errors import LimitExceeded
+from paceline.links.base import LinkEnded, LinkTimeout, Peer
+from paceline.links.fault import Fault
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline.links.halves import Outgoing
+from paceline.links.shm import arena as arenas
+from paceline.links.shm.bell import Bell, awake_for
+from paceline.links.shm.breach import again, breach
+from paceline.links.shm.layout import (
+    DESCRIPTOR,
+    INLINE_AT,
+    INLINE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    SIGNATURE_AT,
+    SLOT_BYTES,
+    SLOTS,
+    SLOTS_AT,
+    STAGING_AT,
+    STAGING_BYTES,
+    VOID_AT,
+    Place,
+)
+from paceline.links.shm.segment import Segment
+from paceline.links.staging import staging_bytes
+
+__all__ = ["ANNOUNCEMENT", "ShmOutgoing"]
+
+ANNOUNCEMENT = struct.Struct("<QQ")
+"""Number of an arena's segment and its size, with its descriptor; size 0 without one: it is used no longer."""
+
+_STEP = 1 << 20
+"""Bytes of staging behind which memory is put at a time."""
+
+_SLOT, _STAGING, _ARENA, _DATA = int(Place.SLOT), int(Place.STAGING), int(Place.ARENA), int(FrameKind.DATA)
+
+
+class ShmOutgoing(Outgoing):
+    """Frames to one peer of this host. `handover.connect` makes it.
+
+    Args:
+        fault: how the generation ends.
+        peer: the reader.
+        sock: to the reader, not blocking; carries descriptors of arenas' segments. Owned from here on.
+        segment: the control segment. Owned from here on.
+        bell: eventfd that counts frames. Owned from here on.
+        room: eventfd that counts what the reader has released. Owned from here on.
+        neighbours: other members on this machine, of which each has its share of memory and cores.
+    """
+
+    kind = "shm"
+
+    def __init__(
+        self, fault: Fault, peer: Peer, sock: socket.socket, segment: Segment, bell: int, room: int, neighbours: int
+    ) -> None:
+        self._room = Bell(room, awake_for(neighbours))  # first, for it may fail
+        self.frames = 0
+        self.sent_bytes = 0
+        self._fault = fault
+        self._peer = peer
+        self._sock = sock
+        self._segment = segment
+        self._memory = segment.memory
+        self._bell = bell
+        self._rung = 0  # frames that the bell has been told of
+        self._released = 0
+        self._lent_until = 0  # frames up to this one must be released before nothing is lent
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._ended: LinkEnded | None = None
+        self._closed = False
+        # Staging is a ring: bytes are taken at the head, and come free at the tail in the order of the frames.
+        self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
+        self._head = self._tail = 0
+        self._ring = staging_bytes(neighbours)
+        self._arena = arenas.arena()
+        self._announced: set[int] = set()
+        self._stale: set[int] = set()  # announced, but gone since
+        self._arena.watch(self)
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.send`; copies the payload."""
+        payload = frame.payload
+        size = len(payload)
+        check_process()
+        self._await_slot(deadline)
+        if size <= INLINE_BYTES:
+            at = SLOTS_AT + self.frames % SLOTS * SLOT_BYTES
+            if size:
+                at += INLINE_AT
+                self._memory[at : at + size] = payload
+            self._publish(frame, size, _SLOT, 0, 0)
+        else:
+            self._publish(frame, size, _STAGING, 0, self._stage(payload, size, deadline))
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
+        check_process()
+        size = len(frame.payload)
+        if size >= arenas.LEND_BYTES:
+            found = self._arena.find(frame.address or np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
+            if found is not None and size <= MAX_PAYLOAD_BYTES:
+                segment, offset = found
+                if segment.number in self._announced or self._announce(segment):
+                    self._await_slot(deadline)
+                    self._lent_until = self.frames + 1
+                    self._publish(frame, size, _ARENA, segment.number, offset)
+                    return
+        self.send(frame, deadline)
+
+    def settle(self, deadline: float) -> None:
+        """See `Outgoing.settle`."""
+        while self._released < self._lent_until:
+            self._await_release(deadline, "still reads what it was lent")
+
+    def recall(self) -> None:
+        """See `Outgoing.recall`; the peer finds out when it releases what it read."""
+        with self._closing:
+            if not self._closed:
+                self._take_back()
+
+    def _take_back(self) -> None:
+        if self._released < self._lent_until:
+            self._memory[VOID_AT] = 1
+            for _ in range(2):  # a full barrier: the mark is seen before anything that is written from here on
+                with self._lock:
+                    pass
+        self._lent_until = 0
+
+    def flush(self, deadline: float) -> None:
+        """See `Outgoing.flush`: what is in shared memory outlives its writer."""
+
+    def wake(self) -> None:
+        """See `Outgoing.wake`."""
+        self._room.wake()
+
+    def end(self, error: LinkEnded) -> None:
+        """See `Outgoing.end`."""
+        if self._ended is None:
+            self._ended = error
+        self._room.wake()
+
+    def close(self) -> None:
+        """See `Outgoing.close`. The peer keeps what it has mapped, and reads all that was sent."""
+        self._ended = self._ended or LinkEnded(f"the link to {self._peer} was closed here", orderly=True)
+        with self._closing:
+            if self._closed:
+                return
+            # A mesh may end before the operation that has failed comes to recall; whoever finds this closed finds the
+            # mark there too.
+            self._take_back()
+            self._closed = True
+        self._sock.close()
+        os.close(self._bell)
+        self._room.close()
+        self._segment.close()
+        del self._memory
+
+    def retired(self, number: int) -> None:
+        """A segment of the arena is gone: the peer need not keep it. In any thread."""
+        if number in self._announced:
+            self._announced.discard(number)
+            self._stale.add(number)
+            self._tell_stale()
+
+    def _publish(self, frame: Frame, size: int, place: int, segment: int, offset: int) -> None:
+        """Describes a frame in its slot, then rings. The slot is free."""
+        number, words = self.frames, len(frame.signature)
+        at = SLOTS_AT + number % SLOTS * SLOT_BYTES
+        if words:
+            if words > MAX_SIGNATURE_BYTES:
+                raise FrameError(f"a signature of {words} bytes is above the limit of {MAX_SIGNATURE_BYTES}")
+            self._memory[at + SIGNATURE_AT : at + SIGNATURE_AT + words] = frame.signature
+        DESCRIPTOR.pack_into(
+            self._memory, at,
+            number, _DATA, frame.part, frame.generation, frame.operation, place, words, size, segment, offset,
+        )  # fmt: skip
+        # In this order an interrupt loses no count; what was rung twice, the reader finds out by the frame's number.
+        self.frames = number + 1
+        self.sent_bytes += size
+        try:
+            os.eventfd_write(self._bell, number + 1 - self._rung)
+        except BlockingIOError:
+            breach(self._fault, self._peer, "its bell counts more than can be")
+        self._rung = number + 1
+
+    def _await_slot(self, deadline: float) -> None:
+        if self._fault.failed or self._ended is not None:
+            self._check()
+        while self.frames - self._released >= SLOTS:
+            self._await_release(deadline, "takes nothing in")
+
+    def _check(self) -> None:
+        self._fault.check()
+        if self._ended is not None:
+            raise again(self._ended)
+
+    def _await_release(self, deadline: float, why: str) -> None:
+        """Takes in what the reader has released; waits a moment for it at most, and raises if it is in vain."""
+        if self._take_room(0.0):
+            return
+        self._check()  # before it sleeps: another call may have used up the wake
+        if self._take_room(deadline):
+            return
+        self._check()
+        if monotonic() >= deadline:
+            raise LinkTimeout(f"{self._peer} {why}")
+
+    def _take_room(self, deadline: float) -> int:
+        count = self._room.take(deadline)
+        if count:
+            if count > self.frames - self._released:
+                breach(self._fault, self._peer, f"it released {count} frames of {self.frames - self._released}")
+            self._released += count
+            staged = self._staged
+            while staged and staged[0][0] < self._released:
+                self._tail = staged.popleft()[1]
+            if not staged:
+                self._head = self._tail = 0  # so that a ring which is used little stays in the caches
+        return count
+
+    def _stage(self, payload: bytes | memoryview, size: int, deadline: float) -> int:
+        """Copies a payload into staging; where."""
+        if size > MAX_PAYLOAD_BYTES:
+            raise FrameError(f"a payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
+        self._take_room(0.0)
+        while (at := self._fit(size)) is None:
+            self._await_release(deadline, "takes nothing in")
+        end = at % self._ring + size
+        try:
+            self._segment.back(STAGING_AT + min(STAGING_BYTES, -(-end // _STEP) * _STEP))
+        except OSError as error:
+            text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
+            raise LimitExceeded(text) from error
+        offset = STAGING_AT + at % self._ring
+        # NumPy's copy lets other threads run meanwhile, a memoryview's does not.
+        np.copyto(self._segment.array[offset : offset + size], np.frombuffer(payload, np.uint8))
+        self._staged.append((self.frames, at + size))
+        self._head = at + size
+        return offset
+
+    def _fit(self, size: int) -> int | None:
+        """Where so many bytes in a row are free, as a position that only grows; None for nowhere yet."""
+        if not self._staged:  # whatever its length: none is longer than all of staging
+            return 0
+        ring, at = self._ring, -(-self._head // 64) * 64  # a cache line
+        if at % ring + size > ring:
+            at += ring - at % ring
+        return at if at + size - self._tail <= ring else None
+
+    def _announce(self, segment: arenas.ArenaSegment) -> bool:
+        """Gives the peer a segment of the arena; False if it cannot be now."""
+        self._tell_stale()
+        descriptor = array.array("i", [segment.fd])
+        word = ANNOUNCEMENT.pack(segment.number, segment.size)
+        try:
+            self._sock.sendmsg([word], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+        except OSError:  # full, or the peer is gone, which its control channel will say; a copy does as well
+            return False
+        self._announced.add(segment.number)
+        return True
+
+    def _tell_stale(self) -> None:
+        for number in list(self._stale):
+            try:
+                self._sock.send(ANNOUNCEMENT.pack(number, 0))
+            except OSError:  # as above; told when there is room, and of no use to a peer that is gone
+                return
+            self._stale.discard(number)

@@ -1,0 +1,34 @@
+"""How much memory for copies each link may take, so that all links of a member together stay within two buckets.
+
+Decided by the view alone: the members of a group agree on how long frames are, and each link has room for them.
+"""
+
+from __future__ import annotations
+
+from paceline.links.shm.layout import STAGING_BYTES
+
+__all__ = ["BUDGET_BYTES", "frame_bytes", "staging_bytes"]
+
+BUDGET_BYTES = 48 << 20
+"""Staging of all links for collectives of one group; two buckets of `DDP(bucket_mb=25)` are 50 MiB."""
+
+_FRAMES = 6
+"""Frames in staging: the 4 that a schedule sends ahead of what it has received (`program.AHEAD`), and what is lost
+where the ring begins anew."""
+
+_LEAST = 1 << 16
+
+
+def frame_bytes(neighbours: int) -> int:
+    """Bytes of the longest frame of a collective between members of one node: a power of two.
+
+    Args:
+        neighbours: `Mesh.neighbours`.
+    """
+    most = min(STAGING_BYTES, BUDGET_BYTES // max(1, neighbours)) // _FRAMES
+    return max(_LEAST, 1 << (most.bit_length() - 1))
+
+
+def staging_bytes(neighbours: int) -> int:
+    """Bytes of staging that a link uses; `STAGING_BYTES` at most. A longer payload than that has staging to itself."""
+    return _FRAMES * frame_bytes(neighbours)

@@ -1,0 +1,241 @@
+"""Where peers' data sockets come in: a worker's own port, beside the door of its PeerService.
+
+A connection is nobody's until it has shown a ticket, which the gRPC side of a link gave out. A half begins when all of
+its streams have come; only then are they answered, all of them, so that both sides begin or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.errors import LinkUnavailable
+from paceline.links.fault import Fault
+from paceline.links.frame import FrameError
+from paceline.links.tcp.incoming import TcpIncoming
+from paceline.links.tcp.ready import retry
+from paceline.links.tcp.stream import make_stream, tune
+from paceline.links.tcp.wire import ACCEPTED, HELLO_BYTES, MAX_STREAMS, TICKET_BYTES, Hello, decode_hello
+
+__all__ = ["MAX_STRANGERS", "PATIENCE", "TcpHost"]
+
+_log = logging.getLogger("paceline.links")
+
+MAX_STRANGERS = 256
+"""Connections that have not shown a ticket yet; while there are so many, others wait in the kernel."""
+
+PATIENCE = 10.0
+"""Seconds for a connection to show its ticket, and for all streams of a ticket to come."""
+
+_BACKLOG = 1024
+"""Connections that wait in the kernel: a large cluster's all come at once."""
+
+_RECOVER = 1.0
+"""Seconds to wait where the process has no descriptors left."""
+
+
+@dataclass(slots=True)
+class _Expected:
+    streams: int
+    on_half: Callable[[TcpIncoming], None]
+    fault: Fault
+    peer: str
+    expiry: asyncio.TimerHandle
+    come: dict[int, socket.socket] = field(default_factory=dict)
+
+
+class TcpHost:
+    """Listens for data sockets. All of it happens on the loop.
+
+    Args:
+        loop: the loop.
+        context: for TLS, see `tls.server_context`; None for none.
+        patience: see PATIENCE.
+
+    Attributes:
+        port: where it listens, 0 while it does not.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, context: ssl.SSLContext | None, *, patience: float = PATIENCE
+    ) -> None:
+        self.port = 0
+        self._loop = loop
+        self._context = context
+        self._patience = patience
+        self._listening: socket.socket | None = None
+        self._is_accepting = False
+        self._expected: dict[bytes, _Expected] = {}
+        self._strangers: set[asyncio.Task[None]] = set()
+        self._recovery: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Begins to listen.
+
+        Args:
+            host: name or IP address of the interface; "" for all.
+            port: 0 for any that is free.
+
+        Returns:
+            The port.
+
+        Raises:
+            LinkUnavailable: it cannot.
+        """
+        try:
+            both = socket.has_dualstack_ipv6()
+            family, address = await _resolve(self._loop, host or ("::" if both else "0.0.0.0"), port)  # noqa: S104
+            dual = both and address[0] == "::"
+            listening = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        except OSError as error:
+            raise LinkUnavailable(f"cannot listen for data on {host}:{port}: {error.strerror or error}") from None
+        listening.setblocking(False)
+        self._listening = listening
+        self.port = int(listening.getsockname()[1])
+        try:
+            self._go_on()
+        except NotImplementedError:  # Windows' loop
+            self.close()
+            raise LinkUnavailable("this kind of loop cannot watch sockets") from None
+        return self.port
+
+    def expect(
+        self, ticket: bytes, streams: int, on_half: Callable[[TcpIncoming], None], fault: Fault, peer: str
+    ) -> None:
+        """Lets so many connections with this ticket in, for `patience` seconds, and once.
+
+        Args:
+            ticket: TICKET_BYTES random bytes.
+            streams: how many, 1 to MAX_STREAMS.
+            on_half: gets the half when all have come. The peer begins to send then.
+            fault: of the half.
+            peer: who they are from, for errors.
+        """
+        if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
+            raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or one for the second time")
+        expiry = self._loop.call_later(self._patience, self.forget, ticket)
+        self._expected[ticket] = _Expected(streams, on_half, fault, peer, expiry)
+
+    def forget(self, ticket: bytes) -> None:
+        """Lets nobody in with this ticket any more, and drops those who wait for the rest of its streams."""
+        expected = self._expected.pop(ticket, None)
+        if expected is not None:
+            expected.expiry.cancel()
+            for sock in expected.come.values():
+                sock.close()
+
+    def close(self) -> None:
+        """Listens no more, and drops all connections that belong to no half yet. Idempotent."""
+        self._pause()
+        if self._recovery is not None:
+            self._recovery.cancel()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        for task in self._strangers:
+            task.cancel()
+        for ticket in list(self._expected):
+            self.forget(ticket)
+
+    def _go_on(self) -> None:
+        if self._listening is not None and not self._is_accepting and len(self._strangers) < MAX_STRANGERS:
+            self._loop.add_reader(self._listening, self._accept)
+            self._is_accepting = True
+
+    def _pause(self) -> None:
+        if self._is_accepting:
+            assert self._listening is not None
+            self._loop.remove_reader(self._listening)
+            self._is_accepting = False
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            sock, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # whoever it was has gone
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise
+            _log.warning("no data connection can be accepted: %s", error.strerror)
+            self._pause()
+            self._recovery = self._loop.call_later(_RECOVER, self._go_on)
+            return
+        task = self._loop.create_task(self._welcome(sock))
+        self._strangers.add(task)
+        task.add_done_callback(self._left)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._pause()
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._strangers.discard(task)
+        self._go_on()
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        """Sees to a connection until it has shown a ticket, or has not."""
+        with contextlib.ExitStack() as held:
+            held.callback(lambda: sock.close())
+            try:
+                async with asyncio.timeout(self._patience):
+                    tune(sock)
+                    if self._context is not None:
+                        secure = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                        sock = secure
+                        await retry(self._loop, secure, secure.do_handshake)
+                    hello = await self._read_hello(sock)
+            except (OSError, FrameError, TimeoutError) as error:  # an ssl.SSLError is an OSError
+                _log.debug("a stranger at the port for data was turned away: %s", error)
+                return
+            expected = self._expected.get(hello.ticket)
+            if expected is None or expected.streams != hello.streams or hello.index in expected.come:
+                _log.debug("a stranger at the port for data showed no good ticket")
+                return
+            held.pop_all()
+            expected.come[hello.index] = sock
+            if len(expected.come) == expected.streams:
+                self._begin(hello.ticket, expected)
+
+    async def _read_hello(self, sock: socket.socket) -> Hello:
+        data = b""
+        while len(data) < HELLO_BYTES:
+            more = await retry(self._loop, sock, lambda: sock.recv(HELLO_BYTES - len(data)))  # noqa: B023  called here
+            if not more:
+                raise FrameError("the connection ended before its hello")
+            data += more
+        return decode_hello(data)
+
+    def _begin(self, ticket: bytes, expected: _Expected) -> None:
+        """All streams have come."""
+        expected.expiry.cancel()
+        del self._expected[ticket]
+        streams = [make_stream(expected.come[index]) for index in range(expected.streams)]
+        try:
+            half = TcpIncoming(streams, self._loop, expected.fault, expected.peer)
+        except OSError as error:  # no descriptor is left
+            _log.warning("no data connection can be taken: %s", error.strerror)
+            for stream in streams:
+                stream.close()
+            return
+        try:
+            expected.on_half(half)
+        except BaseException:
+            half.close()
+            raise
+        for stream in streams:
+            with contextlib.suppress(OSError):  # it is broken: the other side will say so
+                stream.sock.send(ACCEPTED)  # one byte on a new connection: there is room
+
+
+async def _resolve(
+    loop: asyncio.AbstractEventLoop, host: str, port: int
+) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    flags = socket.AI_PASSIVE
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    family, *_, address = found[0]
+    return family, (str(address[0]), int(address[1]))

@@ -1,0 +1,89 @@
+"""The address that the coordinator listens at: its name is looked up, the kernel asked, and then grpc.
+
+grpc would look a name up by itself, on the loop's thread and for as long as it takes; so it gets addresses only.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+from paceline_server._grpc import aio, grpc
+from paceline_server.apart import call_apart
+
+__all__ = ["PortInUse", "listen"]
+
+LOOK_UP_S = 10.0
+"""For a name to be looked up."""
+
+_Target = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+
+class PortInUse(OSError):
+    """Somebody listens at the address already; the text names it."""
+
+
+async def listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Has the server listen at host:port, at all addresses of a name; port 0 takes a free one.
+
+    Returns:
+        The port.
+
+    Raises:
+        PortInUse: somebody listens there already.
+        OSError: it cannot be listened at for another reason, or its name is not looked up within `LOOK_UP_S`.
+    """
+    host, _, port = address.rpartition(":")
+    host, bound = host.strip("[]"), int(port)
+    targets = await _targets(address, host, bound)
+    _check_free(address, targets)
+    for ip in dict.fromkeys(target[0] for _, target in targets):
+        bound = _add_port(server, f"[{ip}]:{bound}" if ":" in ip else f"{ip}:{bound}", credentials)
+    return bound
+
+
+async def _targets(address: str, host: str, port: int) -> list[_Target]:
+    def look_up(flags: int = 0) -> list[_Target]:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        return [(family, target) for family, _, _, _, target in found]
+
+    try:
+        try:
+            return look_up(socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # a name
+    except TimeoutError:
+        text = f"cannot listen on {address}: its name was not looked up in {LOOK_UP_S:g} s; give an IP address"
+        raise OSError(errno.ETIMEDOUT, text) from None
+    except OSError as cause:
+        raise OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}") from None
+    except ValueError as cause:  # a label is empty or too long, or there is a null character
+        raise OSError(errno.EINVAL, f"cannot listen on {address}: {cause}") from None
+
+
+def _check_free(address: str, targets: list[_Target]) -> None:
+    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
+    try:
+        for family, target in targets:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+                probe.listen()
+    except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            raise PortInUse(cause.errno, f"{address} is in use: is a coordinator running there already?") from None
+        raise OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}") from None
+
+
+def _add_port(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from None
+    if not port:
+        raise OSError(f"cannot listen on {address}")
+    return port

@@ -1,0 +1,37 @@
+"""HYBRID_SHARD where the first workers do not make up nodes: as many as do train, the rest are spare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.admin import get_job
+from paceline.cli.status import members_table
+from support.elastic.cluster import cluster
+
+pytestmark = pytest.mark.slow
+
+
+def test_three_workers_and_nodes_of_two(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, most=4, total=60, wrapper="hybrid_shard", pace=0.05) as c:
+        trainers = c.start(3)
+        c.wait_for_step(5)
+        status = get_job(c.address, "job", 5.0)
+        assert sorted(member.standing for member in status.members) == ["spare", "training", "training"]
+        assert "spare" in [str(cell) for cell in members_table(status).columns[5].cells]
+        (spare,) = [trainer for trainer in trainers if not trainer.of("applied")]
+        c.start(1)
+        c.wait_until(lambda: bool(spare.of("applied")), "the spare comes in")
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=4)
+
+
+def test_a_world_that_is_fixed_is_refused_at_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=3, most=3, total=4, wrapper="hybrid_shard") as c:
+        c.start(3)
+        assert set(c.wait().values()) == {3}
+        for trainer in c.trainers:
+            (error,) = trainer.of("error")
+            assert error["type"] == "InvalidWorldSize"
+            assert "world_size=3 must be a positive multiple of intra_node_size=2" in error["text"]

@@ -1,0 +1,95 @@
+"""Checkpoints of a state that is spread, in real processes: damaged ones, and disks that are not shared."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline import checkpoint
+from paceline.checkpoint.tag import Tag
+from support.elastic.cluster import Cluster, cluster
+
+pytestmark = pytest.mark.slow
+
+
+def train_until_two_are_there(c: Cluster, runs: Path) -> list[Tag]:
+    """Trains and is killed when two checkpoints are there; their tags."""
+    trainers = c.start(2)
+    c.wait_until(lambda: len(checkpoint.tags(runs)) >= 2, "two checkpoints are there")
+    for trainer in trainers:
+        trainer.process.kill()
+    c.wait()
+    return checkpoint.tags(runs)
+
+
+def test_a_damaged_one_is_left_out_by_all_if_one_finds_it(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
+                 checkpoint_every=2, log=True) as c:  # fmt: skip
+        before, newest = train_until_two_are_there(c, runs)[-2:]
+        (file,) = (runs / str(newest)).glob("arrays-00001*")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        resumed = c.start(2)
+        assert sorted(c.wait().values()) == [-9, -9, 0, 0], str(c)
+        c.check(count=2)
+        assert all(trainer.of("attempt")[0]["step"] == before.step + 1 for trainer in resumed), str(c)
+        assert f"checkpoint {newest} is left out" in "".join(trainer.stderr for trainer in resumed)
+
+
+def test_all_are_damaged(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
+                 checkpoint_every=2) as c:  # fmt: skip
+        for tag in train_until_two_are_there(c, runs):
+            for file in (runs / str(tag)).glob("arrays-*"):
+                file.write_bytes(bytes(file.stat().st_size))
+        resumed = c.start(2)
+        assert sorted(c.wait().values())[:2] == [-9, -9], str(c)
+        errors = [error for trainer in resumed for error in trainer.of("error")]
+        assert "CheckpointDamaged" in {error["type"] for error in errors}, str(c)
+        assert not any(trainer.of("attempt") for trainer in resumed), "nobody begins at step 0 as if there were none"
+
+
+def test_who_writes_elsewhere_is_named(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, total=4, wrapper="full_shard", checkpoint_every=2) as c:
+        for name in "ab":
+            c.start(1, checkpoint_dir=str(tmp_path / name))
+        assert set(c.wait().values()) == {3}, "the last state could not be kept"
+        for trainer in c.trainers:
+            assert [event["step"] for event in trainer.of("applied")] == [1, 2, 3, 4], "training does not end for it"
+            (error,) = trainer.of("error")
+            assert error["type"] == "CheckpointFailed"
+            assert "rank 1 on" in error["text"]
+            assert "must lie on a disk that all ranks share" in error["text"]
+
+
+def test_who_reads_elsewhere_is_told(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
+                 checkpoint_every=2) as c:  # fmt: skip
+        train_until_two_are_there(c, runs)
+        (sees,) = c.start(1)
+        (other,) = c.start(1, checkpoint_dir=str(tmp_path / "elsewhere"))
+        c.wait_until(lambda: bool(other.of("error")), "it ends")
+        (error,) = other.of("error")
+        assert error["type"] == "CheckpointFailed"
+        assert "checkpoint_dir must lie on a disk that all workers share" in error["text"]
+        c.start(1)
+        c.wait()
+        c.check(count=2)
+        assert sees.of("done")
+
+
+def test_drained_by_notice_all_keep_what_they_have(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, least=2, total=500, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs)) as c:
+        for trainer in c.start(2):
+            c.wait_for_step(3)
+            trainer.signal(signal.SIGTERM)
+        assert set(c.wait().values()) == {0}, str(c)
+        (kept,) = checkpoint.tags(runs)
+        assert kept.step == max(event["step"] for trainer in c.trainers for event in trainer.of("applied"))

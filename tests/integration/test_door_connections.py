@@ -1,0 +1,88 @@
+"""Connections at a worker's door: those without a call go, those of hosts that are gone go, and links stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from socket import socket
+
+import numpy as np
+import pytest
+
+from paceline._loop import loop_thread
+from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR
+from paceline.links import grpc_door
+from paceline.links.grpc_door import Door
+from support.grpc_pair import JOB
+from support.http2 import DATA, PREFACE, SETTINGS, claimed, connect, frame, open_call
+from support.mixed_world import Place, kinds_of, mixed_world, run_all
+
+SOON = 5.0
+PING = 6
+
+
+def _is_closed(there: socket, seconds: float, on_frame: Callable[[int, int, bytes], None] = lambda *_: None) -> bool:
+    """True if the other side closes the connection within the time; frames that come are passed on."""
+    end, data = time.monotonic() + seconds, b""
+    while (left := end - time.monotonic()) > 0:
+        there.settimeout(left)
+        with suppress(TimeoutError):
+            try:
+                piece = there.recv(1 << 16)
+            except ConnectionResetError:
+                return True
+            if not piece:
+                return True
+            data += piece
+        while len(data) >= 9 and len(data) >= (size := 9 + int.from_bytes(data[:3], "big")):
+            on_frame(data[3], data[4], data[9:size])
+            data = data[size:]
+    return False
+
+
+@pytest.mark.parametrize("link", ["grpc", "tcp", "shm"])
+def test_a_connection_without_a_call_is_closed_and_an_idle_link_is_not(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_door, "IDLE_SECONDS", 0.3)
+    with mixed_world([Place(links=(link, "grpc"))] * 2) as world, ExitStack() as stack:
+        run_all(world.groups, lambda group: group.barrier())
+        made = [dict(mesh._links) for mesh in world.meshes]
+        for _ in range(3):
+            there = stack.enter_context(connect(world.meshes[0].peers[1].address))
+            there.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+            assert _is_closed(there, SOON)
+        totals = run_all(world.groups, lambda group: float(group.all_reduce(np.ones(1000))[0]))
+        assert totals == [2.0, 2.0]
+        assert [dict(mesh._links) for mesh in world.meshes] == made, "over the links that were there"
+        assert set(kinds_of(world.meshes[0]).values()) == {link}
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_calls_of_a_host_that_is_gone_end(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a call that lasts, and answers no ping; nothing else tells it from one that has nothing to say."""
+    monkeypatch.setattr(grpc_door, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(grpc_door, "PONG_SECONDS", 0.2)
+    pings = []
+
+    def answer(kind: int, flags: int, payload: bytes) -> None:
+        if kind == PING and not flags:
+            pings.append(payload)
+            if answers:
+                there.sendall(frame(PING, 1, 0, payload))
+
+    with ExitStack() as stack:
+        door = Door(JOB, IN_THE_CLEAR, Config(failure_timeout=0.2))
+        port = loop_thread().run(door.start("127.0.0.1", 0))
+        stack.callback(lambda: loop_thread().run(door.close(0.0)))
+        there = stack.enter_context(connect(f"127.0.0.1:{port}"))
+        there.sendall(open_call("/pacelinepb.v1.PeerService/Hello") + frame(DATA, 0, 1, claimed(100) + b"x"))
+        assert _is_closed(there, 2.0, answer) is not answers
+        assert len(pings) > 3 if answers else pings
+
+
+def test_a_door_waits_for_an_answer_as_long_as_a_member_may_be_silent() -> None:
+    assert Door(JOB, IN_THE_CLEAR, Config(failure_timeout=100.0))._pong_seconds == 100.0
+    assert Door(JOB, IN_THE_CLEAR)._pong_seconds == grpc_door.PONG_SECONDS

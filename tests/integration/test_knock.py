@@ -1,0 +1,199 @@
+"""Knocking at a door, and its owner's knock in turn: what is found, what is said, and what strangers get of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline._grpc import aio, grpc
+from paceline._loop import loop_thread
+from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.elastic.take import out_of_reach
+from paceline.errors import LinkUnavailable
+from paceline.links import grpc_knock
+from paceline.links.base import Peer
+from paceline.links.grpc_door import Door
+from paceline.links.grpc_knock import Knocker, knock
+from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
+from support.certificates import make_folder
+
+JOB = "job"
+PATIENCE = 2.0
+NOBODY = "127.0.0.1:9"
+"""An address where nobody listens (discard; RFC 863)."""
+
+
+@contextmanager
+def _door(name: str, credentials: Credentials = IN_THE_CLEAR) -> Iterator[tuple[Door, str]]:
+    """A door that is open, and its address."""
+    thread = loop_thread()
+    door = Door(JOB, credentials)
+    door.window.member_id = name
+    port = thread.run(door.start("127.0.0.1", 0))
+    try:
+        yield door, f"127.0.0.1:{port}"
+    finally:
+        thread.run(door.close(0.0))
+
+
+def _peer(rank: int, name: str, address: str) -> Peer:
+    return Peer(rank, name, f"host-{rank}", address, 7)
+
+
+def _tried(peers: list[Peer], own: Knocker, credentials: Credentials = IN_THE_CLEAR) -> list[str]:
+    return loop_thread().run(out_of_reach(JOB, peers, own, PATIENCE, credentials), 4 * PATIENCE)
+
+
+def test_both_reach_each_other() -> None:
+    with _door("a") as (_, here), _door("b") as (_, there):
+        assert _tried([_peer(0, "b", there)], Knocker("a", here)) == []
+
+
+@pytest.mark.parametrize("shut", ["nobody listens", "it is another's"])
+def test_a_member_that_does_not_get_through_says_so(shut: str) -> None:
+    with ExitStack() as stack:
+        _, there = stack.enter_context(_door("b"))
+        _, other = stack.enter_context(_door("c"))
+        own = NOBODY if shut == "nobody listens" else other
+        start = time.monotonic()
+        first, advice = _tried([_peer(2, "b", there)], Knocker("a", own))
+        assert time.monotonic() - start < PATIENCE, "it is through with it before the caller gives up"
+    head = f"rank 2 (host-2, pid 7) at {there} does not get through to this worker at {own}: "
+    assert first.startswith(head)
+    assert ("another worker answers there" if shut == "it is another's" else "refused") in first.removeprefix(head)
+    assert advice == "tell peers another address (--advertise)"
+
+
+def test_a_member_that_does_not_answer_is_told_apart() -> None:
+    with _door("a") as (_, here):
+        (trouble,) = _tried([_peer(2, "b", NOBODY)], Knocker("a", here))
+    assert trouble.startswith(f"rank 2 (host-2, pid 7) at {NOBODY} does not answer: ")
+    assert "refused" in trouble
+
+
+def test_a_member_that_has_left_is_in_nobodys_way() -> None:
+    """Its port may be another's by now; who is in the line is told anew."""
+    with _door("a") as (_, here), _door("c") as (_, there):
+        assert _tried([_peer(2, "b", there)], Knocker("a", here)) == []
+
+
+def test_a_certificate_that_the_member_does_not_take_is_found(tmp_path: Path) -> None:
+    """Its own is good at the member's door, but what its door shows is of another authority."""
+    good, foreign = (make_folder(tmp_path / name) for name in ("good", "foreign"))
+    with _door("a", foreign.credentials) as (_, here), _door("b", good.credentials) as (_, there):
+        trouble, _ = _tried([_peer(0, "b", there)], Knocker("a", here), good.credentials)
+    assert f"does not get through to this worker at {here}: " in trouble
+    assert "handshake" in trouble.lower() or "certificate" in trouble.lower()
+
+
+@pytest.mark.parametrize(
+    ("job", "to_member", "address", "code"),
+    [
+        (JOB, "a guess", NOBODY, grpc.StatusCode.NOT_FOUND),
+        (JOB, "", NOBODY, grpc.StatusCode.NOT_FOUND),
+        ("a guess", "b", NOBODY, grpc.StatusCode.NOT_FOUND),
+        (JOB, "b", "no address", grpc.StatusCode.INVALID_ARGUMENT),
+        (JOB, "b", "127.0.0.1:0", grpc.StatusCode.INVALID_ARGUMENT),
+        (JOB, "b", "x" * 600 + ":1", grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_a_stranger_has_nobody_knock_anywhere(
+    job: str, to_member: str, address: str, code: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a door would be a way to look for open ports behind a packet filter."""
+    dialled: list[str] = []
+
+    def remember(self: Credentials, address: str, options: object) -> aio.Channel:
+        dialled.append(address)
+        raise AssertionError("it knocks")
+
+    async def ask(there: str) -> aio.AioRpcError:
+        async with aio.insecure_channel(there) as channel:
+            request = peer_pb2.KnockRequest(job=job, from_member="a", to_member=to_member, address=address)
+            with pytest.raises(aio.AioRpcError) as caught:
+                await PeerServiceStub(channel).Knock(request, timeout=PATIENCE)
+            return caught.value
+
+    monkeypatch.setattr(Credentials, "member_channel", remember)
+    with _door("b") as (_, there):
+        error = loop_thread().run(ask(there))
+    assert error.code() is code
+    assert not dialled
+
+
+def test_only_so_many_doors_are_knocked_at_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is told so, and has not been let through."""
+    monkeypatch.setattr(grpc_knock, "MAX_AT_ONCE", 2)
+
+    async def ask(there: str, silent: str) -> list[object]:
+        async with IN_THE_CLEAR.member_channel(there, options=()) as channel:
+            calls = [knock(channel, JOB, "b", Knocker("a", silent), PATIENCE) for _ in range(5)]
+            return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, _door("b") as (door, there):  # takes all, says nothing
+        told = loop_thread().run(ask(there, f"127.0.0.1:{silent.getsockname()[1]}"))
+        assert door._knocks._under_way == 0
+    refused = [error for error in told if isinstance(error, aio.AioRpcError)]
+    assert [error.code() for error in refused] == [grpc.StatusCode.UNAVAILABLE] * 3
+    assert len([text for text in told if isinstance(text, str) and text]) == 2
+
+
+def test_a_door_that_moves_keeps_what_it_has() -> None:
+    """Its window, and who lives there; the address before is given up."""
+    thread = loop_thread()
+    servers: list[int] = []
+
+    def bound() -> None:
+        servers.append(len(door._servers))
+
+    with _door("b") as (door, before):
+        now = f"127.0.0.2:{thread.run(door.move('127.0.0.2', 0, bound))}"
+        assert _tried([_peer(0, "b", now)], Knocker("b", now)) == []
+        (trouble,) = _tried([_peer(0, "b", before)], Knocker("b", now))
+        assert "refused" in trouble
+        assert len(door._servers) == 1
+        assert servers == [2], "nothing has broken off yet when it is told"
+
+
+def test_a_door_that_cannot_move_stays() -> None:
+    def bound() -> None:
+        raise AssertionError("it is not")
+
+    with _door("b") as (door, there):
+        with pytest.raises(LinkUnavailable):
+            loop_thread().run(door.move("127.0.0.1", int(there.rpartition(":")[2]), bound))
+        assert _tried([_peer(0, "b", there)], Knocker("b", there)) == []
+
+
+def test_a_door_that_is_crowded_is_knocked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_thread().loop
+    with _door("a") as (_, here), _door("b") as (door, there):
+        door._knocks._under_way = grpc_knock.MAX_AT_ONCE
+        loop.call_soon_threadsafe(loop.call_later, 0.3, setattr, door._knocks, "_under_way", 0)
+        assert _tried([_peer(0, "b", there)], Knocker("a", here)) == []
+        door._knocks._under_way = grpc_knock.MAX_AT_ONCE
+        (trouble,) = _tried([_peer(0, "b", there)], Knocker("a", here))
+    assert f"at {there} answers, but has no time: this worker knocks at 64 doors already" in trouble
+
+
+@pytest.mark.parametrize(("left", "seconds"), [(None, 10.0), (100.0, 10.0), (3.0, 1.8), (0.3, 0.2), (0.0, 0.2)])
+def test_a_knock_in_turn_has_time_for_an_answer(left: float | None, seconds: float) -> None:
+    """However short the `failure_timeout` of whoever asked; and it is through before that is over, if it can be."""
+    assert grpc_knock._seconds_in_turn(left) == pytest.approx(seconds)
+
+
+def test_a_door_that_answers_is_not_said_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its knock in turn takes longer than the caller waits."""
+    monkeypatch.setattr(grpc_knock, "_WORDS_SECONDS", PATIENCE)
+    with socket.create_server(("127.0.0.1", 0)) as silent, _door("b") as (_, there):
+        own = Knocker("a", f"127.0.0.1:{silent.getsockname()[1]}")
+        first, _ = loop_thread().run(out_of_reach(JOB, [_peer(0, "b", there)], own, 0.1, IN_THE_CLEAR))
+    assert "does not get through to this worker" in first
+    assert first.endswith("it has not said within 0.1 s that it does")

@@ -1,0 +1,115 @@
+"""A coordinator that does not come up, or stumbles behind its own back: nothing stays open, and nothing ends unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc.aio._server import Server
+
+from paceline_server import Coordinator, ServerSettings
+from paceline_server.security import certificate_files
+from paceline_server.security.certificate_files import CertificateKeeper
+from paceline_server.security.tls import TlsPaths, TlsUnusable
+from paceline_server.storage.memory import MemoryStorage
+from support.certificates import make_folder
+from support.coordinator import run
+
+SOON = 4.0
+
+
+class Storage(MemoryStorage):
+    """Counts how often it is closed."""
+
+    closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def watchers() -> int:
+    """Threads that look at certificates."""
+    return sum(thread.name == "paceline-certificates" for thread in threading.enumerate())
+
+
+def wait_for_no_watcher() -> None:
+    end = time.monotonic() + SOON
+    while watchers():
+        assert time.monotonic() < end, "it looks on"
+        time.sleep(0.01)
+
+
+def test_certificates_that_cannot_be_used_leave_nothing_open(tmp_path: Path) -> None:
+    folder, storage = make_folder(tmp_path / "tls"), Storage()
+    paths: Any = {**folder.server(), "tls_key": folder.path / "nowhere.key"}
+
+    async def main() -> None:
+        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", **paths), storage=storage)
+        with pytest.raises(TlsUnusable):
+            await coordinator.start()
+        await coordinator.stop()
+
+    run(main)
+    assert storage.closed == 1
+
+
+def test_an_end_that_comes_while_it_starts_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, storage = make_folder(tmp_path / "tls"), Storage()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    start = Server.start
+
+    async def main() -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(server: Server) -> None:
+            begun.set()
+            await go_on.wait()
+            await start(server)
+
+        monkeypatch.setattr(Server, "start", slow)
+        coordinator = Coordinator(ServerSettings(listen=address, **folder.server()), storage=storage)
+        starting = asyncio.create_task(coordinator.start())
+        await begun.wait()
+        assert watchers() == 1
+        starting.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    run(main)
+    assert storage.closed == 1
+    wait_for_no_watcher()
+    with socket.socket() as again:  # no SO_REUSEADDR: nobody listens there any more
+        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
+def test_whatever_a_look_at_certificates_raises_the_next_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    paths = TlsPaths.of(ServerSettings(**make_folder(tmp_path / "tls").server()))
+    assert paths is not None
+    first, looks, enough = paths.read(), [0], threading.Event()
+
+    def fail(*_: object) -> Any:
+        looks[0] += 1
+        if looks[0] == 3:
+            enough.set()
+        raise RuntimeError("nobody thought of that")
+
+    keeper = CertificateKeeper(paths, first)
+    monkeypatch.setattr(TlsPaths, "read", fail)
+    try:
+        assert enough.wait(SOON), "it has given up"
+    finally:
+        keeper.close()
+    wait_for_no_watcher()
+    assert caplog.text.count("RuntimeError: nobody thought of that") == 1, "once, not at every look"
+    assert "the last certificate stays in force" in caplog.text

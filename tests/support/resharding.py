@@ -1,0 +1,165 @@
+"""Training states that are spread, whose bits are those of one process: and how they take each other's runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import paceline
+from paceline.elastic.resharding import Resharding
+from paceline.elastic.runs import assign
+from paceline.elastic.share import Share, share_of
+from paceline.elastic.state import TrainState
+from paceline.group import Group
+from paceline.links.local import local_meshes
+from paceline.links.nowhere import NoMesh
+from paceline.parallel.parameter import Parameter
+from support.parts import SOON, each
+
+__all__ = ["BATCH", "Trainee", "fill_from", "form", "one_process", "reshard", "together"]
+
+BATCH = 8
+_STRATEGIES = {
+    "full": {"strategy": paceline.ShardingStrategy.FULL_SHARD},
+    "grad": {"strategy": paceline.ShardingStrategy.SHARD_GRAD_OP},
+    "none": {"strategy": paceline.ShardingStrategy.NO_SHARD},
+    "hybrid1": {"strategy": paceline.ShardingStrategy.HYBRID_SHARD, "intra_node_size": 1},
+    "hybrid2": {"strategy": paceline.ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2},
+}
+
+
+class Block:
+    """Gradients are whole numbers, whatever the values: sums of them are exact in every order, in every world.
+
+    Two dtypes, a parameter under two paths, a frozen one, one without elements, and some smaller than a world.
+    """
+
+    def __init__(self, rng: np.random.Generator, inner: Sequence[Any] = (), frozen: bool = True) -> None:
+        self.own = {
+            "a": Parameter(rng.standard_normal((3, 5))),
+            "empty": Parameter(np.zeros((0, 3))),
+            "b": Parameter(rng.standard_normal(2)),
+            "half": Parameter(rng.standard_normal(7).astype(np.float32)),
+            "one": Parameter(rng.standard_normal(1).astype(np.float32)),
+            "frozen": Parameter(rng.standard_normal(4), requires_grad=not frozen),
+        }
+        self.inner = inner
+        self.seen: list[bytes] = []
+        self.mean = np.zeros(2)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.own.items()
+        yield "tied", self.own["a"]
+        for n, block in enumerate(self.inner):
+            for path, parameter in block.named_parameters():
+                yield f"{n}.{path}", parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        yield "mean", self.mean
+
+    def forward(self, x: Any) -> Any:
+        self.seen = [p.data.tobytes() for p in self.own.values()]
+        self.mean += 1
+        for block in self.inner:
+            x = block.forward(x)
+        self.x = x
+        return x
+
+    def backward(self, dy: Any) -> Any:
+        for block in reversed(self.inner):
+            dy = block.backward(dy)
+        total = float((dy * self.x).sum())
+        for n, p in enumerate(self.own.values()):
+            p.accumulate((total * (np.arange(np.prod(p.shape)) % 5 + n)).reshape(p.shape).astype(p.dtype))
+        return dy
+
+
+class Trainee:
+    """One process, as it were.
+
+    Args:
+        name: of the strategy; "" for one process without a wrapper.
+        group: its group; None for one that is in no view yet.
+        seed: of the initial values.
+    """
+
+    def __init__(self, name: str, group: Group | None = None, seed: int = 0) -> None:
+        self.group = Group(NoMesh("waits"), SOON) if group is None else group
+        rng = np.random.default_rng(seed)
+        self.blocks: list[Any] = [Block(rng), Block(rng)]
+        self.blocks.append(Block(rng, [self._wrap(name, block) for block in self.blocks]))
+        self.model = self._wrap(name, self.blocks[-1])
+        self.optimizer = paceline.optim.Adam(self.model, lr=0.125, weight_decay=0.25)
+        self.state = TrainState(model=self.model, optimizer=self.optimizer, notes={"n": np.zeros(3)})
+
+    def _wrap(self, name: str, block: Any) -> Any:
+        return paceline.FSDP(block, self.group, **_STRATEGIES[name]) if name else block  # type: ignore[arg-type]
+
+    def step(self, number: int, rank: int = 0, world: int = 1) -> None:
+        low, high = BATCH * rank // world, BATCH * (rank + 1) // world
+        x = np.arange(BATCH, dtype=np.float64).reshape(BATCH, 1)[low:high] + number
+        self.optimizer.zero_grad()
+        self.model.forward(x)
+        dy = np.ones((high - low, 1)) / (
+            high - low
+        )  # times the number of samples: 1 again, exactly, for up to 6 of them
+        self.model.backward(dy)
+        self.optimizer.step()
+
+    @property
+    def seen(self) -> list[bytes]:
+        """What the modules found in their parameters in the last forward pass."""
+        return [value for block in self.blocks for value in block.seen]
+
+
+def one_process(steps: int) -> list[list[bytes]]:
+    """What the modules of one process find in each step."""
+    alone = Trainee("")
+    found = []
+    for number in range(steps):
+        alone.step(number)
+        found.append(alone.seen)
+    return found
+
+
+def form(trainees: Sequence[Trainee], generation: int) -> None:
+    """A view of these, in this order of ranks."""
+    for trainee, mesh in zip(trainees, local_meshes(len(trainees), generation=generation), strict=True):
+        trainee.group.move(mesh)
+        trainee.group.vouch()
+
+
+def together(trainees: Sequence[Trainee], number: int) -> None:
+    """One step of all."""
+    by_group = {id(trainee.group): trainee for trainee in trainees}
+    outcomes = each(
+        [trainee.group for trainee in trainees],
+        lambda group: by_group[id(group)].step(number, group.rank, group.size),
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def fill_from(plan: Resharding, holders: Sequence[Trainee]) -> None:
+    """What `take_shards` does, without a network."""
+    held = {n: holder.state.shares() for n, holder in enumerate(holders)}
+    for n, runs in assign(plan.wanted, held, plan.cut).items():
+        for run, values in zip(runs, holders[n].state.offered().select(runs, 1 << 30), strict=True):
+            plan.into(run)[...] = values
+    plan.wanted = []
+
+
+def reshard(before: Sequence[Trainee], after: Sequence[Trainee]) -> None:
+    """All of a view that comes take the shares of their seats from those of the view that was."""
+    whole = before[0].state.offered()
+    for rank, trainee in enumerate(after):
+        own = trainee in before
+        share = share_of(rank, len(after), trainee.state.node_size)
+        if own and trainee.state.shares()[0] == share and share != Share(0, 1):
+            continue
+        plan = trainee.state.resharding(share, own=own)
+        fill_from(plan, before)
+        trainee.state.switch(plan, None if own else whole.tree())

@@ -1,0 +1,271 @@
+"""Tcp halves over real loopback sockets: one direction, or two ends of a link that is nothing but its halves.
+
+What the gRPC side of a link says in real life (who left, after how many frames) is said here by a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from paceline._loop import loop_thread
+from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
+from paceline.links.base import Link, LinkEnded, Peer
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, FrameKind
+from paceline.links.tcp import (
+    TICKET_BYTES,
+    TcpHost,
+    TcpIncoming,
+    TcpOutgoing,
+    client_context,
+    connect,
+    server_context,
+)
+from paceline.links.tcp.wire import ACCEPTED, Hello, encode_hello
+from paceline.testing import LinkPair
+
+__all__ = [
+    "HalvesLink",
+    "OneWay",
+    "RawWriter",
+    "call_at",
+    "data",
+    "listening",
+    "on_loop",
+    "one_way",
+    "open_half",
+    "raw_writer",
+    "soon",
+    "tcp_link_pair",
+]
+
+
+def open_half(
+    host: TcpHost,
+    port: int,
+    streams: int,
+    faults: tuple[Fault, Fault],
+    *,
+    context: ssl.SSLContext | None = None,
+    checked: bool = False,
+) -> tuple[TcpOutgoing, TcpIncoming]:
+    """A half's two ends: what the writer got, and what the reader got.
+
+    Args:
+        host: listens on 127.0.0.1.
+        port: of the host.
+        streams: of the half.
+        faults: the writer's and the reader's.
+        context: the writer's TLS.
+        checked: with checksums.
+    """
+
+    async def meet() -> tuple[TcpOutgoing, TcpIncoming]:
+        loop = asyncio.get_running_loop()
+        come: list[TcpIncoming] = []
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        host.expect(ticket, streams, come.append, faults[1], "the writer")
+        out = await connect(
+            "127.0.0.1",
+            port,
+            ticket,
+            streams,
+            faults[0],
+            "the reader",
+            loop=loop,
+            timeout=10.0,
+            context=context,
+            server_name=MEMBER_NAME,
+            checked=checked,
+        )
+        return out, come[0]
+
+    return loop_thread().run(meet())
+
+
+@contextmanager
+def listening(credentials: Credentials = IN_THE_CLEAR, **settings: float) -> Iterator[TcpHost]:
+    """A host on 127.0.0.1 for the block."""
+    thread = loop_thread()
+    host = TcpHost(thread.loop, server_context(credentials), **settings)
+    thread.run(host.start("127.0.0.1"))
+    try:
+        yield host
+    finally:
+        on_loop(host.close)
+
+
+@dataclass
+class OneWay:
+    """One direction.
+
+    Attributes:
+        out: the writer's end.
+        into: the reader's.
+        fault_out: the fault that the writer obeys.
+        fault_in: the fault that the reader obeys.
+    """
+
+    out: TcpOutgoing
+    into: TcpIncoming
+    fault_out: Fault
+    fault_in: Fault
+
+
+@contextmanager
+def one_way(
+    streams: int = 1, credentials: Credentials = IN_THE_CLEAR, *, checked: bool = False, generation: int = 1
+) -> Iterator[OneWay]:
+    """One direction for the block; a failure of either fault wakes its half, as a link has it done."""
+    faults = Fault(generation, 0, 0.0), Fault(generation, 1, 0.0)
+    with listening(credentials) as host:
+        context = client_context(credentials)
+        out, into = open_half(host, host.port, streams, faults, context=context, checked=checked)
+        faults[0].on_failure(out.wake)
+        faults[1].on_failure(into.wake)
+        try:
+            yield OneWay(out, into, *faults)
+        finally:
+            out.close()
+            into.close()
+
+
+class HalvesLink(Link):
+    """A link of two halves, whose other end is in this process too.
+
+    Args:
+        peer: who is at the other end.
+        out: the way there.
+        into: the way back.
+        fault: how the generation ends.
+    """
+
+    kind = "tcp"
+
+    def __init__(self, peer: Peer, out: TcpOutgoing, into: TcpIncoming, fault: Fault) -> None:
+        self.peer = peer
+        self.out = out
+        self.into = into
+        self.other: HalvesLink | None = None
+        fault.on_failure(out.wake)
+        fault.on_failure(into.wake)
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        self.out.send(frame, deadline)
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        self.out.lend(frame, deadline)
+
+    def settle(self, deadline: float) -> None:
+        self.out.settle(deadline)
+
+    def recall(self) -> None:
+        self.out.recall()
+
+    def release(self) -> None:
+        self.into.release()
+
+    def recv(self, deadline: float) -> Frame:
+        return self.into.recv(deadline)
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        self.into.on_readable(notify)
+
+    def close(self, deadline: float) -> None:
+        """Orderly: what waits is written, and the other side told how many frames there were."""
+        self.out.flush(deadline)
+        assert self.other is not None
+        self.other.into.end(LinkEnded("the other side left", orderly=True), self.out.frames)
+        self.out.end(LinkEnded("this side left", orderly=True))
+
+    def cut(self) -> None:
+        """As the death of the process at this end: the control channel of the other end breaks too."""
+        for half in (self.out, self.into):
+            half.end(LinkEnded("this side is dead"))
+        for stream in self.out._streams:
+            stream.shut()
+        assert self.other is not None
+        self.other.into.end(LinkEnded("the other side died"))
+        self.other.out.end(LinkEnded("the other side died"))
+
+
+@contextmanager
+def tcp_link_pair(streams: int = 1, credentials: Credentials = IN_THE_CLEAR) -> Iterator[LinkPair]:
+    """Two ends of one link, for `paceline.testing.check_link`."""
+    faults = Fault(1, 0, 0.0), Fault(1, 1, 0.0)
+    context = client_context(credentials)
+    with listening(credentials) as host:
+        there = open_half(host, host.port, streams, faults, context=context)
+        back = open_half(host, host.port, streams, (faults[1], faults[0]), context=context)
+        a = HalvesLink(Peer(1, "b", "host-b"), there[0], back[1], faults[0])
+        b = HalvesLink(Peer(0, "a", "host-a"), back[0], there[1], faults[1])
+        a.other, b.other = b, a
+        try:
+            yield LinkPair(a, b, *faults, b.cut)
+        finally:
+            for half in (*there, *back):
+                half.close()
+
+
+def soon(seconds: float = 10.0) -> float:
+    """A deadline."""
+    return time.monotonic() + seconds
+
+
+def data(payload: bytes | memoryview, part: int = 0, signature: bytes = b"", *, generation: int = 1) -> Frame:
+    """A frame of data."""
+    return Frame(FrameKind.DATA, generation, 1, part, signature, payload)
+
+
+@dataclass
+class RawWriter:
+    """A writer that is bare sockets, for bytes that no half would send.
+
+    Attributes:
+        socks: the streams, blocking.
+        into: the reader's end.
+        fault: of the reader.
+    """
+
+    socks: list[socket.socket]
+    into: TcpIncoming
+    fault: Fault
+
+
+@contextmanager
+def raw_writer(streams: int = 1) -> Iterator[RawWriter]:
+    """Bare sockets that were taken for the streams of a half."""
+    fault = Fault(1, 1, 0.0)
+    with listening() as host, ExitStack() as held:
+        come: list[TcpIncoming] = []
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        on_loop(host.expect, ticket, streams, come.append, fault, "the writer")
+        socks = [held.enter_context(call_at(host, Hello(ticket, index, streams))) for index in range(streams)]
+        for sock in socks:
+            assert sock.recv(1) == ACCEPTED
+        held.callback(come[0].close)
+        fault.on_failure(come[0].wake)
+        yield RawWriter(socks, come[0], fault)
+
+
+def call_at(host: TcpHost, hello: Hello | bytes = b"") -> socket.socket:
+    """A bare connection to a host, which has said these words."""
+    sock = socket.create_connection(("127.0.0.1", host.port), timeout=10.0)
+    sock.sendall(hello if isinstance(hello, bytes) else encode_hello(hello))
+    return sock
+
+
+def on_loop(call: Callable[..., object], *arguments: object) -> None:
+    """Calls it on the loop, and waits until it is done."""
+
+    async def run() -> None:
+        call(*arguments)
+
+    loop_thread().run(run())

@@ -1,0 +1,66 @@
+"""A part that is written behind the caller: copied before it may change, and errors are told once, to who asks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.checkpoint import Tag, background
+from paceline.checkpoint.background import PartWriter
+from paceline.checkpoint.folder import open_folder, publish
+from paceline.checkpoint.pieces import pieces_of
+from paceline.checkpoint.reading import Reader
+from paceline.errors import StepOrderError
+
+TAG = Tag(1, 1)
+
+
+def test_what_changes_after_settle_is_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, so that the memory of the first copy is used again."""
+    writer, changed = PartWriter(), threading.Event()
+    write = background.write_part
+
+    def late(*args: Any) -> Any:
+        changed.wait()
+        return write(*args)
+
+    monkeypatch.setattr(background, "write_part", late)
+    memories = []
+    for attempt in ("a", "b"):
+        arrays = {"x": np.arange(1_000), "y": np.ones(7, np.float16), "none": np.empty(0)}
+        before = {path: array.copy() for path, array in arrays.items()}
+        changed.clear()
+        open_folder(tmp_path / attempt, TAG, attempt)
+        writer.begin(tmp_path / attempt, TAG, attempt, 0, 1, pieces_of(arrays, 0, 1))
+        writer.settle()
+        assert writer.is_writing
+        for array in arrays.values():
+            array[...] = 0
+        changed.set()
+        part = writer.wait()
+        assert not writer.is_writing
+        read = Reader(publish(tmp_path / attempt, TAG, attempt, [part], {p: {"$array": p} for p in arrays})).state()
+        for path, array in before.items():
+            np.testing.assert_array_equal(read[path], array)
+        memories.append(writer._memory.ctypes.data)
+    assert memories[0] == memories[1]
+
+
+def test_an_error_is_told_once_and_the_writer_goes_on(tmp_path: Path) -> None:
+    writer = PartWriter()
+    pieces = pieces_of({"x": np.arange(10)}, 0, 1)
+    writer.begin(tmp_path, TAG, "nobodyopened", 0, 1, pieces)
+    writer.settle()
+    with pytest.raises(StepOrderError, match="still being written"):
+        writer.begin(tmp_path, TAG, "x", 0, 1, pieces)
+    with pytest.raises(FileNotFoundError):
+        writer.wait()
+    with pytest.raises(StepOrderError, match="no part"):
+        writer.wait()
+    open_folder(tmp_path, TAG, "x")
+    writer.begin(tmp_path, TAG, "x", 0, 1, pieces)
+    assert writer.wait().nbytes > 80

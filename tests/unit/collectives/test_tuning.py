@@ -1,0 +1,87 @@
+"""Tables of schedules in files, and which nodes a rule is for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.collectives.choose import RULES, Rule, choose, where_of
+from paceline.collectives.nodes import nodes_of
+from paceline.collectives.rows import Sums
+from paceline.collectives.tuning import digest, dump_rules, load_rules, parse_rules
+from paceline.links.base import Peer
+
+MIB = 1 << 20
+
+
+def test_nodes_are_numbered_in_the_order_of_ranks_and_who_shares_nothing_is_alone() -> None:
+    peers = [Peer(rank, f"m{rank}", "h", node=node) for rank, node in enumerate(["b", "", "a", "b", "", "a"])]
+    assert nodes_of(peers) == (0, 1, 2, 0, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "where"),
+    [((), "any"), ((0, 0), "one_node"), ((0,), "one_node"), ((0, 1, 2), "any"), ((0, 0, 1), "shared_nodes")],
+)
+def test_where(nodes: tuple[int, ...], where: str) -> None:
+    assert where_of(nodes) == where
+
+
+def test_the_sums_of_nodes_cross_the_network_where_nodes_have_several_ranks() -> None:
+    assert choose("all_reduce", 4 * MIB, 4, nodes=(0, 0, 1, 1)).schedule == "hierarchical"
+    assert choose("all_reduce", 4 * MIB, 4, nodes=(0, 1, 2, 3)).schedule == "direct"
+    assert choose("all_reduce", 4 * MIB, 4, nodes=(0, 0, 0, 0)).schedule == "direct"
+    assert choose("all_reduce", 64, 4, nodes=(0, 0, 1, 1)).schedule == "recursive_doubling"
+
+
+def test_on_one_node_a_copy_is_cheap() -> None:
+    assert choose("all_reduce", MIB // 2, 2, nodes=(0, 0)).schedule == "recursive_doubling"
+    assert choose("all_reduce", MIB, 2, nodes=(0, 1)).schedule == "direct"
+    assert choose("all_reduce", MIB, 2, sums=Sums.IN_RANK_ORDER, nodes=(0, 0)).schedule == "direct"
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert parse_rules(dump_rules()) == RULES
+    mine = {**RULES, "barrier": (Rule("ring", None, 3, None, "few", "one_node"), Rule("dissemination"))}
+    path = tmp_path / "table.json"
+    path.write_text(dump_rules(mine))
+    assert load_rules(path) == mine
+    assert choose("barrier", 0, 2, rules=load_rules(path), nodes=(0, 0)).schedule == "ring"
+
+
+def test_the_digest_tells_tables_apart_but_not_their_reasons() -> None:
+    assert digest(RULES) == digest(parse_rules(dump_rules()))
+    assert digest({**RULES, "scatter": (Rule("direct", reason="other words"),)}) == digest(RULES)
+    assert digest({**RULES, "barrier": (Rule("ring"),)}) != digest(RULES)
+    assert len(digest(RULES)) == 16
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ([], "not of the form"),
+        ({"rules": []}, "not of the form"),
+        ({"rules": {"all_sing": []}}, "no collective"),
+        ({"rules": {"barrier": []}}, "no rules"),
+        ({"rules": {"barrier": [{"schedule": "tree"}]}}, "rule 1 of barrier: there is no schedule 'tree'"),
+        ({"rules": {"barrier": [{"schedule": "ring", "size": 1}]}}, "something else than"),
+        ({"rules": {"barrier": [{"schedule": "ring", "max_world": True}]}}, "max_world must be a number"),
+        ({"rules": {"barrier": [{"schedule": "ring", "max_bytes": -1}]}}, "max_bytes must be a number"),
+        ({"rules": {"barrier": [{"schedule": "ring", "where": "here"}]}}, "where is one of any, one_node"),
+        ({"rules": {"barrier": ["ring"]}}, "something else than"),
+    ],
+)
+def test_what_is_no_table_is_said(tmp_path: Path, table: object, text: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=rf"table\.json \(PACELINE_TUNING\) cannot be used: .*{text}"):
+        load_rules(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b" " * (MIB + 1), b"[" * 100_000])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "table.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"table\.json \(PACELINE_TUNING\) cannot be used"):
+        load_rules(path)

@@ -1,0 +1,62 @@
+"""When a candidate tries whether it reaches a line: at once, then later and later, and at once for whoever is new."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.elastic.reach import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reach
+from paceline.links.base import Peer
+
+ONE, TWO = (Peer(rank, f"member-{rank}", f"host-{rank}", f"10.0.0.{rank}:1", 7) for rank in (1, 2))
+
+
+class NoChance(random.Random):
+    """Every pause is as long as it can be."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return max(a, b)
+
+
+@pytest.fixture
+def reach() -> Reach:
+    return Reach(NoChance())
+
+
+def test_who_is_alone_has_nobody_to_try(reach: Reach) -> None:
+    assert reach.is_alone
+    assert reach.due(0.0) is None
+    reach.hear(None)
+    assert not reach.is_alone
+    assert reach.due(0.0) is None, "a line runs, but its members are not known yet"
+
+
+def test_members_are_tried_at_once_and_then_later_and_later(reach: Reach) -> None:
+    reach.hear([ONE])
+    now, pauses = 100.0, []
+    for _ in range(9):
+        assert reach.due(now) == [ONE]
+        pauses.append(reach.failed(now))
+        assert reach.due(now + 0.99 * pauses[-1]) is None
+        now += pauses[-1]
+    assert pauses == [FIRST_PAUSE_S * 2**n for n in range(7)] + [LONGEST_PAUSE_S] * 2
+
+
+def test_a_member_that_is_new_is_tried_at_once(reach: Reach) -> None:
+    reach.hear([ONE])
+    reach.failed(100.0)
+    for members in ([ONE], None, []):
+        reach.hear(members)
+        assert reach.due(100.1) is None
+    reach.hear([ONE, TWO])
+    assert reach.due(100.1) == [ONE, TWO]
+
+
+def test_many_that_fail_together_do_not_try_again_together() -> None:
+    chance = random.Random(1)
+    pauses = [Reach(chance).failed(0.0) for _ in range(100)]
+    assert all(0.5 * FIRST_PAUSE_S <= pause <= FIRST_PAUSE_S for pause in pauses)
+    assert max(pauses) - min(pauses) > 0.4 * FIRST_PAUSE_S
+    again = random.Random(1)
+    assert [Reach(again).failed(0.0) for _ in range(100)] == pauses

@@ -1,0 +1,312 @@
+"""From W members to W': what is spread moves, and training is that of one process, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline import checkpoint
+from paceline.checkpoint.pieces import Shard, pieces_of
+from paceline.checkpoint.tree import split_shards
+from paceline.elastic.share import WHOLE, Share
+from paceline.elastic.state import TrainState
+from paceline.errors import PacelineError, SizeMismatch, UnsupportedOp
+from paceline.group import Group
+from paceline.links.local import local_meshes
+from support.parts import SOON, each
+from support.resharding import Trainee, fill_from, form, one_process, reshard, together
+
+EXPECTED = one_process(8)
+WORLDS = range(1, 6)
+CASES = [
+    (name, w, w2)
+    for name, w, w2 in product(("full", "grad", "none", "hybrid1", "hybrid2"), WORLDS, WORLDS)
+    if name != "hybrid2" or w % 2 == w2 % 2 == 0
+]
+made: list[Trainee] = []
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays() -> Iterator[None]:
+    yield
+    while made:
+        made.pop().group.close(0.2)
+
+
+def trainees(name: str, world: int) -> list[Trainee]:
+    """A view whose members have come to their shares, as `steps` has them do."""
+    meshes = local_meshes(world)
+    here = [Trainee(name, Group(mesh, SOON)) for mesh in meshes]
+    made.extend(here)
+    for trainee in here:
+        trainee.group.vouch()
+    return here
+
+
+def candidate(name: str) -> Trainee:
+    made.append(Trainee(name, seed=9))
+    return made[-1]
+
+
+def trained(name: str, world: int, steps: int) -> list[Trainee]:
+    here = trainees(name, world)
+    for number in range(steps):
+        together(here, number)
+    return here
+
+
+def whole(here: list[Trainee]) -> dict[str, bytes]:
+    """All arrays that are spread, put together from what members offer."""
+    found: dict[str, Any] = {}
+    for trainee in here:
+        for name, leaf in split_shards(trainee.state.content())[1].items():
+            if isinstance(leaf, Shard):
+                array = found.setdefault(name, np.full(int(np.prod(leaf.shape)), np.nan, leaf.values.dtype))
+                array[leaf.start : leaf.start + leaf.values.size] = leaf.values.reshape(-1)
+    return {name: array.tobytes() for name, array in found.items()}
+
+
+@pytest.mark.parametrize(("name", "world", "next_world"), CASES)
+def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int) -> None:
+    before = trained(name, world, 2)
+    bits = whole(before)
+    # Some stay, in another order; some are new, built from other values.
+    after = before[::-1][:next_world]
+    after += [candidate(name) for _ in range(next_world - len(after))]
+    reshard(before, after)
+    assert whole(after) == bits
+    form(after, 2)
+    for number in (2, 3):
+        together(after, number)
+        for trainee in after:
+            assert trainee.seen == EXPECTED[number]
+            trainee.state.keep_live_share()
+    back = [*before[:world], *after][:world]
+    reshard(after, back)
+    form(back, 3)
+    together(back, 4)
+    assert all(trainee.seen == EXPECTED[4] for trainee in back)
+    assert all(trainee.model.module.mean.tolist() == [5, 5] for trainee in back), "small state comes along"
+
+
+@pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
+def test_before_the_first_step_everybody_has_all_of_it(name: str) -> None:
+    here = trainees(name, 4)
+    assert {trainee.state.shares() for trainee in here} == {(WHOLE,)}
+    assert len({trainee.state.fingerprint() for trainee in here}) == 1
+    alone = candidate(name)
+    assert alone.state.shares() == (WHOLE,)
+    assert alone.state.fingerprint() != here[0].state.fingerprint(), "it has other values"
+    after = [here[3], alone]
+    reshard(here, after)  # from one of those who are not cut yet
+    form(after, 2)
+    for number in range(2):
+        together(after, number)
+        assert all(trainee.seen == EXPECTED[number] for trainee in after)
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid2"])
+def test_what_was_cut_before_the_first_step_is_known_by_what_it_was_cut_from(name: str) -> None:
+    def prepared(seed: int) -> set[bytes]:
+        here = [Trainee(name, Group(mesh, SOON), seed) for mesh in local_meshes(2)]
+        made.extend(here)
+        outcomes = each([trainee.group for trainee in here], lambda group: here[group.rank].model.prepare())
+        assert outcomes == [None, None]
+        assert [trainee.state.shares() for trainee in here] == [(Share(0, 2),), (Share(1, 2),)]
+        return {trainee.state.fingerprint() for trainee in here}
+
+    (one,), (same,), (other,) = prepared(0), prepared(0), prepared(1)
+    assert one == same != other
+
+
+def test_what_is_whole_is_known_by_its_values_agreed_on_or_not() -> None:
+    here = [Trainee("none", Group(mesh, SOON)) for mesh in local_meshes(2)]
+    made.extend(here)
+    before = here[0].state.fingerprint()
+    assert each([trainee.group for trainee in here], lambda group: here[group.rank].model.prepare()) == [None, None]
+    assert {trainee.state.fingerprint() for trainee in here} == {before}
+
+
+def test_what_was_loaded_before_the_first_use_stays() -> None:
+    (alone,) = trained("full", 1, 2)
+    here = [Trainee("full", Group(mesh, SOON)) for mesh in local_meshes(3)]
+    made.extend(here)
+    for trainee in here:
+        trainee.state.load_state_dict(alone.state.state_dict())
+    together(here, 2)  # nobody vouches for them: rank 0 would give its own values to all
+    assert all(trainee.seen == EXPECTED[2] for trainee in here)
+
+
+def test_optimizer_that_is_cut_differently_says_so() -> None:
+    (one, other) = trainees("full", 2)
+    one.optimizer.load_state_dict(one.optimizer.state_dict())
+    assert one.state.shares() == (Share(0, 2),), "its moments may be anything now, and others have the rest of them"
+    assert other.state.shares() == (WHOLE,)
+
+
+@pytest.mark.parametrize("name", ["full", "grad"])
+def test_plan_changes_nothing_until_it_is_switched(name: str) -> None:
+    here = trained(name, 3, 2)
+    bits = whole(here)
+    plan = here[0].state.resharding(Share(1, 2))
+    assert plan.wanted
+    with pytest.raises(LookupError):
+        fill_from(plan, here[:2])  # the third has died
+    for run in plan.wanted:
+        plan.into(run)[...] = 7
+    assert whole(here) == bits
+    together(here, 2)
+    assert all(trainee.seen == EXPECTED[2] for trainee in here)
+
+
+@pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
+def test_what_was_held_is_given_until_it_is_let_go(name: str) -> None:
+    here = trained(name, 4, 2)
+    bits = whole(here)
+    old = [trainee.state.shares()[0] for trainee in here]
+    plan = here[1].state.resharding(WHOLE)
+    fill_from(plan, here)
+    here[1].state.switch(plan)
+    assert here[1].state.shares() == (WHOLE, old[1])
+    newcomer = candidate(name)
+    newcomer.state.switch(newcomer.state.resharding(Share(0, 2)))
+    assert newcomer.state.shares() == (Share(0, 2), WHOLE)
+    plan = newcomer.state.resharding(old[1], own=False)
+    held = here[1].state.offered()
+    assert all(held.select([run], 1 << 30) for run in plan.wanted)
+    fill_from(plan, here[1:2])
+    newcomer.state.switch(plan, held.tree())
+    assert newcomer.state.shares() == (old[1],), "what it built itself is no share of this state"
+    assert whole([here[0], newcomer, *here[2:]]) == bits
+    here[1].state.keep_live_share()
+    assert here[1].state.shares() == (WHOLE,)
+
+
+def test_rest_that_does_not_fit_changes_nothing() -> None:
+    here = trained("full", 2, 2)
+    newcomer = candidate("full")
+    plan = newcomer.state.resharding(Share(0, 2), own=False)
+    fill_from(plan, here)
+    rest = here[0].state.offered().tree()
+    before = newcomer.state.fingerprint()
+    with pytest.raises(SizeMismatch):
+        newcomer.state.switch(plan, {**rest, "parts": {**rest["parts"], "more": {}}})
+    assert newcomer.state.fingerprint() == before
+    assert newcomer.state.shares() == (WHOLE,)
+
+
+@pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
+def test_update_that_the_gate_did_not_let_through(name: str) -> None:
+    class Closed:
+        def open(self) -> None:
+            raise PacelineError("the second word did not come")
+
+        def spoil(self) -> None:
+            raise AssertionError("nothing has begun")
+
+    here = trained(name, 2, 2)
+    one, other = here
+    one.state.guard(Closed())
+    with pytest.raises(PacelineError, match="second word"):
+        together(here, 2)
+    taken = one.state.take_gradients()
+    one.optimizer.zero_grad()  # as loops do behind the step
+    one.state.update(taken)
+    one.state.unguard()
+    together(here, 3)
+    assert one.seen == other.seen == EXPECTED[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [*product(("full", "grad", "none"), (1, 2, 4)), ("hybrid2", 2), ("hybrid2", 4)]
+)
+def test_checkpoint_of_one_world_in_another(tmp_path: Path, name: str, world: int) -> None:
+    here = trained(name, world, 2)
+    leaves = [split_shards(trainee.state.content())[1] for trainee in here]
+    written = [piece for rank, held in enumerate(leaves) for piece in pieces_of(held, rank, world)]
+    arrays: dict[str, Any] = {}
+    for piece in written:
+        array = arrays.setdefault(piece.path, np.zeros(int(np.prod(piece.shape)), piece.values.dtype))
+        array[piece.start : piece.start + piece.values.size] += piece.values  # each element is written once
+    checkpoint.save(tmp_path, _joined(here[0], arrays), (1, 2))
+    after = [candidate(name) for _ in range(2)]
+    for rank, trainee in enumerate(after):
+        plan = trainee.state.resharding(Share(rank, 2) if name != "none" else WHOLE, own=False)
+        trainee.state.switch(plan, plan.load(tmp_path / "g00000001-s0000000002"))
+    form(after, 2)
+    together(after, 2)
+    assert all(trainee.seen == EXPECTED[2] for trainee in after)
+
+
+def _joined(trainee: Trainee, arrays: dict[str, Any]) -> Any:
+    skeleton, leaves = split_shards(trainee.state.content())
+    return checkpoint.tree.join(skeleton, {name: arrays[name].reshape(leaf.shape) for name, leaf in leaves.items()})
+
+
+@pytest.mark.parametrize("name", ["full", "grad"])
+def test_whole_state_dict_goes_into_every_share(name: str) -> None:
+    (alone,) = trained(name, 1, 2)
+    saved = alone.state.state_dict()
+    assert not any(isinstance(leaf, Shard) for leaf in split_shards(saved)[1].values())
+    here = trainees(name, 3)
+    for trainee in here:
+        trainee.state.load_state_dict(saved)
+    assert [trainee.state.shares()[0] for trainee in here] == [Share(rank, 3) for rank in range(3)]
+    for trainee in here:
+        trainee.state.load_state_dict(trainee.state.state_dict())  # shards go back to where they came from
+    together(here, 2)
+    assert all(trainee.seen == EXPECTED[2] for trainee in here)
+    with pytest.raises(SizeMismatch, match="not those held here"):
+        here[0].state.load_state_dict(here[1].state.state_dict())
+
+
+def test_manifest_and_digest_do_not_tell_shares_apart() -> None:
+    here = [*trained("full", 3, 1), candidate("full")]
+    assert len({trainee.state.manifest() for trainee in here}) == 1
+    assert here[0].state.large() == [], "members have nothing alike that is large"
+
+
+def test_what_cannot_move_is_refused() -> None:
+    (one, _) = trainees("full", 2)
+    one.state.check_round_trip()
+    with pytest.raises(UnsupportedOp, match="optimizer is of a model that is spread: give the FSDP wrapper"):
+        TrainState(optimizer=one.optimizer).check_round_trip()
+    with pytest.raises(UnsupportedOp, match="model is of a model that is spread"):
+        TrainState(model=one.model.module).check_round_trip()
+
+    class Foreign:
+        def step(self) -> None: ...
+        def zero_grad(self) -> None: ...
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, saved: Any) -> None: ...
+
+    with pytest.raises(UnsupportedOp, match=r"foreign cannot be spread.*paceline\.optim"):
+        TrainState(model=one.model, foreign=Foreign()).check_round_trip()
+    second = paceline.optim.SGD(one.model, lr=0.1)
+    with pytest.raises(UnsupportedOp, match=r"optimizer and second are several optimizers .*make one"):
+        TrainState(model=one.model, optimizer=one.optimizer, second=second).check_round_trip()
+    TrainState(model=one.model, optimizer=one.optimizer, again=one.optimizer).check_round_trip()
+    hosts = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")
+    with pytest.raises(UnsupportedOp, match="needs intra_node_size="):
+        TrainState(model=hosts).check_round_trip()
+    other = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard", 2)
+    with pytest.raises(UnsupportedOp, match="nodes of different sizes"):
+        TrainState(one=one.model, other=other).check_round_trip()
+
+
+def test_the_first_worker_is_told_that_a_node_needs_a_size() -> None:
+    """Not whoever comes later."""
+    (one,) = trainees("full", 1)
+    alone = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")
+    TrainState(model=alone).check_round_trip()
+    one.group.make_elastic()
+    with pytest.raises(UnsupportedOp, match=r"needs intra_node_size= in session\.steps"):
+        TrainState(model=alone).check_round_trip()

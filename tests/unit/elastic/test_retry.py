@@ -1,0 +1,65 @@
+"""A block between two steps that was cut short: who runs it again, and who is past it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.elastic.blocks import Outcome
+from paceline.elastic.retry import attempts
+from paceline.errors import PeerLost
+
+
+class Scene:
+    """A member in a block that fails a few times; `outcomes`: what its line says of each failure."""
+
+    def __init__(self, outcomes: list[Outcome], *, ended: bool) -> None:
+        self.done: list[str] = []
+        self.fails = len(outcomes)
+        self.ended = ended
+        fault = SimpleNamespace(failed=False, error=lambda: PeerLost("rank 1 is gone"))
+        self.fault = fault
+        self.line: Any = SimpleNamespace(
+            done=False, left=False, retry=lambda: outcomes.pop(0), block_done=lambda: self.done.append("done")
+        )
+        self.group: Any = SimpleNamespace(mesh=SimpleNamespace(fault=fault), barrier=self._barrier)
+
+    def run(self) -> list[bool]:
+        found = []
+        for attempt in attempts(self.line, self.group):
+            with attempt:
+                self.fault.failed = self.fails > 0 and not self.ended
+                if self.fault.failed:
+                    self.fails -= 1
+                    raise self.fault.error()
+            self.fault.failed = False
+            found.append(attempt.completed)
+        return found
+
+    def _barrier(self) -> None:
+        if self.fails:
+            self.fails -= 1
+            self.fault.failed = True
+            raise self.fault.error()
+
+
+def test_a_block_runs_until_it_is_through() -> None:
+    scene = Scene([Outcome.AGAIN, Outcome.AGAIN], ended=False)
+    assert scene.run() == [False, False, True]
+    assert scene.done == ["done"]
+
+
+@pytest.mark.parametrize(("ended", "rounds"), [(True, 1), (False, 2)])
+def test_whoever_was_at_its_end_like_all_need_not_run_it_again(ended: bool, rounds: int) -> None:
+    scene = Scene([Outcome.PASSED], ended=ended)
+    assert len(scene.run()) == rounds
+    assert scene.done == ["done"]
+
+
+def test_whom_the_line_has_overtaken_goes_on_with_it() -> None:
+    """It had no seat for a hundred steps; the others are in a step now, and would take its block for another call."""
+    scene = Scene([Outcome.OVERTAKEN], ended=False)
+    assert scene.run() == [False]
+    assert scene.done == []

@@ -1,0 +1,202 @@
+"""How a member comes to the state that it is told to hold, and what it does when nobody gives it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint.tag import Tag
+from paceline.elastic import taking
+from paceline.elastic.place import Place, ViewNews
+from paceline.elastic.share import Share
+from paceline.elastic.take_shards import Holder
+from paceline.errors import LinkUnavailable, OrphanedError
+
+NOBODY = LinkUnavailable("nobody gave it")
+FIRST = Share(0, 2)
+
+
+class Scene:
+    """A member in generation 2 of a spread state, and what is done with its state."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.did: list[str] = []
+        self.slept: list[float] = []
+        self.now = 0.0
+        self.takes = 0.0  # seconds that a take lasts
+        self.fails = 0  # takes that fail
+        self.breaks = False  # an update that is interrupted
+        self.latest = Tag(0, 0)
+        self.has = False
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
+        monkeypatch.setattr(taking, "time", clock)
+        self.place = Place(Tag(0, 0), 0, (FIRST,))
+        self.place.formed(ViewNews(2, 0, Tag(0, 0), frozenset(), 2))
+        plan = SimpleNamespace(wanted=["run"])
+        shelf = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
+        port: Any = SimpleNamespace(take=self._take, take_shards=self._take_shards, shelf=shelf)
+        state: Any = SimpleNamespace(
+            spreads=True,
+            shares=lambda: self.place.shares,
+            resharding=lambda share, own=True: self._note("plan", plan),
+            switch=lambda plan, rest: self._note(f"switch {rest}"),
+            offered=lambda: None,
+            put_back=lambda small: self._note(f"put back {small['lr']}"),
+            take_gradients=lambda: ["gradients"],
+            update=self._update,
+            load_state_dict=lambda rest: self._note(f"load {rest}"),
+            clear_gradients=lambda: self._note("clear"),
+        )
+        saver: Any = SimpleNamespace(
+            latest=lambda: self.latest,
+            has=lambda tag: self.has,
+            read=lambda tag, plan: self._note(f"read {tag.step}", "the disk's"),
+        )
+        self.taking = taking.Taking(port, self.place, state, saver)
+        self.taking.learn([Holder(SimpleNamespace(), (FIRST,))])  # type: ignore[arg-type]
+
+    def order(self, base: Tag, share: Share = FIRST, *, own: bool = False) -> Any:
+        return self.taking.carry_out(self.place.catch_up(self.place.generation, base, share, own=own))
+
+    def _update(self, gradients: list[str]) -> None:
+        assert gradients == ["gradients"]
+        self._note("update")
+        if self.breaks:
+            raise ZeroDivisionError
+
+    def _note(self, what: str, result: Any = None) -> Any:
+        self.did.append(what)
+        return result
+
+    def _take(self, *_: Any) -> Any:
+        self._fail_perhaps()
+        return SimpleNamespace(tree=lambda: "the rest")
+
+    def _take_shards(self, *_: Any) -> None:
+        self._fail_perhaps()
+
+    def _fail_perhaps(self) -> None:
+        self.now += self.takes
+        if self.fails:
+            self.fails -= 1
+            raise NOBODY
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    made = Scene(monkeypatch)
+    made.place.meet()
+    return made
+
+
+def prepare(scene: Scene, *, updated: bool = True) -> None:
+    scene.place.formed(ViewNews(3, 0, Tag(0, 0), frozenset(), 2))
+    scene.place.begin()
+    scene.place.prepare(1)
+    scene.taking.keep_gradients({"lr": 0.5}, updated=updated)
+    scene.place.meet()
+
+
+def test_what_is_own_is_completed_and_the_rest_of_it_stays(scene: Scene) -> None:
+    meet = scene.order(Tag(0, 0), Share(1, 3), own=True)
+    assert scene.did == ["plan", "switch None"]
+    assert meet.shares == (Share(1, 3), FIRST)
+
+
+def test_of_another_state_everything_is_taken(scene: Scene) -> None:
+    assert scene.order(Tag(2, 4)).tag == Tag(2, 4)
+    assert scene.did == ["plan", "withdraw", "switch the rest"]
+
+
+def test_what_nobody_gives_is_read_from_a_checkpoint(scene: Scene) -> None:
+    scene.fails, scene.has = 1, True
+    assert scene.order(Tag(2, 4)).tag == Tag(2, 4)
+    assert scene.did == ["plan", "read 4", "withdraw", "switch the disk's"]
+    assert scene.taking.read_a_checkpoint
+
+
+def test_until_it_is_taken_nothing_changes(scene: Scene) -> None:
+    scene.fails = 1
+    meet = scene.order(Tag(2, 4))
+    assert (meet.tag, meet.shares, scene.did) == (Tag(0, 0), (FIRST,), ["plan"])
+
+
+def test_takes_that_fail_at_once_come_ever_more_slowly(scene: Scene) -> None:
+    """The coordinator orders the next one as soon as it hears of it."""
+    for _ in range(8):
+        scene.fails = 1
+        scene.order(Tag(2, 4))
+    assert scene.slept == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0], "whoever failed the first is gone, as a rule"
+    scene.order(Tag(2, 4))
+    scene.slept.clear()
+    scene.fails = 1
+    scene.order(Tag(2, 5))
+    assert scene.slept == [], "it has worked since"
+
+
+def test_a_take_that_has_lasted_needs_no_pause(scene: Scene) -> None:
+    scene.takes = 3.0
+    for _ in range(3):
+        scene.fails = 1
+        scene.order(Tag(2, 4))
+    assert scene.slept == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("updated", "update"), [(True, ["update"]), (False, [])])
+def test_a_step_is_finished_from_the_gradients_that_were_kept(scene: Scene, updated: bool, update: list[str]) -> None:
+    prepare(scene, updated=updated)
+    meet = scene.order(Tag(3, 1))
+    assert scene.did == ["withdraw", "put back 0.5", *update, "load the rest", "clear"]
+    assert (meet.tag, meet.prepared) == (Tag(3, 1), None)
+
+
+def test_a_step_that_cannot_be_finished_yet_stays_prepared(scene: Scene) -> None:
+    prepare(scene)
+    scene.fails = 1
+    assert scene.order(Tag(3, 1)).prepared == Tag(3, 1)
+    assert scene.did == []
+    scene.order(Tag(3, 1))
+    assert scene.did[-1] == "clear"
+
+
+def test_a_step_that_is_finished_half_way_counts_for_nothing(scene: Scene) -> None:
+    prepare(scene)
+    scene.breaks = True
+    with pytest.raises(ZeroDivisionError):
+        scene.order(Tag(3, 1))
+    assert (scene.place.held, scene.place.shares) == (None, ())
+
+
+def test_what_was_told_twice_is_done_once(scene: Scene) -> None:
+    prepare(scene)
+    scene.order(Tag(3, 1), FIRST)
+    scene.did.clear()
+    assert scene.order(Tag(3, 1), FIRST).tag == Tag(3, 1)
+    assert scene.did == []
+
+
+def test_gradients_of_a_step_that_nobody_has_applied_are_dropped(scene: Scene) -> None:
+    prepare(scene)
+    scene.order(Tag(0, 0), Share(1, 3), own=True)
+    assert scene.taking._kept is None
+    assert scene.did == ["plan", "switch None"]
+
+
+def test_what_is_lost_begins_at_the_checkpoint(scene: Scene) -> None:
+    prepare(scene)
+    scene.latest = Tag(1, 7)
+    step, meet = scene.taking.start_from_checkpoint("part 1 of 2 is lost")
+    assert (step, meet.tag, meet.stored, meet.shares) == (7, Tag(1, 7), True, ())
+    assert scene.taking._kept is None
+
+
+def test_without_a_checkpoint_it_ends(scene: Scene) -> None:
+    with pytest.raises(OrphanedError, match="there is no checkpoint: part 1 of 2 is lost"):
+        scene.taking.start_from_checkpoint("part 1 of 2 is lost")
+
+
+def test_what_is_trained_on_is_what_the_seat_has(scene: Scene) -> None:
+    scene.taking.train_on(FIRST)
+    assert scene.did == []

@@ -1,0 +1,194 @@
+"""A link whose mesh ends while a thread is inside: what it uses is given back when it has come out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from paceline._loop import loop_thread
+from paceline.links.base import LinkEnded, Peer
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, FrameKind
+from paceline.links.grpc_queues import Inbox, Outbox
+from paceline.links.halves import Incoming, Outgoing
+from paceline.links.member_link import MemberLink
+from paceline.links.shm.arena import Arena
+from support.shm_pair import halves
+
+FRAME = Frame(FrameKind.DATA, 1, 1, 0, b"", b"x")
+
+
+class Waiting:
+    """Holds whoever comes in until it is let go, and knows if it was closed meanwhile."""
+
+    def __init__(self) -> None:
+        self.entered, self.let_go = threading.Event(), threading.Event()
+        self.inside = self.was_closed = self.closed_inside = False
+
+    def hold(self) -> None:
+        self.inside = True
+        self.entered.set()
+        assert self.let_go.wait(10.0)
+        self.inside = False
+
+    def shut_down(self) -> None:
+        self.was_closed = True
+        self.closed_inside |= self.inside
+
+
+class Out(Outgoing):
+    kind = "shm"
+
+    def __init__(self, at: Waiting) -> None:
+        self.frames = self.sent_bytes = 0
+        self.at = at
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        self.at.hold()
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        self.at.hold()
+
+    def settle(self, deadline: float) -> None:
+        self.at.hold()
+
+    def recall(self) -> None:
+        self.at.hold()
+
+    def flush(self, deadline: float) -> None:
+        """All is there."""
+
+    def wake(self) -> None:
+        """Nobody is woken."""
+
+    def end(self, error: LinkEnded) -> None:
+        """See `wake`."""
+
+    def close(self) -> None:
+        self.at.shut_down()
+
+
+class In(Incoming):
+    kind = "shm"
+
+    def __init__(self, at: Waiting) -> None:
+        self.at = at
+        self.first = True
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        if not self.first:
+            self.at.hold()
+        self.first = False
+        return FRAME
+
+    def release(self) -> None:
+        self.at.hold()
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """Nothing comes."""
+
+    def wake(self) -> None:
+        """Nobody is woken."""
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """See `wake`."""
+
+    def close(self) -> None:
+        self.at.shut_down()
+
+
+@pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "release"])
+def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
+    out, into, loop = Waiting(), Waiting(), loop_thread().loop
+    at = into if call in ("recv", "release") else out
+    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
+    link.settle_on(Out(out))
+    link.inbox.turn_to(In(into))
+    later = monotonic() + 10.0
+    link.recv(later)  # the way in is in use
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: link.send(FRAME, later),
+        "lend": lambda: link.lend(FRAME, later),
+        "settle": lambda: link.settle(later),
+        "recall": link.recall,
+        "recv": lambda: link.recv(later),
+        "release": link.release,
+    }
+    thread = threading.Thread(target=calls[call])
+    thread.start()
+    assert at.entered.wait(10.0)
+    link.shut()
+    at.let_go.set()
+    thread.join(10.0)
+    assert out.was_closed
+    assert into.was_closed
+    assert not at.closed_inside
+
+
+def test_a_way_out_that_opens_after_its_link_was_shut_is_closed() -> None:
+    out, loop = Waiting(), loop_thread().loop
+    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
+    link.shut()
+    link.settle_on(Out(out))
+    assert out.was_closed
+
+
+def test_what_is_lent_is_not_settled_by_a_link_that_is_shut() -> None:
+    loop = loop_thread().loop
+    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
+    link.settle_on(Out(Waiting()))
+    link.shut()
+    with pytest.raises(LinkEnded, match="closed"):
+        link.settle(monotonic() + 10.0)
+
+
+def test_whoever_takes_back_what_it_lent_waits_for_a_close_that_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, closing, taken_back = Arena(), threading.Event(), threading.Event()
+    x = arena.empty((1 << 20,), np.uint8)
+    with halves(arena) as both:
+        outgoing, take_back = both.outgoing, both.outgoing._take_back
+
+        def slowly() -> None:
+            closing.set()
+            assert taken_back.wait(10.0)
+            take_back()
+
+        outgoing.lend(Frame(FrameKind.DATA, 1, 1, 0, b"", x.data), monotonic() + 5.0)
+        monkeypatch.setattr(outgoing, "_take_back", slowly)
+        closes, recalls = threading.Thread(target=outgoing.close), threading.Thread(target=outgoing.recall)
+        closes.start()
+        assert closing.wait(10.0)
+        recalls.start()
+        recalls.join(0.1)
+        assert recalls.is_alive(), "the array was the caller's before the reader was told"
+        taken_back.set()
+        closes.join(10.0)
+        recalls.join(10.0)
+        with pytest.raises(LinkEnded, match="took back"):
+            both.incoming.recv(monotonic() + 5.0)
+
+
+def test_a_reader_that_comes_after_the_close_is_told_at_once() -> None:
+    told = threading.Event()
+    with halves() as both:
+        both.incoming.close()
+        both.incoming.on_readable(told.set)
+        assert told.is_set()
+        with pytest.raises(LinkEnded):
+            both.incoming.recv(monotonic() + 5.0)
+
+
+def test_what_was_lent_is_not_believed_once_its_writer_has_closed() -> None:
+    """A mesh may end before the operation that has failed comes to take back what it had lent."""
+    arena = Arena()
+    x = arena.empty((1 << 20,), np.uint8)
+    with halves(arena) as both:
+        both.outgoing.lend(Frame(FrameKind.DATA, 1, 1, 0, b"", x.data), monotonic() + 5.0)
+        both.outgoing.close()
+        x.fill(7)  # it is its owner's again
+        with pytest.raises(LinkEnded, match="took back"):
+            both.incoming.recv(monotonic() + 5.0)

@@ -1,0 +1,33 @@
+"""How long a waiter stays awake."""
+
+from __future__ import annotations
+
+import os
+from time import monotonic, process_time
+
+import pytest
+
+from paceline.links.shm.bell import Bell, awake_for
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "cores", "shares"), [(1, 2, False), (2, 2, True), (7, 8, False), (3, None, True)]
+)
+def test_who_shares_a_core_gives_it_up_sooner(
+    neighbours: int, cores: int | None, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert (awake_for(neighbours) < awake_for(0)) == shares
+
+
+def test_a_waiter_falls_asleep_and_is_woken_by_a_count() -> None:
+    bell = Bell(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), 1e-4)
+    try:
+        before, start = process_time(), monotonic()
+        assert bell.take(start + 0.1) == 0
+        assert monotonic() - start >= 0.09
+        assert process_time() - before < 0.05, "it slept"
+        os.eventfd_write(bell.fd, 3)
+        assert bell.take(monotonic() + 5.0) == 3
+    finally:
+        bell.close()

@@ -1,0 +1,126 @@
+"""Shared-memory halves: who is blocked is woken, and how a half ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
+from paceline.links.base import LinkEnded, LinkTimeout
+from paceline.links.fault import Verdict
+from paceline.links.frame import Frame, FrameKind
+from paceline.links.shm.arena import Arena
+from paceline.links.shm.layout import SLOTS
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.shm_pair import Halves, halves
+
+MIB = 1 << 20
+LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")
+
+
+@pytest.fixture
+def both() -> Iterator[Halves]:
+    with halves() as made:
+        yield made
+
+
+def soon() -> float:
+    return monotonic() + 10.0
+
+
+def frame(payload: bytes | memoryview = b"", part: int = 0, signature: bytes = b"") -> Frame:
+    return Frame(FrameKind.DATA, 1, 5, part, signature, payload)
+
+
+def in_arena(arena: Arena, nbytes: int, value: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    array = arena.empty((nbytes,), np.uint8)
+    array[:] = value
+    return array
+
+
+@pytest.mark.parametrize("call", ["send", "settle", "recv"])
+@pytest.mark.parametrize("how", ["fault", "end"])
+def test_whoever_is_blocked_is_woken(call: str, how: str) -> None:
+    arena = Arena()
+    x = in_arena(arena, MIB, 1)
+    with halves(arena) as both:
+        if call == "settle":
+            both.outgoing.lend(frame(x.data), soon())
+        if call == "send":
+            for part in range(SLOTS):
+                both.outgoing.send(frame(b"", part), soon())
+        blocked = {
+            "send": lambda: both.outgoing.send(frame(), soon()),
+            "settle": lambda: both.outgoing.settle(soon()),
+            "recv": lambda: both.incoming.recv(soon()),
+        }[call]
+        caught: list[tuple[BaseException, float]] = []
+        begun = threading.Event()
+
+        def run() -> None:
+            begun.set()
+            try:
+                blocked()
+            except (PacelineError, LinkEnded) as error:
+                caught.append((error, monotonic()))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        begun.wait()
+        woken = monotonic()
+        if how == "fault":
+            both.writer.settle(LOST)
+            both.reader.settle(LOST)
+            both.outgoing.wake()
+            both.incoming.wake()
+        else:
+            both.outgoing.end(LinkEnded("rank 1 is gone"))
+            both.incoming.end(LinkEnded("rank 0 is gone"))
+        thread.join()
+        ((error, at),) = caught
+        assert isinstance(error, PeerLost if how == "fault" else LinkEnded)
+        assert at - woken < 0.1
+        for _ in range(2):  # at once, though the wake is used up
+            before = monotonic()
+            with pytest.raises(PeerLost if how == "fault" else LinkEnded):
+                blocked()
+            assert monotonic() - before < 0.1
+
+
+def test_a_wake_without_a_reason_changes_nothing(both: Halves) -> None:
+    both.incoming.wake()
+    both.outgoing.wake()
+    started = monotonic()
+    with pytest.raises(LinkTimeout):
+        both.incoming.recv(started + 0.01)
+    assert monotonic() - started >= 0.01
+    both.outgoing.send(frame(b"x"), soon())
+    assert both.incoming.recv(0.0).payload == b"x"
+
+
+def test_all_that_was_sent_is_read_before_the_end(both: Halves) -> None:
+    for part in range(5):
+        both.outgoing.send(frame(b"x" * 10_000, part), soon())
+    both.outgoing.flush(soon())
+    both.incoming.end(LinkEnded("rank 0 left", orderly=True), both.outgoing.frames)
+    both.outgoing.close()
+    assert [both.incoming.recv(soon()).part for _ in range(5)] == list(range(5))
+    for _ in range(2):
+        with pytest.raises(LinkEnded, match="left") as info:
+            both.incoming.recv(soon())
+        assert info.value.orderly
+
+
+@pytest.mark.parametrize("said", [1, 3])
+def test_a_wrong_count_at_the_end_is_a_breach(both: Halves, said: int) -> None:
+    for part in range(2):
+        both.outgoing.send(frame(b"x", part), soon())
+    both.incoming.end(LinkEnded("rank 0 left", orderly=True), said)
+    both.incoming.recv(soon())
+    both.incoming.recv(soon())
+    with pytest.raises(PeerBrokeProtocol, match="rank 0"):
+        both.incoming.recv(soon())

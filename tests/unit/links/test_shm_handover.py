@@ -1,0 +1,285 @@
+"""Who gets in with what, who does not, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from paceline._loop import LoopThread
+from paceline.errors import LinkUnavailable
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, FrameKind
+from paceline.links.shm import handover
+from paceline.links.shm.handover import ShmHost, connect
+from paceline.links.shm.incoming import ShmIncoming
+from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT
+from paceline.links.shm.outgoing import ShmOutgoing
+from paceline.links.shm.segment import Segment
+from support.shm_pair import PEERS, descriptors, shm_host
+
+TICKET = b"t" * 16
+OPENING = struct.Struct("<4sHHQ")
+
+
+@pytest.fixture
+def hosted() -> Iterator[tuple[LoopThread, ShmHost]]:
+    with shm_host() as made:
+        yield made
+
+
+def expect(thread: LoopThread, host: ShmHost, ticket: bytes = TICKET) -> list[ShmIncoming]:
+    made: list[ShmIncoming] = []
+
+    async def on_loop() -> None:
+        host.expect(ticket, made.append, Fault(1, 1, 0.0), PEERS[0])
+
+    thread.run(on_loop())
+    return made
+
+
+def dial(thread: LoopThread, name: str, ticket: bytes = TICKET, timeout: float = 5.0) -> ShmOutgoing:
+    return thread.run(connect(name, ticket, Fault(1, 0, 0.0), PEERS[1], thread.loop, timeout))
+
+
+def knock(host: ShmHost, data: bytes, given: list[int]) -> bytes:
+    """What a stranger is answered; b"" if it is hung up on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(5.0)
+        stranger.connect(f"\0{host.name}")
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))] if given else []
+        stranger.sendmsg([data], rights)
+        return stranger.recv(1000)
+
+
+def opening(ticket: bytes = TICKET, magic: bytes = b"PLSM", layout: int = LAYOUT, size: int = CONTROL_BYTES) -> bytes:
+    return OPENING.pack(magic, layout, len(ticket), size) + ticket
+
+
+def test_a_ticket_is_good_for_one_half(hosted: tuple[LoopThread, ShmHost]) -> None:
+    thread, host = hosted
+    made = expect(thread, host)
+    outgoing = dial(thread, host.name)
+    (incoming,) = made
+    outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"hello"), 0.0)
+    assert incoming.recv(0.0).payload == b"hello"
+    with pytest.raises(LinkUnavailable, match="ticket is not good"):
+        dial(thread, host.name)
+    outgoing.close()
+    incoming.close()
+
+
+def test_strangers_are_turned_away_and_leave_nothing(hosted: tuple[LoopThread, ShmHost]) -> None:
+    thread, host = hosted
+    control, small = Segment(CONTROL_BYTES), Segment(4096)
+    unsealed = os.memfd_create("test")
+    os.ftruncate(unsealed, CONTROL_BYTES)
+    bell = os.eventfd(0)
+    right = [control.fd, bell, bell]
+    tries: list[tuple[bytes, list[int], bytes]] = [
+        (b"x", right, b"no opening"),
+        (opening()[:-1], right, b"no opening"),
+        (opening() + b"x", right, b"no opening"),
+        (opening() + bytes(1 << 16), right, b"no opening"),
+        (opening(magic=b"HTTP"), right, b"no opening"),
+        (opening(layout=LAYOUT + 1), right, b"has layout"),
+        (opening(size=4096), right, b"has layout"),
+        (opening(b"another"), right, b"ticket"),
+        (opening(b""), right, b"ticket"),
+        (opening(), [], b"0 descriptors"),
+        (opening(), right[:2], b"2 descriptors"),
+        (opening(), [small.fd, bell, bell], b"4096 bytes, not"),
+        (opening(), [unsealed, bell, bell], b"cut short"),
+        (opening(), [bell, bell, bell], b"not one of sealed memory"),
+        (opening(), [control.fd, control.fd, bell], b"eventfds"),
+        (opening(), [control.fd, bell, unsealed], b"eventfds"),
+    ]
+    before = descriptors()
+    for data, given, answer in tries:
+        made = expect(thread, host)
+        assert answer in knock(host, data, given)
+        assert not made
+    made = expect(thread, host)
+    assert knock(host, opening(), [*right, *[bell] * 100]) == b"\x01", "surplus descriptors are closed"
+    made[0].close()
+    assert descriptors() == before
+    assert not host._strangers
+    control.close()
+    small.close()
+    os.close(unsealed)
+    os.close(bell)
+
+
+def test_another_users_process_is_not_let_in(
+    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, host = hosted
+    made = expect(thread, host)
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(handover, "_uid", lambda _: 123456)
+        with pytest.raises(LinkUnavailable, match="another user's"):
+            dial(thread, host.name)
+        assert descriptors() == before
+    theirs = iter([os.geteuid(), 123456])  # the host is ours, but it sees a stranger
+    monkeypatch.setattr(handover, "_uid", lambda _: next(theirs))
+    with pytest.raises(LinkUnavailable):
+        dial(thread, host.name)
+    assert not made
+    assert descriptors() == before
+
+
+def test_the_kernel_says_who_is_there() -> None:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert handover._uid(a) == os.geteuid()
+    a.close()
+    b.close()
+
+
+def test_nobody_there_is_no_shared_memory(hosted: tuple[LoopThread, ShmHost]) -> None:
+    thread, _ = hosted
+    before = descriptors()
+    with pytest.raises(LinkUnavailable, match=r"no shared memory with rank 1 \(host-1, pid 101\)"):
+        dial(thread, "paceline-nobody")
+    assert descriptors() == before
+
+
+def test_a_host_that_does_not_answer_is_waited_for_as_long_as_asked(hosted: tuple[LoopThread, ShmHost]) -> None:
+    thread, _ = hosted
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute:
+        mute.bind("\0paceline-mute-test")
+        mute.listen(1)
+        before = descriptors()
+        with pytest.raises(LinkUnavailable, match=r"did not answer in 0.05 s"):
+            dial(thread, "paceline-mute-test", timeout=0.05)
+        assert descriptors() == before
+
+
+def test_a_host_with_a_full_queue_is_tried_again(
+    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, host = hosted
+    made = expect(thread, host)
+    monkeypatch.setattr(handover, "_FULL", 0.0)
+    real, full = socket.socket.connect, iter(range(3))
+
+    def connect(self: socket.socket, address: str) -> None:
+        for _ in full:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    dial(thread, host.name).close()
+    made[0].close()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first,
+    ):
+        mute.bind("\0paceline-full-test")
+        mute.listen(0)
+        first.connect("\0paceline-full-test")
+        with pytest.raises(LinkUnavailable, match=r"did not answer in 0.05 s"):
+            dial(thread, "paceline-full-test", timeout=0.05)
+
+
+def test_tickets_and_silent_strangers_are_forgotten(
+    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, host = hosted
+    monkeypatch.setattr(handover, "TICKET_LIFETIME", 0.0)
+    expect(thread, host)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.settimeout(5.0)
+        silent.connect(f"\0{host.name}")
+        assert silent.recv(10) == b""
+    assert not host._expected
+    assert not host._strangers
+
+
+def test_a_crowd_of_strangers_waits_in_the_kernel(
+    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, host = hosted
+    monkeypatch.setattr(handover, "MAX_STRANGERS", 3)
+    made = expect(thread, host)
+    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(5)]
+    for stranger in crowd:
+        stranger.connect(f"\0{host.name}")
+
+    descriptors()
+    assert len(host._strangers) == 3
+    for stranger in crowd:
+        stranger.close()
+    outgoing = dial(thread, host.name)
+    outgoing.close()
+    made[0].close()
+
+
+def test_no_descriptors_left_pauses_the_host(
+    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, host = hosted
+    monkeypatch.setattr(handover, "_PAUSE", 0.0)
+    made = expect(thread, host)
+    real, failures = socket.socket.accept, iter(range(3))
+
+    def accept(self: socket.socket) -> tuple[socket.socket, object]:
+        for _ in failures:
+            raise OSError(24, "Too many open files")
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    dial(thread, host.name).close()
+    made[0].close()
+
+
+def test_no_descriptors_left_for_a_half_is_said(
+    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, host = hosted
+    real = os.eventfd
+    for allowed in range(2):
+        expect(thread, host)
+        left = iter(range(allowed))
+
+        def eventfd(initval: int, flags: int = 0, left: Iterator[int] = left) -> int:
+            if next(left, None) is None:
+                raise OSError(24, "Too many open files")
+            return real(initval, flags)
+
+        before = descriptors()
+        halves: list[ShmIncoming] = []
+
+        async def on_loop(halves: list[ShmIncoming] = halves) -> None:
+            host.expect(TICKET, halves.append, Fault(1, 1, 0.0), PEERS[0])
+
+        thread.run(on_loop())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", eventfd)
+            with pytest.raises(LinkUnavailable, match="Too many open files"):
+                dial(thread, host.name)
+        for half in halves:
+            half.close()
+        assert descriptors() == before
+
+
+def test_a_closed_host_lets_nobody_in(hosted: tuple[LoopThread, ShmHost]) -> None:
+    thread, host = hosted
+    expect(thread, host)
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    silent.connect(f"\0{host.name}")
+
+    async def close() -> None:
+        host.close()
+        host.close()
+
+    thread.run(close())
+    with pytest.raises(LinkUnavailable):
+        dial(thread, host.name)
+    silent.close()
+    assert not host._expected
+    assert not host._strangers

@@ -1,0 +1,289 @@
+"""A peer that writes what it likes where it may: every reader and writer ends with a typed error that names it (I9)."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol
+from paceline.links.base import LinkEnded, LinkTimeout
+from paceline.links.fault import Fault
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline.links.shm import incoming
+from paceline.links.shm.incoming import ShmIncoming
+from paceline.links.shm.layout import (
+    CONTROL_BYTES,
+    DESCRIPTOR,
+    INLINE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    SLOTS_AT,
+    STAGING_AT,
+    STAGING_BYTES,
+)
+from paceline.links.shm.outgoing import ANNOUNCEMENT
+from paceline.links.shm.segment import Segment, attach
+from support.shm_pair import PEERS, descriptors, halves
+
+SLOT, STAGING, ARENA = 1, 2, 3
+NUMBER, KIND, PART, GENERATION, OPERATION, PLACE, WORDS, SIZE, SEGMENT, OFFSET = range(10)
+GOOD = (0, 1, 0, 1, 1, SLOT, 0, 0, 0, 0)
+
+
+@dataclass
+class Writer:
+    """The hand of a hostile writer."""
+
+    control: Segment
+    bell: int
+    sock: socket.socket
+    incoming: ShmIncoming
+    fault: Fault
+
+    def describe(self, *, ring: int = 1, **fields: int) -> None:
+        words = list(GOOD)
+        for name, value in fields.items():
+            words[globals()[name]] = value
+        DESCRIPTOR.pack_into(self.control.memory, SLOTS_AT + words[NUMBER] % SLOTS * SLOT_BYTES, *words)
+        if ring:
+            os.eventfd_write(self.bell, ring)
+
+    def announce(self, data: bytes, *descriptors: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        self.sock.sendmsg([data], rights)
+
+
+@contextmanager
+def hostile_writer() -> Iterator[Writer]:
+    loop = asyncio.new_event_loop()
+    control = Segment(CONTROL_BYTES)
+    control.back(STAGING_AT)
+    flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+    bell, room = os.eventfd(0, flags), os.eventfd(0, flags)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    fault = Fault(1, 1, 0.0)
+    reader = ShmIncoming(fault, PEERS[0], loop, theirs, attach(control.fd, CONTROL_BYTES), os.dup(bell), os.dup(room))
+    try:
+        yield Writer(control, bell, ours, reader, fault)
+    finally:
+        reader.close()
+        control.close()
+        ours.close()
+        os.close(bell)
+        os.close(room)
+        loop.close()
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    with hostile_writer() as made:
+        yield made
+
+
+def accuses(writer: Writer, text: str) -> None:
+    with pytest.raises(PeerBrokeProtocol, match=text) as info:
+        writer.incoming.recv(monotonic() + 5.0)
+    assert info.value.ranks == (0,)
+    assert str(PEERS[0]) in str(info.value)
+    with pytest.raises(PeerBrokeProtocol):
+        writer.incoming.recv(monotonic() + 5.0)
+
+
+def test_a_right_descriptor_is_a_frame(writer: Writer) -> None:
+    writer.describe(SIZE=INLINE_BYTES, WORDS=MAX_SIGNATURE_BYTES)
+    assert len(writer.incoming.recv(0.0).payload) == INLINE_BYTES
+    writer.describe(NUMBER=1, PLACE=STAGING, SIZE=MAX_PAYLOAD_BYTES, OFFSET=CONTROL_BYTES - MAX_PAYLOAD_BYTES)
+    assert len(writer.incoming.recv(0.0).payload) == MAX_PAYLOAD_BYTES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"NUMBER": 64},
+        {"NUMBER": 2**64 - 64},
+        {"KIND": 0},
+        {"KIND": 2},
+        {"KIND": 2**32 - 1},
+        {"GENERATION": 0},
+        {"GENERATION": 2},
+        {"GENERATION": 2**64 - 1},
+        {"PLACE": 0},
+        {"PLACE": 4},
+        {"PLACE": 2**32 - 1},
+        {"WORDS": MAX_SIGNATURE_BYTES + 1},
+        {"WORDS": 2**32 - 1},
+        {"SIZE": INLINE_BYTES + 1},
+        {"SIZE": 2**64 - 1},
+        {"PLACE": STAGING, "SIZE": 10, "OFFSET": STAGING_AT - 1},
+        {"PLACE": STAGING, "SIZE": 10, "OFFSET": 0},
+        {"PLACE": STAGING, "SIZE": 10, "OFFSET": STAGING_AT + STAGING_BYTES - 9},
+        {"PLACE": STAGING, "SIZE": 10, "OFFSET": 2**64 - 5},
+        {"PLACE": STAGING, "SIZE": MAX_PAYLOAD_BYTES + 1, "OFFSET": STAGING_AT},
+        {"PLACE": ARENA, "SIZE": 10},
+        {"PLACE": ARENA, "SIZE": 10, "SEGMENT": 2**64 - 1},
+    ],
+)
+def test_a_wrong_descriptor_is_the_peers_breach(writer: Writer, fields: dict[str, int]) -> None:
+    writer.describe(**fields)
+    accuses(writer, "broke the protocol")
+
+
+@pytest.mark.parametrize("count", [SLOTS + 1, 2**32 - 1, 2**63 + SLOTS + 1])
+def test_a_bell_that_counts_more_than_there_are_slots(writer: Writer, count: int) -> None:
+    writer.describe(ring=count)
+    accuses(writer, f"rang for {count % 2**32} frames")
+
+
+def test_a_bell_without_a_frame(writer: Writer) -> None:
+    writer.describe(ring=2)
+    writer.incoming.recv(0.0)
+    accuses(writer, "where frame 1 was due")
+
+
+def test_a_slot_written_twice_is_found_out(writer: Writer) -> None:
+    for number in range(SLOTS):
+        writer.describe(NUMBER=number)
+        writer.incoming.recv(0.0)
+    writer.describe(NUMBER=0)
+    accuses(writer, f"where frame {SLOTS} was due")
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "wrong"),
+    [(10, 0, False), (4096, 0, False), (4097, 0, True), (1, 4096, True), (1, 2**64 - 1, True)],
+)
+def test_only_what_lies_in_a_segment_is_read(writer: Writer, size: int, offset: int, wrong: bool) -> None:
+    segment = Segment(4096)
+    writer.announce(ANNOUNCEMENT.pack(7, 4096), segment.fd)
+    segment.close()
+    writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=size, OFFSET=offset)
+    if wrong:
+        accuses(writer, "in a segment of 4096")
+    else:
+        assert len(writer.incoming.recv(0.0).payload) == size
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "text"),
+    [
+        (b"x", "none", "an announcement of 1 bytes"),
+        (bytes(100), "sealed", "an announcement of 17 bytes"),
+        (ANNOUNCEMENT.pack(7, 8192), "sealed", "4096 bytes, not 8192"),
+        (ANNOUNCEMENT.pack(7, 2**64 - 1), "sealed", "4096 bytes, not"),
+        (ANNOUNCEMENT.pack(7, 4096), "unsealed", "cut short"),
+        (ANNOUNCEMENT.pack(7, 4096), "eventfd", "not one of sealed memory"),
+        (ANNOUNCEMENT.pack(7, 4096), "two", "segment 7 twice"),
+    ],
+)
+def test_a_wrong_announcement_is_the_peers_breach(writer: Writer, data: bytes, kind: str, text: str) -> None:
+    segment = Segment(4096)
+    plain = os.memfd_create("test")
+    os.ftruncate(plain, 4096)
+    before = descriptors()
+    given = {"none": [], "sealed": [segment.fd], "unsealed": [plain], "eventfd": [writer.bell], "two": [segment.fd]}
+    writer.announce(data, *given[kind])
+    if kind == "two":
+        writer.announce(data, *given[kind])
+    writer.describe(PLACE=ARENA, SEGMENT=8, SIZE=10)
+    accuses(writer, text)
+    assert descriptors() <= before + 1, "only the mapping of the one that was right"
+    segment.close()
+    os.close(plain)
+
+
+def test_surplus_descriptors_are_closed(writer: Writer) -> None:
+    segment = Segment(4096)
+    before = descriptors()
+    writer.announce(ANNOUNCEMENT.pack(7, 4096), segment.fd, *[writer.bell] * 200)
+    writer.announce(ANNOUNCEMENT.pack(7, 0), *[writer.bell] * 200)
+    writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
+    accuses(writer, "segment 7, which it has not handed over")
+    assert descriptors() == before
+    segment.close()
+
+
+def test_a_descriptor_for_which_there_is_no_room_ends_the_link_typed(writer: Writer) -> None:
+    writer.announce(ANNOUNCEMENT.pack(7, 4096))  # as the kernel delivers it when the table is full
+    writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
+    with pytest.raises(LimitExceeded, match="no descriptor was left"):
+        writer.incoming.recv(0.0)
+
+
+def test_words_without_end_do_not_hold_up_whoever_has_a_deadline(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "receive_descriptors", lambda *_: (ANNOUNCEMENT.pack(1, 0), []))
+    writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
+    accuses(writer, "segment 7, which it has not handed over")
+
+
+def test_a_writer_that_hangs_up_is_left_to_the_control_channel(writer: Writer) -> None:
+    writer.sock.close()
+    with pytest.raises(LinkTimeout):
+        writer.incoming.recv(monotonic() + 0.01)
+    writer.describe()
+    writer.incoming.recv(0.0)
+
+
+def test_room_for_more_frames_than_were_sent_is_the_readers_breach() -> None:
+    with halves() as both:
+        both.outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b""), monotonic() + 5.0)
+        os.eventfd_write(both.incoming._room, 2)
+        with pytest.raises(PeerBrokeProtocol, match="released 2 frames of 1") as info:
+            both.outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(100_000)), monotonic() + 5.0)
+        assert info.value.ranks == (1,)
+
+
+def test_counts_that_are_full_to_the_brim_are_a_breach() -> None:
+    with halves() as both:
+        os.eventfd_write(both.incoming._bell.fd, 2**64 - 2)
+        with pytest.raises(PeerBrokeProtocol, match="its bell"):
+            both.outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b""), monotonic() + 5.0)
+    with halves() as both:
+        both.outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(100_000)), monotonic() + 5.0)
+        os.eventfd_write(both.incoming._room, 2**64 - 2)
+        with pytest.raises(PeerBrokeProtocol, match="count of what was released"):
+            both.incoming.recv(0.0)
+
+
+WORD = st.one_of(st.integers(0, 8), st.integers(2**32 - 8, 2**32 - 1))
+LONG = st.one_of(
+    st.integers(0, 100),
+    st.sampled_from([INLINE_BYTES, STAGING_AT, CONTROL_BYTES, MAX_PAYLOAD_BYTES]),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(LONG, WORD, WORD, LONG, LONG, WORD, WORD, LONG, LONG, LONG), min_size=1, max_size=4), LONG)
+@example([GOOD], 1)
+def test_whatever_is_written_the_reader_gets_a_frame_or_a_typed_error(
+    descriptors: list[tuple[int, ...]], ring: int
+) -> None:
+    with hostile_writer() as writer:
+        segment = Segment(4096)
+        writer.announce(ANNOUNCEMENT.pack(1, 4096), segment.fd)
+        segment.close()
+        for slot, words in enumerate(descriptors):
+            DESCRIPTOR.pack_into(writer.control.memory, SLOTS_AT + slot * SLOT_BYTES, *words)
+        os.eventfd_write(writer.bell, min(ring, 2**64 - 2))
+        try:
+            for _ in range(5):
+                got = writer.incoming.recv(0.0)
+                assert len(bytes(got.payload)) <= MAX_PAYLOAD_BYTES
+                assert len(got.signature) <= MAX_SIGNATURE_BYTES
+                writer.incoming.release()
+        except (PacelineError, LinkEnded, LinkTimeout):
+            pass

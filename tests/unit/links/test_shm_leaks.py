@@ -1,0 +1,55 @@
+"""Links come and go with each generation: what they took, they give back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, FrameKind
+from paceline.links.shm.arena import Arena
+from support.shm_pair import descriptors, shm_halves, shm_host
+
+
+def taken() -> tuple[int, int, int]:
+    """Descriptors, threads, mappings of shared memory."""
+    count = descriptors()
+    return count, threading.active_count(), Path("/proc/self/maps").read_text().count("memfd:paceline")
+
+
+def test_a_thousand_pairs_leave_nothing() -> None:
+    arena = Arena()
+    x = arena.empty((1 << 20,), np.uint8)
+
+    def one() -> None:
+        outgoing, incoming = shm_halves(thread, host, Fault(1, 0, 0.05), Fault(1, 1, 0.05))
+        outgoing._arena = arena
+        incoming.on_readable(lambda: None)
+        outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(20_000)), 0.0)
+        outgoing.lend(Frame(FrameKind.DATA, 1, 1, 0, b"", x.data), 0.0)
+        incoming.recv(0.0)
+        incoming.recv(0.0)
+        incoming.release()
+        for half in (outgoing, incoming, outgoing, incoming):
+            half.close()
+
+    with shm_host() as (thread, host):
+        one()
+        before = taken()
+        for _ in range(1000):
+            one()
+        assert taken() == before
+
+
+def test_close_gives_back_all_even_while_somebody_keeps_the_halves() -> None:
+    with shm_host() as (thread, host):
+        before = taken()
+        kept = [shm_halves(thread, host, Fault(1, 0, 0.05), Fault(1, 1, 0.05)) for _ in range(10)]
+        assert taken() > before
+        for halves in kept:
+            for half in halves:
+                half.close()
+                half.wake()
+        assert taken() == before

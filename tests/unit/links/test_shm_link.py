@@ -1,0 +1,10 @@
+"""Links over shared memory keep all rules of links."""
+
+from __future__ import annotations
+
+from paceline.testing import check_link
+from support.shm_pair import shm_link_pair
+
+
+def test_shared_memory_links_keep_the_rules() -> None:
+    check_link(shm_link_pair)

@@ -1,0 +1,349 @@
+"""The two halves against each other: wrapping, backpressure, lending, taking back, and how they end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from time import monotonic
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import LimitExceeded
+from paceline.links.base import LinkEnded, LinkTimeout
+from paceline.links.fault import Verdict
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline.links.shm.arena import Arena
+from paceline.links.shm.layout import INLINE_BYTES, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES
+from paceline.links.staging import staging_bytes
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.shm_pair import Halves, halves
+
+MIB = 1 << 20
+MANY = 16
+"""Neighbours, of whose links each has 3 MiB of staging."""
+LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")
+
+
+@pytest.fixture
+def both() -> Iterator[Halves]:
+    with halves() as made:
+        yield made
+
+
+def soon() -> float:
+    return monotonic() + 10.0
+
+
+def frame(payload: bytes | memoryview = b"", part: int = 0, signature: bytes = b"") -> Frame:
+    return Frame(FrameKind.DATA, 1, 5, part, signature, payload)
+
+
+def same(got: Frame, sent: Frame) -> bool:
+    fields = ("kind", "generation", "operation", "part", "signature")
+    return all(getattr(got, name) == getattr(sent, name) for name in fields) and bytes(got.payload) == bytes(
+        sent.payload
+    )
+
+
+def in_arena(arena: Arena, nbytes: int, value: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    array = arena.empty((nbytes,), np.uint8)
+    array[:] = value
+    return array
+
+
+@pytest.mark.parametrize("size", [0, 1, INLINE_BYTES, INLINE_BYTES + 1, MIB, MAX_PAYLOAD_BYTES])
+@pytest.mark.parametrize("signature", [b"", b"x", b"y" * MAX_SIGNATURE_BYTES])
+def test_every_size_goes_through(both: Halves, size: int, signature: bytes) -> None:
+    sent = frame(os.urandom(size), 2**32 - 1, signature)
+    for _ in range(3):
+        both.outgoing.send(sent, soon())
+        assert same(both.incoming.recv(0.0), sent)
+        both.incoming.release()
+    assert (both.outgoing.frames, both.outgoing.sent_bytes) == (3, 3 * size)
+
+
+def test_what_is_too_long_is_refused_by_the_sender(both: Halves) -> None:
+    for wrong in (frame(bytes(MAX_PAYLOAD_BYTES + 1)), frame(b"", 0, b"x" * (MAX_SIGNATURE_BYTES + 1))):
+        with pytest.raises(FrameError):
+            both.outgoing.send(wrong, soon())
+    both.outgoing.send(frame(b"good"), soon())
+    assert both.incoming.recv(0.0).payload == b"good"
+
+
+SIZES = st.one_of(
+    st.integers(0, 64),
+    st.sampled_from([INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, MIB, 3 * MIB + 5, MAX_PAYLOAD_BYTES]),
+    st.integers(0, 2 * MIB),
+)
+STEPS = st.lists(st.tuples(SIZES, st.booleans(), st.integers(0, 6), st.booleans()), max_size=60)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(STEPS, st.sampled_from([1, MANY]))
+def test_whatever_is_sent_or_lent_comes_as_it_was(steps: list[tuple[int, bool, int, bool]], neighbours: int) -> None:
+    arena = Arena()
+    source = in_arena(arena, MAX_PAYLOAD_BYTES, 0)
+    source[:] = np.random.default_rng(1).integers(0, 256, len(source), np.uint8)
+    with halves(arena, neighbours) as both:
+        due: deque[Frame] = deque()
+        for part, (size, lent, reads, releases) in enumerate(steps):
+            sent = frame(source[part : part + size].data[:size], part, b"op"[: part % 3])
+            send = both.outgoing.lend if lent else both.outgoing.send
+            for turn in count():
+                try:
+                    send(sent, 0.0)
+                except LinkTimeout:  # full: the reader goes on
+                    assert due or not turn, "no room where nothing is on its way, or held"
+                    if due:
+                        assert same(both.incoming.recv(0.0), due.popleft())
+                    both.incoming.release()
+                else:
+                    due.append(sent)
+                    break
+            for _ in range(min(reads, len(due))):
+                assert same(both.incoming.recv(0.0), due.popleft())
+            if releases:
+                both.incoming.release()
+        while due:
+            assert same(both.incoming.recv(0.0), due.popleft())
+        with pytest.raises(LinkTimeout):
+            both.incoming.recv(0.0)
+        both.incoming.release()
+        both.outgoing.settle(0.0)
+
+
+def test_slots_are_used_again_many_times(both: Halves) -> None:
+    for part in range(10 * SLOTS + 3):
+        both.outgoing.send(frame(part.to_bytes(4, "big"), part), 0.0)
+        got = both.incoming.recv(0.0)
+        assert (got.part, got.payload) == (part, part.to_bytes(4, "big"))
+
+
+def test_a_full_ring_holds_the_writer_until_the_reader_reads(both: Halves) -> None:
+    for part in range(SLOTS):
+        both.outgoing.send(frame(b"x", part), 0.0)
+    with pytest.raises(LinkTimeout, match=r"rank 1 .* takes nothing in"):
+        both.outgoing.send(frame(b"x", SLOTS), 0.0)
+    sent = threading.Thread(target=both.outgoing.send, args=(frame(b"x", SLOTS), soon()))
+    sent.start()
+    parts = [both.incoming.recv(soon()).part for _ in range(SLOTS + 1)]
+    sent.join()
+    assert parts == list(range(SLOTS + 1))
+
+
+def test_full_staging_holds_the_writer_until_the_reader_reads(both: Halves) -> None:
+    fit = STAGING_BYTES // MIB
+    for part in range(fit):
+        both.outgoing.send(frame(bytes([part]) * MIB, part), 0.0)
+    with pytest.raises(LinkTimeout):
+        both.outgoing.send(frame(bytes(MIB), fit), 0.0)
+    both.outgoing.send(frame(b"small", fit), 0.0)  # has room in its slot
+    for part in range(fit):
+        assert both.incoming.recv(0.0).payload == bytes([part]) * MIB
+    both.outgoing.send(frame(bytes(MAX_PAYLOAD_BYTES), fit + 1), 0.0)
+    assert both.incoming.recv(0.0).payload == b"small"
+    assert len(both.incoming.recv(0.0).payload) == MAX_PAYLOAD_BYTES
+
+
+def test_a_link_keeps_to_its_share_of_memory_but_for_a_payload_that_is_longer() -> None:
+    assert staging_bytes(MANY) == 3 * MIB
+    with halves(neighbours=MANY) as both:
+        for part in range(3):
+            both.outgoing.send(frame(bytes([part]) * MIB, part), 0.0)
+        with pytest.raises(LinkTimeout):
+            both.outgoing.send(frame(b"!" * MIB), 0.0)
+        assert [bytes(both.incoming.recv(0.0).payload[:1]) for _ in range(3)] == [b"\0", b"\1", b"\2"]
+        both.outgoing.send(frame(b"x" * MAX_PAYLOAD_BYTES), 0.0)
+        with pytest.raises(LinkTimeout):  # the longer one has all of it
+            both.outgoing.send(frame(b"!" * MIB), 0.0)
+        assert both.incoming.recv(0.0).payload == b"x" * MAX_PAYLOAD_BYTES
+
+
+def test_a_reader_that_releases_holds_what_it_reads_until_then(both: Halves) -> None:
+    both.incoming.release()
+    held = []
+    for part in range(STAGING_BYTES // MIB):
+        both.outgoing.send(frame(bytes([part]) * MIB, part), 0.0)
+        held.append(both.incoming.recv(0.0))
+    with pytest.raises(LinkTimeout):
+        both.outgoing.send(frame(bytes(MIB)), 0.0)
+    assert all(got.payload == bytes([part]) * MIB for part, got in enumerate(held))
+    assert all(isinstance(got.payload, memoryview) and got.payload.readonly for got in held)
+    both.incoming.release()
+    both.outgoing.send(frame(bytes(MIB)), 0.0)
+
+
+def test_a_payload_is_put_where_the_reader_wants_it(both: Halves) -> None:
+    for size in (100, MIB):
+        target = memoryview(bytearray(size))
+        both.outgoing.send(frame(b"x" * size), 0.0)
+        assert both.incoming.recv(0.0, target).payload is target
+        assert target == b"x" * size
+        both.outgoing.send(frame(b"y" * (size - 1)), 0.0)
+        assert both.incoming.recv(0.0, target).payload == b"y" * (size - 1)
+        assert target == b"x" * size
+
+
+def test_what_is_lent_from_the_arena_is_not_copied() -> None:
+    arena = Arena()
+    with halves(arena) as both:
+        both.incoming.release()
+        for _ in range(2):  # the second time the peer knows the segment
+            x = in_arena(arena, MIB, 1)
+            both.outgoing.lend(frame(x.data), soon())
+            got = both.incoming.recv(0.0)
+            x[:] = 2
+            assert got.payload == bytes([2]) * MIB, "it was copied"
+            with pytest.raises(LinkTimeout, match="still reads"):
+                both.outgoing.settle(0.0)
+            both.incoming.release()
+            both.outgoing.settle(0.0)
+        both.outgoing.send(frame(x.data), soon())
+        x[:] = 3
+        assert both.incoming.recv(0.0).payload == bytes([2]) * MIB, "what is sent is copied"
+
+
+def test_what_lies_elsewhere_is_copied_and_settled_at_once(both: Halves) -> None:
+    x = bytearray(MIB)
+    both.outgoing.lend(frame(memoryview(x)), soon())
+    both.outgoing.settle(0.0)
+    x[:] = b"x" * MIB
+    assert both.incoming.recv(0.0).payload == bytes(MIB)
+
+
+def test_a_segment_that_is_gone_is_let_go_of_by_the_peer() -> None:
+    arena = Arena()
+    with halves(arena) as both:
+        both.incoming.release()
+        for value in range(3):
+            x = in_arena(arena, 65 * MIB, value)  # with a segment of its own
+            both.outgoing.lend(frame(x[:MIB].data), soon())
+            got = both.incoming.recv(0.0)
+            assert got.payload == bytes([value]) * MIB
+            both.incoming.release()
+            both.outgoing.settle(0.0)
+            assert len(both.incoming._segments) == 1
+            del x, got
+        with pytest.raises(LinkTimeout):
+            both.incoming.recv(monotonic() + 0.001)
+        assert not both.incoming._segments, "even while nothing comes"
+
+
+def test_a_segment_that_cannot_be_handed_over_now_is_copied_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena()
+    x = in_arena(arena, MIB, 1)
+    with halves(arena) as both:
+        both.outgoing._sock.close()
+        both.outgoing.lend(frame(x.data), soon())
+        both.outgoing.settle(0.0)
+        assert both.incoming.recv(0.0).payload == bytes([1]) * MIB
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_what_was_taken_back_is_never_believed(read_before: bool) -> None:
+    arena = Arena()
+    x = in_arena(arena, MIB, 1)
+    with halves(arena) as both:
+        both.incoming.release()
+        both.outgoing.lend(frame(x.data), soon())
+        if read_before:
+            both.incoming.recv(0.0)
+        both.writer.settle(LOST)
+        both.outgoing.recall()
+        x[:] = 9
+        with pytest.raises(LinkEnded, match="took back") as info:
+            both.incoming.release() if read_before else both.incoming.recv(0.0)
+        assert not info.value.orderly
+        both.incoming.release()
+
+
+def test_recall_leaves_alone_what_was_released_or_copied() -> None:
+    arena = Arena()
+    x = in_arena(arena, MIB, 1)
+    with halves(arena) as both:
+        both.incoming.release()
+        both.outgoing.lend(frame(x.data), soon())
+        both.incoming.recv(0.0)
+        both.incoming.release()
+        both.outgoing.settle(0.0)
+        both.outgoing.send(frame(x.data), soon())
+        both.outgoing.recall()
+        assert both.incoming.recv(0.0).payload == bytes([1]) * MIB
+        both.incoming.release()
+
+
+def test_a_reader_and_a_writer_that_takes_back_at_once_never_pass_garbage_on() -> None:
+    """Whatever the reader has made of a payload, its release says whether it may be believed."""
+    arena = Arena()
+    for turn in range(30):
+        x = in_arena(arena, 4 * MIB, 1)
+        with halves(arena) as both:
+            both.incoming.release()
+            both.outgoing.lend(frame(x.data), soon())
+            reading = threading.Event()
+
+            def take_back(both: Halves = both, x: np.ndarray = x, reading: threading.Event = reading) -> None:
+                reading.wait(10.0)
+                both.outgoing.recall()
+                x[:] = 9
+
+            thread = threading.Thread(target=take_back)
+            thread.start()
+            got = both.incoming.recv(soon())
+            if turn % 2:
+                reading.set()
+            sums = [int(part.sum()) for part in np.split(np.frombuffer(got.payload, np.uint8), 64)]
+            try:
+                both.incoming.release()
+                believed = True
+            except LinkEnded:
+                believed = False
+            reading.set()
+            thread.join()
+            assert not believed or sums == [len(x) // 64] * 64
+
+
+def test_on_readable_is_called_for_each_arrival_and_the_end(both: Halves) -> None:
+    rung = threading.Event()
+    both.incoming.on_readable(rung.set)
+    assert rung.is_set()
+    for part in range(3):  # whether what came before was read or not
+        rung.clear()
+        both.outgoing.send(frame(b"", part), soon())
+        assert rung.wait(5.0)
+    rung.clear()
+    both.incoming.end(LinkEnded("gone"))
+    assert rung.is_set()
+    later = threading.Event()
+    both.incoming.on_readable(later.set)
+    assert later.is_set()
+
+
+def test_no_memory_for_staging_is_a_typed_error_and_the_half_is_as_before(
+    both: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "there is none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", out)
+        with pytest.raises(LimitExceeded, match="there is none left"):
+            both.outgoing.send(frame(bytes(MIB)), soon())
+        both.outgoing.send(frame(b"small"), soon())
+    both.outgoing.send(frame(b"x" * MIB), soon())
+    assert both.incoming.recv(0.0).payload == b"small"
+    assert both.incoming.recv(0.0).payload == b"x" * MIB
+
+
+def test_staging_that_is_not_used_takes_no_memory(both: Halves) -> None:
+    at_first = os.fstat(both.outgoing._segment.fd).st_blocks * 512
+    both.outgoing.send(frame(b"x" * MIB), soon())
+    assert at_first < MIB
+    assert os.fstat(both.outgoing._segment.fd).st_blocks * 512 <= at_first + MIB

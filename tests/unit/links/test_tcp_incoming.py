@@ -1,0 +1,179 @@
+"""The way in: frames that come in parts, frames that are none, and ends."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from paceline.links.base import LinkEnded, LinkTimeout
+from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
+from paceline.links.halves import Breach
+from paceline.links.tcp.wire import HEAD_BYTES, encode_head
+from support.tcp_pair import data, on_loop, one_way, raw_writer, soon
+
+
+def test_payloads_stay_until_they_are_released() -> None:
+    with one_way() as way:
+        for round_ in range(3):
+            for part in range(20):  # more than the half remembers
+                way.out.send(data(bytes([round_ * 20 + part]) * 10_000), soon())
+            got = [way.into.recv(soon()).payload for _ in range(20)]
+            assert [bytes(payload) for payload in got] == [bytes([round_ * 20 + p]) * 10_000 for p in range(20)]
+            way.into.release()
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_what_has_come_of_a_frame_is_kept_over_a_timeout_and_elsewhere(streams: int) -> None:
+    payload = random.Random(1).randbytes(300_000)
+    place = memoryview(bytearray(len(payload)))
+    with raw_writer(streams) as raw:
+        wire = [encode_head(data(payload, 5, b"words"))] + [b""] * (streams - 1)
+        piece = -(-len(payload) // streams)
+        for index in range(streams):
+            wire[index] += payload[index * piece : (index + 1) * piece]
+        rung = threading.Semaphore(0)
+        raw.into.on_readable(rung.release)
+        assert rung.acquire(timeout=10.0)
+        for index, stream in enumerate(wire):
+            for begin, end in ((0, 20), (20, 50_000), (50_000, len(stream))):
+                with pytest.raises(LinkTimeout):
+                    raw.into.recv(0.0, place)
+                raw.into.release()
+                place[:] = b"mine" * (len(place) // 4)
+                raw.socks[index].sendall(stream[begin:end])
+                assert rung.acquire(timeout=10.0), "more of the frame has come, and nobody was told"
+        frame = raw.into.recv(soon(), place)
+        assert (frame.part, frame.signature) == (5, b"words")
+        assert bytes(frame.payload) == payload
+        assert bytes(place[:4]) == b"mine"
+
+
+def test_a_frame_that_has_come_in_part_is_not_released() -> None:
+    a, *others = (bytes([letter]) * 200_000 for letter in b"abcd")
+    wire = b"".join(encode_head(data(payload)) + payload for payload in (a, *others))
+    with raw_writer() as raw:
+        raw.socks[0].sendall(wire[:300_000])
+        assert raw.into.recv(soon()).payload == a
+        with pytest.raises(LinkTimeout):
+            raw.into.recv(0.0)
+        raw.into.release()
+        raw.socks[0].sendall(wire[300_000:])
+        got = [raw.into.recv(soon()).payload for _ in others]
+        assert [bytes(payload) for payload in got] == others
+
+
+def test_an_interrupt_leaves_nothing_of_the_callers_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = memoryview(bytearray(200_000))
+    payload = b"z" * len(place)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with raw_writer() as raw:
+        wire = encode_head(data(payload)) + payload
+        raw.socks[0].sendall(wire[:100_000])
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.links.tcp.incoming.wait_ready", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                raw.into.recv(soon(), place)
+        place[:] = bytes(len(place))
+        raw.socks[0].sendall(wire[100_000:])
+        assert bytes(raw.into.recv(soon()).payload) == payload
+        assert not any(place)
+
+
+def _head(**changes: int) -> bytes:
+    fields = {"mark": 0xA7, "flags": 0, "words": 0, "size": 3, "part": 0, "checksum": 0, "generation": 1}
+    return struct.pack("<BBHIIIQQ", *(fields | changes).values(), 1)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        _head(mark=0x08),
+        _head(flags=2),
+        _head(words=MAX_SIGNATURE_BYTES + 1),
+        _head(size=MAX_FRAME_BYTES),
+        _head(size=2**32 - 1),
+        _head(generation=2),
+        _head(flags=1, checksum=1),
+    ],
+    ids=["mark", "flags", "words", "size", "huge", "generation", "checksum"],
+)
+def test_a_bad_header_is_the_peers_breach(head: bytes) -> None:
+    with raw_writer() as raw:
+        raw.socks[0].sendall(head + b"abc")
+        for _ in range(2):
+            with pytest.raises(Breach) as info:
+                raw.into.recv(soon(), memoryview(bytearray(3)))
+            assert not info.value.orderly
+
+
+def test_a_checksum_is_of_the_payload() -> None:
+    payload = b"p" * 100_000
+    frame = encode_head(data(payload), checked=True) + payload
+    with raw_writer() as raw:
+        raw.socks[0].sendall(frame + frame.replace(b"pp", b"pq", 1))
+        assert raw.into.recv(soon()).payload == payload
+        with pytest.raises(Breach, match="checksum"):
+            raw.into.recv(soon())
+
+
+@pytest.mark.parametrize("length", [1, HEAD_BYTES, HEAD_BYTES + 2, HEAD_BYTES + 4])
+def test_an_end_in_the_middle_of_a_frame_is_none_in_order(length: int) -> None:
+    with raw_writer() as raw:
+        whole = encode_head(data(b"abc", signature=b"wo")) + b"abc"
+        raw.socks[0].sendall(whole + whole[:length])
+        raw.socks[0].close()
+        assert raw.into.recv(soon()).payload == b"abc"
+        for _ in range(2):
+            with pytest.raises(LinkEnded, match="in the middle of a frame") as info:
+                raw.into.recv(soon())
+            assert not info.value.orderly
+
+
+def test_a_reset_is_told_once_and_is_no_orderly_end() -> None:
+    with raw_writer() as raw:
+        rung = threading.Semaphore(0)
+        raw.into.on_readable(rung.release)
+        assert rung.acquire(timeout=10.0)
+        raw.socks[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.socks[0].close()
+        assert rung.acquire(timeout=10.0)
+        for _ in range(3):
+            on_loop(int)  # the loop has had its turn, and more
+        assert not rung.acquire(blocking=False)
+        with pytest.raises(LinkEnded, match="broke") as info:
+            raw.into.recv(0.0)
+        assert not info.value.orderly
+
+
+def test_how_a_link_ends_between_frames_is_said_elsewhere() -> None:
+    with raw_writer() as raw:
+        raw.socks[0].sendall(encode_head(data(b"")))
+        raw.socks[0].close()
+        rung = threading.Event()
+        raw.into.recv(soon())
+        raw.into.on_readable(rung.set)
+        with pytest.raises(LinkTimeout):
+            raw.into.recv(time.monotonic() + 0.02)
+        raw.into.end(LinkEnded("left", orderly=True), 1)
+        with pytest.raises(LinkEnded, match="left") as info:
+            raw.into.recv(soon())
+        assert info.value.orderly
+
+
+def test_fewer_frames_than_were_announced_is_no_orderly_end() -> None:
+    with raw_writer() as raw:
+        raw.socks[0].sendall(encode_head(data(b"")))
+        raw.socks[0].close()
+        raw.into.end(LinkEnded("left", orderly=True), 2)
+        raw.into.recv(soon())
+        with pytest.raises(LinkEnded, match="1 of 2") as info:
+            raw.into.recv(soon())
+        assert not info.value.orderly

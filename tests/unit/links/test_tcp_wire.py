@@ -1,0 +1,93 @@
+"""What travels on data sockets: whatever is sent is read back, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline.links.tcp.wire import (
+    HEAD_BYTES,
+    HELLO_BYTES,
+    MAX_STREAMS,
+    MIN_PIECE,
+    TICKET_BYTES,
+    Hello,
+    cut,
+    decode_head,
+    decode_hello,
+    encode_head,
+    encode_hello,
+)
+
+WORD = st.integers(0, 2**64 - 1)
+
+
+@given(WORD, WORD, st.integers(0, 2**32 - 1), st.binary(max_size=MAX_SIGNATURE_BYTES), st.binary(), st.booleans())
+def test_a_header_is_read_back(
+    generation: int, operation: int, part: int, signature: bytes, payload: bytes, checked: bool
+) -> None:
+    frame = Frame(FrameKind.DATA, generation, operation, part, signature, payload)
+    data = encode_head(frame, checked=checked)
+    head = decode_head(memoryview(data)[:HEAD_BYTES])
+    assert data[HEAD_BYTES:] == signature
+    assert (head.words, head.size, head.checksum is not None) == (len(signature), len(payload), checked)
+    assert head.to_frame(signature, payload) == frame
+
+
+@given(st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES))
+def test_any_bytes_are_a_header_within_the_limits_or_none(data: bytes) -> None:
+    for begin in (b"", b"\xa7", b"\xa7\x00", b"\xa7\x01\x00\x00"):
+        try:
+            head = decode_head(memoryview(begin + data[len(begin) :]))
+        except FrameError:
+            continue
+        assert head.words <= MAX_SIGNATURE_BYTES
+        assert head.words + head.size + HEAD_BYTES <= MAX_FRAME_BYTES
+
+
+def test_what_is_no_data_or_too_long_is_not_sent() -> None:
+    with pytest.raises(FrameError, match="ABORT"):
+        encode_head(Frame(FrameKind.ABORT, 1, 1, 0, b"", b""))
+    longest = MAX_FRAME_BYTES - HEAD_BYTES
+    encode_head(Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(longest)))
+    with pytest.raises(FrameError, match="above the limit"):
+        encode_head(Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(longest + 1)))
+    with pytest.raises(FrameError, match="above the limit"):
+        encode_head(Frame(FrameKind.DATA, 1, 1, 0, bytes(MAX_SIGNATURE_BYTES + 1), b""))
+
+
+@given(st.binary(min_size=TICKET_BYTES, max_size=TICKET_BYTES), st.integers(1, MAX_STREAMS), st.data())
+def test_a_hello_is_read_back(ticket: bytes, streams: int, more: st.DataObject) -> None:
+    hello = Hello(ticket, more.draw(st.integers(0, streams - 1)), streams)
+    data = encode_hello(hello)
+    assert len(data) == HELLO_BYTES
+    assert decode_hello(data) == hello
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: a.b\r\n",
+        encode_hello(Hello(bytes(TICKET_BYTES), 0, 1))[:-1],
+        encode_hello(Hello(bytes(TICKET_BYTES), 0, 0)),
+        encode_hello(Hello(bytes(TICKET_BYTES), 1, 1)),
+        encode_hello(Hello(bytes(TICKET_BYTES), 0, MAX_STREAMS + 1)),
+        b"q" + encode_hello(Hello(bytes(TICKET_BYTES), 0, 1))[1:],
+    ],
+)
+def test_what_is_no_hello_is_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        decode_hello(data)
+
+
+@given(st.integers(0, MAX_FRAME_BYTES), st.integers(1, MAX_STREAMS), st.integers(0, 2**40))
+def test_pieces_cover_a_payload_once_each_on_a_stream_of_its_own(size: int, streams: int, number: int) -> None:
+    pieces = cut(size, streams, number)
+    assert pieces[0][0] == number % streams
+    assert len({stream for stream, _, _ in pieces}) == len(pieces) <= streams
+    assert [begin for _, begin, _ in pieces] == [0, *(end for _, _, end in pieces[:-1])]
+    assert pieces[-1][2] == size
+    assert all(end - begin >= MIN_PIECE for _, begin, end in pieces[:-1])

@@ -1,0 +1,278 @@
+"""Meetings of members that hold a state between them: what is there, what is waited for, what is lost, who sits."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline_server.effects import PushCatchUp, PushDismissed, PushStateLost
+from paceline_server.events import ExitReported, MetOthers
+from paceline_server.meeting import Meeting, convene
+from paceline_server.model import JobState, Met, Process, Session, Standing, Tag, Verdict
+from paceline_server.orders import Orders
+from paceline_server.policy import decide
+from paceline_server.shares import Share
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+from support.meeting import BASE, SILENT, SURE, job, names
+
+NEXT = Tag(7, 5)
+VOID = Verdict(7, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 1, "rank 1 died")
+
+
+def part(text: str, tag: Tag | None = BASE, *, node_size: int = 0, **how: object) -> Met:
+    """ "1/3 0/1": what a member holds, the live share first."""
+    shares = tuple(Share(*map(int, share.split("/"))) for share in text.split())
+    return replace(Met(7, tag, True, shares=shares, node_size=node_size), **how)  # type: ignore[arg-type]
+
+
+def candidate(state: JobState, met: Met, name: str = "new", **how: object) -> Session:
+    """Somebody who is in no view, and says what it brings."""
+    settings = state.view.settings  # type: ignore[union-attr]
+    session = Session(name, b"", Process(name, 1), "", settings, None, 0, 99, 1, 0.0, 0.0, **how)  # type: ignore[arg-type]
+    session.met = replace(met, generation=0, holds_base=False)
+    state.sessions[name] = session
+    return session
+
+
+def targets(meeting: Meeting) -> dict[str, str]:
+    return {name: f"{share.part}/{share.parts}" for name, share in meeting.targets.items()}
+
+
+def test_what_members_hold_between_them_is_the_base() -> None:
+    meeting = convene(job([part("0/2"), part("1/2")]))
+    assert (names(meeting.members), meeting.base, meeting.newcomers) == ("m0 m1", BASE, ())
+
+
+def test_a_greater_tag_of_which_a_part_is_missing_waits_for_who_may_have_it() -> None:
+    meeting = convene(job([part("0/3", NEXT), part("1/3", NEXT), SILENT]))
+    assert not meeting.over
+    assert meeting.reason == (
+        "generation 7 cannot go on: part 2 of 3 is not there; rank 2 (host-2, pid 1) is silent and may hold its state; "
+        "if you know that it has ended: paceline restart job"
+    )
+
+
+def test_it_is_lost_when_all_who_had_a_part_have_ended() -> None:
+    meeting = convene(job([part("0/3"), part("1/3"), SURE]))
+    assert (meeting.over, names(meeting.lost)) == (True, "m0 m1")
+    assert meeting.reason == (
+        "part 2 of 3 of the state of step 4 is lost with rank 2 (host-2), which was killed by signal 9 (SIGKILL)"
+    )
+
+
+def test_one_that_was_a_member_and_is_on_its_way_back_is_waited_for() -> None:
+    state = job([part("0/2"), SURE])
+    candidate(state, part("1/2"), came_back=True).met = None
+    meeting = convene(state)
+    assert not meeting.over
+    assert meeting.reason.endswith("part 1 of 2 is not there; waiting for new to say what it holds")
+
+
+def test_what_a_candidate_brings_counts() -> None:
+    state = job([part("0/2"), SURE])
+    candidate(state, part("1/2", unproven=True))
+    meeting = convene(state)
+    assert names(meeting.donors) == "m0 new"
+    assert (targets(meeting), names(meeting.laggards)) == ({"m0": "0/1"}, "m0"), "it has yet to show its links"
+
+
+def test_an_older_state_that_is_whole_is_the_base_when_the_greater_one_is_lost() -> None:
+    state = job([part("0/2 0/3", NEXT), part("1/2", BASE), part("0/2", BASE), SURE])
+    assert convene(state).base == BASE
+
+
+def test_what_is_whole_is_not_lost_with_the_rest() -> None:
+    """A new line may begin with it."""
+    state = job([part("0/2", NEXT), SURE])
+    candidate(state, part("0/2", Tag(5, 1)), "first")
+    candidate(state, part("1/2", Tag(5, 1)), "second")
+    candidate(state, part("1/2", Tag(4, 1)), "third")
+    candidate(state, part("", Tag(3, 1), stored=True), "fourth")
+    meeting = convene(state)
+    assert (meeting.over, names(meeting.lost)) == (True, "m0 third")
+
+
+def test_the_lost_wait_for_those_who_may_be_on_their_way_back() -> None:
+    state = job([part("0/2"), SURE])
+    state.last_arrival = 10.0
+    decision = decide(12.0, state, 0.2)
+    assert (decision.meeting, decision.again_at) == (None, 13.0)
+    assert decision.reason.endswith("unless they come back soon")
+    assert decide(13.0, state, 0.2).meeting is not None
+
+
+def test_who_is_prepared_finishes_a_step_that_others_have_applied() -> None:
+    meeting = convene(job([part("0/2", NEXT), part("1/2", prepared=NEXT)]))
+    assert (meeting.base, names(meeting.donors), names(meeting.laggards), targets(meeting)) == (NEXT, "m0", "m1", {})
+    assert meeting.reason == "waiting for rank 1 (host-1) to finish step 5"
+
+
+def test_a_step_that_nobody_has_applied_is_undone() -> None:
+    meeting = convene(job([part("0/2", prepared=NEXT), part("1/2", prepared=NEXT)]))
+    assert (meeting.base, names(meeting.members)) == (BASE, "m0 m1")
+
+
+def test_who_leaves_gives_until_the_others_have_its_part() -> None:
+    members = [part("0/3"), part("1/3", leaving=True), part("2/3")]
+    meeting = convene(job(members))
+    assert (names(meeting.members), names(meeting.dismissed)) == ("", "")
+    assert (targets(meeting), names(meeting.laggards)) == ({"m0": "0/2", "m2": "1/2"}, "m0 m2")
+    members[0], members[2] = part("0/2 0/3"), part("1/2 2/3")
+    meeting = convene(job(members))
+    assert (names(meeting.members), names(meeting.dismissed)) == ("m0 m2", "m1")
+
+
+def test_who_gets_no_seat_is_spare() -> None:
+    nodes = [part("0/2", node_size=2), part("1/2", node_size=2), SURE, part("1/2", node_size=2)]
+    meeting = convene(job(nodes))
+    assert (names(meeting.members), names(meeting.spares)) == ("m0 m1", "m3")
+    assert meeting.reason == "2 members of generation 7 go on; rank 3 (host-3) will be spare"
+
+
+def test_a_node_that_is_not_full_waits() -> None:
+    """Of a whole node both parts must be there; so one member alone has not the state, unless it has both."""
+    meeting = convene(job([part("0/2 1/2", node_size=2), SURE]))
+    assert meeting.reason == "waiting for 1 more worker (1 of at least 1, in nodes of 2)"
+
+
+def test_too_few_let_nobody_go_who_has_what_they_lack() -> None:
+    meeting = convene(job([part("0/2"), part("1/2", leaving=True)], least=2))
+    assert names(meeting.dismissed) == ""
+    assert meeting.reason == "waiting for 1 more worker (1 of at least 2), who are to take what rank 1 (host-1) hold"
+    meeting = convene(job([part("0/2 1/2"), part("1/2", leaving=True)], least=2))
+    assert names(meeting.dismissed) == "m1"
+
+
+@pytest.mark.parametrize(
+    ("void", "members", "dismissed"),
+    [
+        (False, "", "m0 m1"),  # they write a checkpoint together
+        (True, "m0 m1", ""),  # they cannot; so there is one more generation, which can
+    ],
+)
+def test_all_leave(void: bool, members: str, dismissed: str) -> None:
+    state = job([part("0/2", leaving=True), part("1/2", leaving=True)], least=3)
+    state.verdict = VOID if void else None
+    meeting = convene(state)
+    assert (names(meeting.members), names(meeting.dismissed)) == (members, dismissed)
+
+
+def test_all_leave_and_are_too_few_for_a_node() -> None:
+    state = job([part("0/2 1/2", node_size=2, leaving=True), SURE])
+    state.verdict = VOID
+    assert names(convene(state).dismissed) == "m0"
+
+
+def test_a_line_is_not_over_before_those_who_may_go_are_gone() -> None:
+    """They may be writing a checkpoint, or not have heard of it."""
+    state = job([part("0/2", leaving=True), part("1/2", leaving=True)])
+    for session in state.sessions.values():
+        session.standing = Standing.DISMISSED
+    meeting = convene(state)
+    assert not meeting.over
+    assert meeting.reason == "waiting for rank 0 (host-0), rank 1 (host-1) to leave"
+
+
+def test_a_checkpoint_is_read_by_each_in_part() -> None:
+    stored = [part("", BASE, stored=True, holds_base=False) for _ in range(2)]
+    meeting = convene(job(stored, base=None))
+    assert (targets(meeting), names(meeting.laggards)) == ({"m0": "0/2", "m1": "1/2"}, "m0 m1")
+
+
+# What the membership makes of it --------------------------------------------------------------------------------------
+
+
+def in_view(least: int, *shares: str) -> tuple[PureJob, list[str]]:
+    """A job whose generation 2 starts from (0, 0), each member with its share."""
+    job = PureJob()
+    members = [job.join(least, 9) for _ in shares]
+    job.pass_time(0.3)
+    for member, held in zip(members, shares, strict=True):
+        job.do(MetOthers(member, part(held, Tag(0, 0), generation=1, holds_base=False)))
+    assert job.state.generation == 2
+    return job, members
+
+
+def says(member: str, held: str, **how: object) -> MetOthers:
+    return MetOthers(member, part(held, Tag(2, 1), generation=2, **how))
+
+
+def test_those_who_all_leave_write_a_checkpoint_together() -> None:
+    job, (first, second) = in_view(2, "0/2", "1/2")
+    job.do(says(first, "0/2", leaving=True))
+    effects = job.do(says(second, "1/2", leaving=True))
+    assert [each for each in effects if isinstance(each, PushDismissed)] == [
+        PushDismissed(first, last=True),
+        PushDismissed(second, last=True),
+    ]
+
+
+def test_who_leaves_alone_writes_none() -> None:
+    """Of a spread state it has but a part; the others, who have all, wait for more workers."""
+    job, (first, second) = in_view(2, "0/2 0/1", "1/2 0/1")
+    job.do(says(first, "0/2 0/1"))
+    assert PushDismissed(second, last=False) in job.do(says(second, "1/2", leaving=True))
+    job.cut(second)
+    assert PushDismissed(second, last=False) in job.resume(second, 2)
+
+
+def test_whose_part_is_lost_hears_why() -> None:
+    job, (first, _) = in_view(1, "0/2", "1/2")
+    job.do(ExitReported(Process("host-2", 1002), -9))
+    job.pass_time(4.0, beating=[first])
+    effects = job.do(says(first, "0/2"))
+    (lost,) = [effect for effect in effects if isinstance(effect, PushStateLost)]
+    assert lost.member_id == first
+    assert lost.reason.startswith("part 1 of 2 of the state of step 1 is lost with rank 1 (host-2), which was killed")
+
+
+def test_a_generation_passes_that_of_the_checkpoint_it_begins_with() -> None:
+    """A coordinator that is new counts from 1: its steps would be older than the state that they come from."""
+    fresh = PureJob()
+    members = [fresh.join(2, 4) for _ in range(2)]
+    fresh.pass_time(0.3)
+    first = fresh.state.generation
+    assert first < 7
+    for member in members:
+        fresh.do(MetOthers(member, Met(first, Tag(7, 100), False, node_size=1)))
+    view = fresh.state.view
+    assert view is not None
+    assert (view.base, view.generation) == (Tag(7, 100), 8)
+
+
+def test_whoever_finishes_a_step_is_told_once_and_keeps_its_share() -> None:
+    state = job([part("0/2", NEXT), part("1/2", prepared=NEXT), part("0/2", prepared=NEXT), part("1/2", NEXT)])
+    state.verdict = VOID
+    orders, decision = Orders(state), decide(0.0, state, 0.2)
+    told = [effect for effect in orders.give(decision) if isinstance(effect, PushCatchUp)]
+    assert {effect.member_id: effect.share for effect in told} == {"m1": Share(1, 2), "m2": Share(0, 2)}
+    finished = state.sessions["m1"]
+    finished.met, finished.catching_up = part("1/2", NEXT), False
+    assert orders.give(decide(0.0, state, 0.2)) == [], "there is one more who has it, which changes nothing"
+
+
+@pytest.mark.parametrize(("node_size", "waited_for"), [(2, True), (1, False)])
+def test_a_spare_that_is_silent_may_come_back_with_its_part(node_size: int, waited_for: bool) -> None:
+    line = PureJob()
+    members = [line.join(2, 4) for _ in range(3)]
+    line.pass_time(0.3)
+    spare = line.state.sessions[members[2]]
+    spare.standing, spare.rank = Standing.WAITING, None
+    spare.met = replace(part("1/2", node_size=node_size), generation=0)
+    line.cut(members[2])
+    line.pass_time(60.0, beating=members[:2])
+    assert members[2] not in line.state.sessions
+    assert (line.now - line.state.last_arrival < 1.0) == waited_for
+
+
+def test_newcomers_that_come_while_all_take_their_shares_wait() -> None:
+    """Each would have the state cut anew, and what was taken for the cut before would pile up."""
+    state = job([part("0/2"), part("1/2")])
+    candidate(state, part("0/1", Tag(0, 0)), "new")
+    first = convene(state)
+    assert targets(first) == {"m0": "0/3", "m1": "1/3", "new": "2/3"}
+    Orders(state).give(decide(0.0, state, 0.2))
+    candidate(state, part("0/1", Tag(0, 0)), "late")
+    assert targets(convene(state)) == targets(first)
+    del state.sessions["new"]
+    assert targets(convene(state)) == {"m0": "0/3", "m1": "1/3", "late": "2/3"}, "it is cut anew anyhow"

@@ -1,0 +1,28 @@
+"""How a member introduces itself when it comes back as a new one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR
+from paceline.session.control import ControlStream
+from pacelinepb.v1 import session_pb2 as pb
+
+
+def test_a_member_that_comes_back_as_a_new_one_proves_who_it_was() -> None:
+    nothing: Any = None
+
+    async def main() -> None:
+        stream = ControlStream("127.0.0.1:9", pb.Register(job="job"), Config(), nothing, nothing, IN_THE_CLEAR)
+        stream.generation = 7
+        for number in (1, 2):
+            stream.registered = pb.Registered(member_id=f"m{number}", session_token=b"token-%d" % number)
+            said = stream._register_again().register
+            assert (said.job, said.former_member_id) == ("job", f"m{number}")
+            assert said.former_session_token == b"token-%d" % number
+            assert said.generation_floor == (7 if number == 1 else 0)
+        await stream.channel.close()
+
+    asyncio.run(main())
