@@ -243,6 +243,8 @@ class Line:
         """See `state.Gate`."""
         if self._step is None or not self._step.entered:
             raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
+        if self._step.updated and self._state.spreads:  # who finishes a step for others runs the optimizer once
+            raise StepOrderError("a second optimizer.step() in one step, of a state that is spread over workers")
         self._step.updates = True
         self._step.open_gate()
         self._step.updated = True

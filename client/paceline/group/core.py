@@ -38,7 +38,7 @@ class LineMarks:
         vouched: the last generation of which it is known that all members hold the same state.
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
-        elastic: another generation may have more or fewer members.
+        most: members that another generation may have at most; None if all have as many as this one.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class LineMarks:
         self.vouched = 0
         self.passenger: Passenger | None = None
         self.boarded = 0
-        self.elastic = False
+        self.most: int | None = None
 
 
 class GroupCore:
@@ -118,11 +118,16 @@ class GroupCore:
     @property
     def is_elastic(self) -> bool:
         """True if the job lets members come and go: another generation may have more or fewer."""
-        return self._line.elastic
+        return self._line.most is not None
 
-    def make_elastic(self) -> None:
-        """The job lets members come and go: for whoever owns the group."""
-        self._line.elastic = True
+    @property
+    def most_members(self) -> int:
+        """So many members any generation has at most."""
+        return self.size if self._line.most is None else self._line.most
+
+    def make_elastic(self, most: int) -> None:
+        """The job lets members come and go, up to so many: for whoever owns the group."""
+        self._line.most = most
 
     def take_along(self, passenger: Passenger) -> None:
         """Has numbers ride in the next bucket of gradients: for whoever owns the group, on all ranks alike."""

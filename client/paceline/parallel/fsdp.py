@@ -290,8 +290,14 @@ class FSDP(Wrapper, ShardedState):
         try:
             return place(self.strategy, self.group.rank, self.group.members, self._intra_node_size)
         except InvalidWorldSize:
-            if not self.group.is_elastic or (self._intra_node_size or 0) < 1:
+            size, most = self._intra_node_size or 0, self.group.most_members
+            if not self.group.is_elastic or size < 1:
                 raise
+            if size > most:
+                raise InvalidWorldSize(
+                    f"HYBRID_SHARD: a node of intra_node_size={size} never comes together where at most {most} workers "
+                    "train: make max_workers larger, or nodes smaller"
+                ) from None
             return place(self.strategy, self.group.rank, (), self._intra_node_size)
 
     def _place_of(self, part: int, parts: int) -> Placement:

@@ -77,6 +77,10 @@ class ShardRanks(Ranks, Protocol):
         """True if there may be more or fewer members in another view."""
 
     @property
+    def most_members(self) -> int:
+        """So many members any view has at most."""
+
+    @property
     def members(self) -> Sequence[Peer]:
         """The members in rank order."""
 

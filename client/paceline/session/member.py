@@ -373,7 +373,7 @@ class MemberConnection:
         assert self._control is not None
         self.group = Group(mesh, self._config)
         if self._wanted.max_workers > self._wanted.min_workers:
-            self.group.make_elastic()
+            self.group.make_elastic(self._wanted.max_workers)
         self.store = CoordinatorStore(self._thread, self._control.channel, self._caller, self._config.call_timeout)
         self._generations.mesh = mesh
         self._joined.set_result(None)

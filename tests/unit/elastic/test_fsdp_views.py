@@ -291,9 +291,11 @@ def test_workers_that_do_not_make_up_nodes_yet() -> None:
     with pytest.raises(InvalidWorldSize, match=r"world_size=3 .*intra_node_size=2.*largest multiple"):
         paceline.FSDP(build(0), groups[0], HYBRID, 2)
     for group in groups:
-        group.make_elastic()
+        group.make_elastic(4)
     with pytest.raises(InvalidWorldSize, match="intra_node_size=0"):
         paceline.FSDP(build(0), groups[0], HYBRID, 0)
+    with pytest.raises(InvalidWorldSize, match=r"intra_node_size=5 never comes together where at most 4 workers"):
+        paceline.FSDP(build(0), groups[0], HYBRID, 5)
     models = [paceline.FSDP(build(0), group, HYBRID, 2) for group in groups]
     states = [TrainState(model=model) for model in models]
     assert {(state.node_size, state.shares()) for state in states} == {(2, (WHOLE,))}

@@ -307,6 +307,6 @@ def test_the_first_worker_is_told_that_a_node_needs_a_size() -> None:
     (one,) = trainees("full", 1)
     alone = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")
     TrainState(model=alone).check_round_trip()
-    one.group.make_elastic()
+    one.group.make_elastic(4)
     with pytest.raises(UnsupportedOp, match=r"needs intra_node_size= in session\.steps"):
         TrainState(model=alone).check_round_trip()

@@ -170,6 +170,22 @@ def test_update_outside_of_a_step(session: Any) -> None:
     steps.close()
 
 
+def test_two_updates_of_a_state_that_is_spread(session: Any) -> None:
+    """A member that finishes the step of others has one gradient, and runs the optimizer once."""
+    model = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), session.group)
+    optimizer = paceline.optim.SGD(model, lr=0.1)
+    state = paceline.TrainState(model=model, optimizer=optimizer)
+    steps = session.steps(state, total=3)
+    with next(steps) as step:
+        model(np.ones((1, 2), np.float32))
+        model.backward(np.ones((1, 2), np.float32))
+        optimizer.step()
+        with pytest.raises(StepOrderError, match=r"a second optimizer\.step\(\) in one step"):
+            optimizer.step()
+    assert step.applied
+    steps.close()
+
+
 def test_collective_behind_the_gate(session: Any) -> None:
     training = Training()
 
