@@ -1,7 +1,9 @@
 """How strictly figures are held: in full with QUIET=1, where nothing else runs; else as guards against regressions.
 
-Other guests of a machine slow down one side of a comparison more than the other, for seconds at a time: of two that are
-as fast as each other one was seen at 0.7 of the other. What is asked, and what was measured, is in DESIGN.md, 14.
+Other guests of a machine slow down one side of a comparison more than the other. A hypervisor that moves two cores
+apart makes what one has written five times slower to read for the other, for seconds at a time (1 MiB: 105 us, or 500):
+a median may be of one state for one side, and of the other for the other, while the fastest tenth is of one for both.
+What is asked, and what was measured, is in DESIGN.md, 14.
 """
 
 from __future__ import annotations
