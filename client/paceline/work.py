@@ -50,12 +50,28 @@ class Work(Generic[T]):
         self._abort = abort
         self._task: Callable[[], T] | None = task
         self._over = threading.Event()
+        self._hearers: list[Callable[[], None]] = []
         self._result: T
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """True once it has ended, well or not."""
         return self._over.is_set()
+
+    def on_done(self, hear: Callable[[], None]) -> None:
+        """Has a function called once it has ended, well or not: in the group's thread, or at once in this one if it has.
+
+        Args:
+            hear: must return soon, for what is in line waits, and must not raise.
+        """
+        self._hearers.append(hear)
+        if self._over.is_set():
+            self._tell()
+
+    def _tell(self) -> None:
+        while self._hearers:
+            with suppress(IndexError):  # taken by the other thread meanwhile: each is called once
+                self._hearers.pop()()
 
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the end and returns the result; any number of times.
@@ -99,6 +115,7 @@ class Work(Generic[T]):
         finally:
             del task
             self._over.set()
+            self._tell()
 
 
 class Lane:
@@ -198,10 +215,11 @@ class Lane:
         """True if the last operation is over, and the thread that ran it has yet to say that its turn is."""
         return not self._queue and self._running is not None and self._running.done()
 
-    def hand_over(self) -> None:
-        """The next thread that issues an operation owns the lane."""
+    def hand_over(self, *, to_all: bool = False) -> None:
+        """The next thread that issues an operation owns the lane; or none does, from now on."""
         with self._lock:
             self._owner = None
+            self._exclusive = self._exclusive and not to_all
 
     def close(self, deadline: float) -> None:
         """Runs what is under way until the deadline, aborts the rest, and ends the thread. Idempotent."""

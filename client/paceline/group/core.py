@@ -171,17 +171,30 @@ class GroupCore:
         """Where this member is."""
         return self._bound.lane.progress
 
-    def barrier(self, timeout: float | None = None) -> None:
+    @overload
+    def barrier(self, timeout: float | None = ..., *, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def barrier(self, timeout: float | None = ..., *, async_op: Literal[True]) -> Work[None]: ...
+    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Work[None] | None:
         """Returns when all ranks have called it.
+
+        Args:
+            timeout: seconds.
+            async_op: return a `Work`, which ends then.
 
         Raises:
             PacelineError: the generation has failed.
         """
-        self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op=False)
+        return self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op)
 
-    def hand_over(self) -> None:
-        """Lets another thread go on with collectives on this group: the next one to call any owns it from then on."""
-        self._bound.lane.hand_over()
+    def hand_over(self, *, to_all: bool = False) -> None:
+        """Lets another thread go on with collectives on this group: the next one to call any owns it from then on.
+
+        Args:
+            to_all: in this generation any thread may call them at any time: for whoever sees to it that all ranks call
+                them in one order.
+        """
+        self._bound.lane.hand_over(to_all=to_all)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
         """A new array that links can use without a copy; its contents are undefined.
