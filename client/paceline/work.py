@@ -58,8 +58,12 @@ class Work(Generic[T]):
         """True once it has ended, well or not."""
         return self._over.is_set()
 
+    def exception(self) -> BaseException | None:
+        """Why it has failed; None if it has not, or has not ended."""
+        return self._error if self.done() else None
+
     def on_done(self, hear: Callable[[], None]) -> None:
-        """Has a function called once it has ended, well or not: in the group's thread, or at once in this one if it has.
+        """Has a function called once when it has ended, well or not: in the group's thread, or in this one if it has.
 
         Args:
             hear: must return soon, for what is in line waits, and must not raise.

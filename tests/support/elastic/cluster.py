@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from pacelinepb.v1.admin_pb2 import RestartJobRequest
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 from support.certificates import CertificateFolder
+from support.elastic.brake import Brake
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
@@ -33,6 +35,8 @@ __all__ = ["Cluster", "Trainer", "cluster"]
 
 _TRAINER = Path(__file__).with_name("trainer.py")
 
+_numbers = itertools.count()
+
 
 class Trainer:
     """One worker process and what it has told so far."""
@@ -40,6 +44,8 @@ class Trainer:
     def __init__(
         self, plan: dict[str, Any], environment: dict[str, str], changed: threading.Condition, host: Host | None = None
     ) -> None:
+        self._brake, self._name = Brake(Path(plan["brake"])), str(next(_numbers))
+        self._brake.press(self._name)
         command = [sys.executable, str(_TRAINER), json.dumps(plan)]
         self.host = host
         self.process = subprocess.Popen(
@@ -92,7 +98,10 @@ class Trainer:
             with self._changed:
                 self.events.append(json.loads(line))
                 self._changed.notify_all()
+            if self.events[-1]["event"] == "attempt":
+                self._brake.release(self._name)
         self.process.wait()
+        self._brake.release(self._name)
         with self._changed:
             self._changed.notify_all()
 
@@ -136,6 +145,7 @@ class Cluster:
         self.total = total
         self.trainers: list[Trainer] = []
         self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
+        self._plan["brake"] = str(folder / "brake")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"{'127.0.0.1' if host is None else host.address}:{probe.getsockname()[1]}"

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `sup
 
 import paceline
 from paceline.checkpoint.tree import split_shards
+from support.elastic.brake import Brake
 from support.elastic.faults import Fault, inflict
 from support.elastic.problem import BATCH, SAMPLES, build, data
 
@@ -47,6 +48,7 @@ def main() -> None:
     faults = [Fault(**fault) for fault in plan["faults"]]
     inflict(faults, emit)
     x, t = data()
+    brake = Brake(Path(plan["brake"]))
     emit("ready")
     sys.stdin.readline()  # all that are started together knock together
     with paceline.join(timeout=plan["join_timeout"]) as session:
@@ -74,7 +76,7 @@ def main() -> None:
                     for fault in faults:
                         fault.in_step(step, "forward")
                     if plan.get("pace"):
-                        time.sleep(plan["pace"])  # the computation of a real model
+                        brake.compute(plan["pace"])
                     y = wrapped(x[step.indices])
                     loss, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
                     emit("loss", generation=step.generation, step=step.number, value=float(loss) * step.weight)

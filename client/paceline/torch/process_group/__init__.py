@@ -1,0 +1,16 @@
+"""torch.distributed's process group over a `paceline.Group`.
+
+torch (2.13) lets Python subclass `ProcessGroup` itself, not `Backend`; its C++ calls what is defined here by name.
+"""
+
+from __future__ import annotations
+
+from paceline.torch.process_group.messages import Messages
+from paceline.torch.process_group.moving import Moving
+from paceline.torch.process_group.reducing import Reducing
+
+__all__ = ["ProcessGroup"]
+
+
+class ProcessGroup(Reducing, Moving, Messages):
+    """A process group: made by `torch.distributed.init_process_group("paceline")` and `new_group`."""

@@ -1,0 +1,266 @@
+"""Messages of a process group: sends that need not wait, and receives that run where somebody waits for them.
+
+torch does not say whether a message is waited for at once. A small one is sent in the caller's thread if there is room
+for it; others go in a thread for their receiver, in order. A receive runs in the thread that waits for it; if that
+thread begins something else first, it runs in one of its own, in order with others of its source and tag.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import Group
+from paceline.errors import OperationTimeout, PacelineError, SessionClosed
+from paceline.torch.arrays import Landing, array_of
+from paceline.torch.work import seconds_of
+
+__all__ = ["Message", "Messenger"]
+
+_SMALL = 8 << 10
+"""Bytes of a message that is sent in the caller's thread: one frame, which goes as a whole or not at all."""
+
+
+class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
+    """A message on its way.
+
+    Args:
+        act: sends or receives it; returns the other's rank.
+        line: in which it stands.
+        results: tensors that are filled, or sent.
+    """
+
+    def __init__(self, act: Callable[[], int], line: _Line, results: list[Any]) -> None:
+        super().__init__()
+        self._act: Callable[[], int] | None = act
+        self._line = line
+        self._results = results
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._source = -1
+        self._hearers: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Sends or receives it, in its turn."""
+        act, self._act = self._act, None
+        assert act is not None, "a message goes once"
+        try:
+            self._source = act()
+        except BaseException as error:  # noqa: BLE001  it is raised by `wait`
+            self._error = error
+        finally:
+            self._over.set()
+        while self._hearers:
+            self._hearers.pop()()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Returns True when it was received, or its tensor may be changed.
+
+        Raises:
+            OperationTimeout: it was not, in the time that the group allows.
+            PacelineError: the generation has failed.
+        """
+        self._line.run_up_to(self)
+        if not self._over.wait(seconds_of(timeout)):
+            raise OperationTimeout(f"a message was not through after {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once it is over; looking makes it go on."""
+        self._line.go_on()
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        """True if it is over, and well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Why it has failed; None if it has not, or not yet."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[Any]:
+        """The tensors."""
+        self.wait()
+        return self._results
+
+    def source_rank(self) -> int:
+        """Rank in the group of who sent it."""
+        self.wait()
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A future whose value is `result()`, or its error."""
+        base = torch.futures.Future()
+        future = base.then(lambda _: self.result())
+        with self._line.lock:
+            over = self._over.is_set()
+            if not over:
+                self._hearers.append(lambda: base.set_result(None))
+        if over:
+            base.set_result(None)
+        self._line.go_on()
+        return future
+
+
+class _Line:
+    """Messages that must go one after the other."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._waiting: deque[Message] = deque()
+        self._runner: threading.Thread | None = None
+        self._free = threading.Condition(self.lock)
+
+    def put(self, message: Message) -> None:
+        """At the end."""
+        with self.lock:
+            self._waiting.append(message)
+
+    def is_idle(self) -> bool:
+        """True if nothing goes, or waits."""
+        with self.lock:
+            return self._runner is None and not self._waiting
+
+    def go_on(self) -> None:
+        """All that waits goes, in a thread."""
+        with self.lock:
+            if self._waiting and self._runner is None:
+                self._runner = threading.Thread(target=self._serve, name="paceline-messages", daemon=True)
+                self._runner.start()
+
+    def run_up_to(self, message: Message) -> None:
+        """Runs what comes before a message, and that itself, in this thread; unless another thread does."""
+        me = threading.current_thread()
+        with self.lock:
+            if self._runner is not None or message not in self._waiting:
+                return
+            self._runner = me
+        try:
+            while True:
+                with self.lock:
+                    first = self._waiting.popleft()
+                first.run()
+                if first is message:
+                    return
+        finally:
+            with self.lock:
+                self._runner = None
+                self._free.notify_all()
+            self.go_on()  # what came behind it meanwhile: perhaps whoever waits for that found this thread at work
+
+    def end(self) -> None:
+        """Returns when no thread of this line's own is left: the group is closed, so that all fails."""
+        self.go_on()
+        with self.lock:
+            self._free.wait_for(lambda: self._runner in (None, threading.current_thread()))
+
+    def _serve(self) -> None:
+        while True:
+            with self.lock:
+                if not self._waiting:
+                    self._runner = None
+                    self._free.notify_all()
+                    return
+                first = self._waiting.popleft()
+            first.run()
+
+
+class Messenger:
+    """Sends and receives for a group.
+
+    Args:
+        group: whose messages.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._lines: dict[Hashable, _Line] = {}
+        self._closed = False
+
+    def send(self, tensor: Any, to: int, tag: int, timeout: float) -> Message:
+        """Sends a tensor; its memory is read until the message is over."""
+        array = array_of(tensor)
+        line = self._line("send", to)
+
+        def act(within: float = timeout) -> int:
+            self._group.send(array, to, tag=tag, timeout=within)
+            return to
+
+        message = Message(act, line, [tensor])
+        if array.nbytes <= _SMALL and line.is_idle():
+            try:
+                act(0.0)
+            except OperationTimeout:  # no room: the receiver is busy
+                pass
+            else:
+                message = Message(lambda: to, line, [tensor])
+                message.run()
+                return message
+        line.put(message)
+        line.go_on()
+        return message
+
+    def recv(self, tensor: Any, target: Landing, source: int | None, tag: int, timeout: float) -> Message:
+        """Receives into a tensor; from any rank if `source` is None."""
+        line = self._line("recv", source, tag)
+
+        def act() -> int:
+            _, sender = self._group.recv(source, tag=tag, out=target.array, timeout=timeout)
+            if target.finish is not None:
+                target.finish()
+            return sender
+
+        message = Message(act, line, [tensor])
+        line.put(message)
+        return message
+
+    def go_on(self) -> None:
+        """Somebody begins something else: receives that nobody waits for yet go on by themselves."""
+        if self._lines:
+            for line in list(self._lines.values()):
+                line.go_on()
+
+    def close(self) -> None:
+        """No message any more; those on their way are cut short when the group is closed."""
+        with self._lock:
+            self._closed = True
+
+    def end(self) -> None:
+        """Behind the group's end: returns when no thread is left."""
+        for line in list(self._lines.values()):
+            line.end()
+
+    def _line(self, *key: Hashable) -> _Line:
+        with self._lock:
+            if self._closed:
+                raise SessionClosed("the process group is closed")
+            line = self._lines.get(key)
+            if line is None:
+                line = self._lines[key] = _Line()
+            return line
+
+
+def check_alone(tensors: list[Any]) -> Any:
+    """The one tensor of a message.
+
+    Raises:
+        PacelineError: there are several, or none.
+    """
+    if len(tensors) != 1:
+        raise PacelineError(f"a message is one tensor, not {len(tensors)}")
+    return tensors[0]

@@ -1,0 +1,140 @@
+"""What torch.distributed hands out for an operation that may not be over: `Work`, and its future.
+
+Errors are the reason for most of this (facts measured with torch 2.13): `Future.set_exception` looks like success to
+C++, so a future's value comes from a callback that raises; and futures run their callbacks inside `set_result`, which
+may issue and await another operation (PowerSGD does), so they are completed on threads of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import work
+
+__all__ = ["Futures", "Operation", "seconds_of"]
+
+_MOST_THREADS = 32
+"""Callbacks that may be waiting for further operations at the same time."""
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """A timeout of torch's in seconds; None where it stands for "as long as the group says"."""
+    seconds = -1.0 if timeout is None else timeout.total_seconds()
+    return seconds if seconds > 0 else None
+
+
+class Futures:
+    """Completes futures, on threads that are made when there is a first one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def complete(self, future: Any) -> None:
+        """Runs the callbacks of a future; in this thread if the group is closed, when nothing is left to wait for."""
+        with self._lock:
+            if not self._closed:
+                self._pool = self._pool or ThreadPoolExecutor(_MOST_THREADS, "paceline-futures")
+                self._pool.submit(future.set_result, None)
+                return
+        future.set_result(None)
+
+    def close(self) -> None:
+        """Completes what is left, then ends the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
+    """An operation, perhaps over.
+
+    Args:
+        handles: Paceline's, in the order of issue; none if it is over.
+        results: the tensors that it fills, `result()` and the future's value.
+        finishes: what is left to do when all handles are done: copies to where results belong.
+        futures: completes the future.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[work.Work[Any]],
+        results: Sequence[Any],
+        finishes: Sequence[Callable[[], None]],
+        futures: Futures,
+    ) -> None:
+        super().__init__()
+        self._handles = handles
+        self._results = list(results)
+        self._finishes: Sequence[Callable[[], None]] = finishes
+        self._futures = futures
+        self._lock = threading.Lock()
+        self._future: Any = None
+        if not handles:
+            self._finish()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Returns True when results may be read.
+
+        Raises:
+            PacelineError: it has failed; which member is to blame, and for what, is in the text.
+        """
+        left = seconds_of(timeout)
+        for handle in self._handles:
+            handle.wait(left)
+        self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`: there are no streams on a CPU."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once it is over, well or not."""
+        return all(handle.done() for handle in self._handles)
+
+    def is_success(self) -> bool:
+        """True if it is over, and well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Why it has failed; None if it has not, or not yet."""
+        return next((error for handle in self._handles if (error := handle.exception()) is not None), None)
+
+    def result(self) -> list[Any]:
+        """The tensors that it has filled.
+
+        Raises:
+            PacelineError: as `wait`.
+        """
+        self.wait()
+        return self._results
+
+    def get_future(self) -> Any:
+        """A future whose value is `result()`, or its error."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            base = torch.futures.Future()
+            self._future = base.then(lambda _: self.result())
+        if self._handles:
+            self._handles[-1].on_done(lambda: self._futures.complete(base))  # a lane keeps the order: it is the last
+        else:
+            base.set_result(None)
+        return self._future
+
+    def _finish(self) -> None:
+        with self._lock:
+            finishes, self._finishes = self._finishes, ()
+            for finish in finishes:
+                finish()
