@@ -9,11 +9,11 @@ WHICH  := peers
 SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
 ONE_BY_ONE   := --ignore tests/unit
 FIGURES      := benchmark and not peers
-FAST         := not slow and not root and not containers and not benchmark
+FAST         := not torch and not slow and not root and not containers and not benchmark
 SLOW         := slow and not root and not containers and not peers and not benchmark
 ROOT         := root and not containers and not benchmark
 
-.PHONY: help demo test lint types fmt protos test-slow test-root test-containers fuzz soak bench bench-peers image clean
+.PHONY: help demo test lint types fmt protos test-slow test-root test-torch test-containers fuzz soak bench bench-peers image clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -76,6 +76,9 @@ $(PEERS)/.installed: pyproject.toml
 
 bench-peers: $(PEERS)/.installed  ## measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
 	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s tests/e2e/test_bench.py $(wildcard tests/benchmarks/test_peer_*.py)
+
+test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
+	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -n auto --maxprocesses 2 -m torch tests/pytorch
 
 image:           ## build the container image
 	docker build -t paceline -f deploy/Dockerfile .

@@ -12,7 +12,7 @@ import torch
 from paceline.arrays import Array
 from paceline.errors import UnsupportedOp
 
-__all__ = ["Landing", "array_of", "landing", "tensor_of"]
+__all__ = ["Landing", "array_of", "is_number", "landing", "tensor_of"]
 
 _KNOWN = frozenset(
     {
@@ -41,6 +41,11 @@ class Landing(NamedTuple):
 
     array: Array
     finish: Callable[[], None] | None
+
+
+def is_number(dtype: Any) -> bool:
+    """True if NumPy knows the type, bfloat16 included: its elements can be combined."""
+    return dtype in _KNOWN or dtype == torch.bfloat16
 
 
 def array_of(tensor: Any) -> Array:

@@ -18,8 +18,8 @@ from paceline.torch.store import Store, underlying
 
 __all__ = ["create"]
 
-_ADDRESS = "paceline/coordinator"
-"""In torch's store: where the coordinator is that rank 0 has started."""
+_ADDRESS = "paceline/coordinator/{}"
+"""In torch's store, which may outlive a group: where the coordinator is that rank 0 has started, by number of joins."""
 
 _default: weakref.ref[ProcessGroup] | None = None
 _joined = 0  # default groups that this process has had
@@ -71,9 +71,9 @@ def _join(opts: Any, timeout: float, cleanup: contextlib.ExitStack) -> Session:
         if opts.group_rank == 0:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
             address = cleanup.enter_context(coordinator(listen=f"{host}:0"))
-            opts.store.set(_ADDRESS, address)
+            opts.store.set(_ADDRESS.format(_joined), address)
         else:
-            address = opts.store.get(_ADDRESS).decode()
+            address = opts.store.get(_ADDRESS.format(_joined)).decode()
     return join(address, job=job, rank=opts.group_rank, world_size=opts.group_size, timeout=timeout)
 
 

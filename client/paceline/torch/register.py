@@ -34,7 +34,9 @@ def _take_monitored_barriers() -> None:
     theirs = distributed_c10d.monitored_barrier
 
     @functools.wraps(theirs)
-    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> Any:
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> Any:
         if dist.get_rank(group) < 0 or dist.get_backend(group) != _NAME:
             return theirs(group, timeout, wait_all_ranks)
         return (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks)

@@ -111,6 +111,8 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         """Number of keys that were set by way of this class."""
         return self.session.store.add(_COUNT, 0)
 
+    deleteKey, getNumKeys = delete_key, num_keys
+
     def close(self) -> None:
         """Leaves the job."""
         _stores.discard(self)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import work
+from paceline.torch.errors import for_torch, told_to_torch
 
 __all__ = ["Futures", "Operation", "seconds_of"]
 
@@ -24,9 +25,9 @@ _MOST_THREADS = 32
 """Callbacks that may be waiting for further operations at the same time."""
 
 
-def seconds_of(timeout: timedelta | None) -> float | None:
+def seconds_of(timeout: timedelta | float | None) -> float | None:
     """A timeout of torch's in seconds; None where it stands for "as long as the group says"."""
-    seconds = -1.0 if timeout is None else timeout.total_seconds()
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or -1.0
     return seconds if seconds > 0 else None
 
 
@@ -90,8 +91,9 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
             PacelineError: it has failed; which member is to blame, and for what, is in the text.
         """
         left = seconds_of(timeout)
-        for handle in self._handles:
-            handle.wait(left)
+        with told_to_torch():
+            for handle in self._handles:
+                handle.wait(left)
         self._finish()
         return True
 
@@ -109,7 +111,7 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
 
     def exception(self) -> BaseException | None:
         """Why it has failed; None if it has not, or not yet."""
-        return next((error for handle in self._handles if (error := handle.exception()) is not None), None)
+        return next((for_torch(error) for handle in self._handles if (error := handle.exception())), None)
 
     def result(self) -> list[Any]:
         """The tensors that it has filled.

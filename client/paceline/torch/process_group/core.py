@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import Group
+from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group.messenger import Messenger
 from paceline.torch.work import Futures, Operation, seconds_of
 from paceline.work import Work
@@ -151,7 +152,7 @@ class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
         self._messenger.go_on()
         timeout = seconds_of(opts.timeout) or self._timeout
         behind = bool(opts.asyncOp)
-        with _range(title):
+        with _range(title), told_to_torch():
             issued = [call(timeout=timeout, async_op=behind) for call in calls]
             handles = [handle for handle in issued if isinstance(handle, Work)] if behind else []
             operation = Operation(handles, results, [finish for finish in finishes if finish], self._futures)

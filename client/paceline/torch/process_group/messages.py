@@ -11,9 +11,9 @@ import numpy as np
 
 from paceline.errors import OperationTimeout
 from paceline.torch.arrays import landing
+from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group.core import Core
 from paceline.torch.process_group.messenger import Message, check_alone
-from paceline.torch.work import seconds_of
 
 __all__ = ["Messages"]
 
@@ -41,7 +41,8 @@ class Messages(Core):
         tensor = check_alone(list(tensors))
         return self._messenger.recv(tensor, landing(tensor), None, tag, self._timeout)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    @told_to_torch()
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that fails on rank 0 with the names of those who did not come, and ends nothing but itself.
 
         Args:
@@ -51,7 +52,9 @@ class Messages(Core):
         Raises:
             OperationTimeout: on rank 0, of ranks that did not come; on others, that rank 0 did not answer.
         """
-        within = seconds_of(timeout) or self._timeout
+        within = self._timeout
+        if timeout is not None:
+            within = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         me, word = self.rank(), np.zeros(1, np.uint8)
         if me:
             self._group.send(word, 0, tag=_BARRIER_TAG, timeout=within)
@@ -66,8 +69,15 @@ class Messages(Core):
         late: list[int] = []
         deadline = time.monotonic() + within
         for rank in range(1, self.size()):
+            left = deadline - time.monotonic()
+            if left <= 0 and not late:
+                peer = self._group.members[rank]
+                raise OperationTimeout(
+                    f"Rank 0 timed out in monitoredBarrier after {within * 1000:.0f} ms, before it heard of {peer}",
+                    ranks=(rank,),
+                )
             try:
-                self._group.recv(rank, tag=_BARRIER_TAG, timeout=max(0.0, deadline - time.monotonic()))
+                self._group.recv(rank, tag=_BARRIER_TAG, timeout=max(0.0, left))
             except OperationTimeout:
                 late.append(rank)
                 if not wait_all_ranks:

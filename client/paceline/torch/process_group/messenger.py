@@ -19,6 +19,7 @@ import torch.distributed as dist
 from paceline import Group
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
 from paceline.torch.arrays import Landing, array_of
+from paceline.torch.errors import for_torch
 from paceline.torch.work import seconds_of
 
 __all__ = ["Message", "Messenger"]
@@ -68,9 +69,10 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
         """
         self._line.run_up_to(self)
         if not self._over.wait(seconds_of(timeout)):
-            raise OperationTimeout(f"a message was not through after {timeout.total_seconds():g} s")
+            late = OperationTimeout(f"a message was not through after {timeout.total_seconds():g} s")
+            raise for_torch(late)
         if self._error is not None:
-            raise self._error
+            raise for_torch(self._error)
         return True
 
     def synchronize(self) -> None:
@@ -88,7 +90,7 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
 
     def exception(self) -> BaseException | None:
         """Why it has failed; None if it has not, or not yet."""
-        return self._error if self.is_completed() else None
+        return for_torch(self._error) if self.is_completed() and self._error is not None else None
 
     def result(self) -> list[Any]:
         """The tensors."""

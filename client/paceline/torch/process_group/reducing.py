@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ReduceOp
 
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.torch.arrays import array_of, landing, tensor_of
+from paceline.torch.arrays import array_of, is_number, landing, tensor_of
 from paceline.torch.process_group.core import Call, Core
 from paceline.torch.work import Operation, seconds_of
 
@@ -44,7 +44,7 @@ class Reducing(Core):
         opts = opts or AllreduceOptions()
         if any(tensor.is_sparse for tensor in tensors):
             return self._all_reduce_sparse(tensors, opts)
-        op = _op(opts)
+        op = _op(opts, tensors)
         targets = [landing(tensor, filled=True) for tensor in tensors]
         calls = [partial(self._group.all_reduce, target.array, op=op, out=target.array) for target in targets]
         return self._run("all_reduce", opts, calls, tensors, [target.finish for target in targets])
@@ -56,7 +56,7 @@ class Reducing(Core):
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Operation:
         """The root's tensors are replaced by the result; those of others stay."""
         opts = opts or ReduceOptions()
-        op, root = _op(opts), opts.rootRank
+        op, root = _op(opts, tensors), opts.rootRank
         targets = [landing(tensor, filled=True) for tensor in tensors]
         at = self.rank() == root
         calls = [
@@ -68,7 +68,7 @@ class Reducing(Core):
     def reduce_scatter(self, outs: Sequence[Any], ins: Sequence[Sequence[Any]], opts: Any = None) -> Operation:
         """Rank r gets the sum of everybody's r-th tensor; those of one place must be alike, others may differ."""
         opts = opts or ReduceScatterOptions()
-        op, finishes = _op(opts), []
+        op, finishes = _op(opts, outs), []
         calls: list[Call] = []
         for out, parts in zip(outs, ins, strict=True):
             if len(parts) != self.size():
@@ -94,7 +94,7 @@ class Reducing(Core):
     def reduce_scatter_single_coalesced(self, outs: Sequence[Any], xs: Sequence[Any], opts: Any = None) -> Operation:
         """As `reduce_scatter_single`, for several tensors."""
         opts = opts or ReduceScatterOptions()
-        op, calls, finishes = _op(opts), [], []
+        op, calls, finishes = _op(opts, outs), [], []
         for out, x in zip(outs, xs, strict=True):
             if x.numel() != out.numel() * self.size():
                 raise SizeMismatch(f"reduce_scatter: {x.numel()} elements for {self.size()} ranks of {out.numel()}")
@@ -108,8 +108,8 @@ class Reducing(Core):
 
     def _all_reduce_sparse(self, tensors: Sequence[Any], opts: Any) -> Operation:
         """Sums of sparse tensors: everybody's elements are gathered, and added up where they meet."""
-        if _op(opts) != "sum":
-            raise UnsupportedOp(f"all_reduce of a sparse tensor adds up, it has no {_op(opts)}")
+        if _op(opts, ()) != "sum":
+            raise UnsupportedOp("all_reduce of a sparse tensor adds up, and does nothing else")
         for tensor in tensors:
             mine = tensor.detach().coalesce()
             indices, values = (self._gathered(rows, opts) for rows in (mine.indices().t(), mine.values()))
@@ -124,7 +124,10 @@ class Reducing(Core):
         return tensor_of(whole).reshape(len(whole), *rows.shape[1:])
 
 
-def _op(opts: Any) -> str:
+def _op(opts: Any, tensors: Sequence[Any]) -> str:
+    odd = next((tensor.dtype for tensor in tensors if not is_number(tensor.dtype)), None)
+    if odd is not None:
+        raise UnsupportedOp(f"tensors of {odd} can be moved, and not be combined: convert them first")
     kind = getattr(opts.reduceOp, "op", opts.reduceOp)
     if kind not in _OPS:
         raise UnsupportedOp(f"there is no reduction {kind}")

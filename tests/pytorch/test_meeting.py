@@ -1,0 +1,115 @@
+"""How ranks meet: by torch's ways, at a coordinator that is there, or by its URL; and the store that it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.testing import coordinator
+from support.processes import Worker, workers
+from support.torch_ranks import finish, need_torch
+
+need_torch()
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+
+SUM = """
+def check(size):
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    assert t.item() == size == dist.get_world_size()
+"""
+
+
+def test_one_word_is_changed_and_nothing_imported() -> None:
+    code = """
+check(2)
+assert type(dist.group.WORLD).__module__ == "paceline.torch.process_group" and dist.get_backend() == "paceline"
+"""
+    finish(2, SUM + code)
+
+
+def test_again_and_again(tmp_path: Path) -> None:
+    """By a file that keeps what earlier groups wrote."""
+    code = f"""
+dist.destroy_process_group()
+for _ in range(3):
+    dist.init_process_group("paceline", init_method="file://{tmp_path}/store", rank=rank, world_size=world)
+    check(2)
+    dist.destroy_process_group()
+dist.init_process_group("cpu:paceline", init_method="file://{tmp_path}/store", rank=rank, world_size=world)
+check(2)
+"""
+    finish(2, SUM + code)
+
+
+URL = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+import paceline.torch
+place = {place}
+dist.init_process_group("paceline", init_method="paceline://{address}/url", **place)
+check(2)
+store = dist.distributed_c10d._get_default_store()
+rank = dist.get_rank()
+store.set("key", "value") if rank == 0 else None
+assert store.get("key") == b"value" and store.add("count", 2) in (2, 4)
+dist.barrier()
+assert store.add("count", 0) == 4 and store.check(["key", "count"]) and not store.check(["nothing"])
+assert store.compare_set("once", "", "first") == b"first"
+dist.barrier()
+if rank == 0:
+    assert store.compare_set("once", "first", "second") == b"second"
+    assert store.compare_set("once", "first", "third") == b"second"
+    assert store.delete_key("once") and not store.delete_key("once")
+    try:
+        store.wait(["missing"], timedelta(seconds=0.2))
+        raise SystemExit("it waited for nothing")
+    except dist.DistStoreError as error:
+        assert "missing" in str(error)
+whole = []
+obj = [{{"from": rank}} if rank == 0 else None]
+dist.broadcast_object_list(obj)
+assert obj == [{{"from": 0}}]
+emit("store", kind=type(dist.distributed_c10d._get_default_store()).__name__)
+dist.destroy_process_group()
+emit("done")
+"""
+
+
+@pytest.mark.parametrize("given", ["ranks", "world_size", "environment"])
+def test_by_the_coordinator_s_url_which_is_the_store_too(given: str) -> None:
+    with coordinator() as address:
+        started = []
+        try:
+            for rank in range(2):
+                place = {"ranks": {"rank": rank, "world_size": 2}, "world_size": {"world_size": 2}, "environment": {}}
+                variables = {"PACELINE_MIN_WORKERS": "2"} if given == "environment" else {}
+                started.append(Worker(SUM + URL.format(address=address, place=place[given]), variables))
+            for worker in started:
+                worker.expect("store", timeout=60)
+                worker.expect("done")
+                assert worker.wait() == 0
+        finally:
+            for worker in started:
+                worker.close()
+
+
+def test_at_the_coordinator_of_the_environment() -> None:
+    """As under `paceline run`: torch's own store is the master's, and the members are the coordinator's."""
+    with coordinator() as address:
+        finish(2, SUM + "check(2)", PACELINE_COORDINATOR=address, PACELINE_JOB="mine")
+
+
+def test_what_cannot_be_is_said() -> None:
+    code = """
+import torch, torch.distributed as dist
+for url in ("paceline://127.0.0.1:1/job?size=3", "paceline://127.0.0.1:1/job?rank=0"):
+    try:
+        dist.init_process_group("paceline", init_method=url)
+    except ValueError as error:
+        emit("refused", text=str(error))
+"""
+    with workers(1, code) as (worker,):
+        assert "there is no ['size']" in worker.expect("refused", timeout=60)["text"]
+        assert "a rank needs a world_size" in worker.expect("refused")["text"]
