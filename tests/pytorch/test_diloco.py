@@ -20,7 +20,7 @@ from paceline.torch import DiLoCo  # noqa: E402
 from support.local_training.line import SEED, TRAINER, check  # noqa: E402
 from support.local_training.problem import Part, Reference, build, flat, inner_step, make_inner  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]  # each process takes seconds to import torch
 
 DILOCO = {"lr": 0.7, "momentum": 0.9}
 

@@ -21,7 +21,7 @@ from paceline.torch import LocalSGD  # noqa: E402
 from support.local_training.line import SEED, TRAINER, check, check_bits  # noqa: E402
 from support.local_training.problem import Part, Reference, build, flat, inner_step, make_inner  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]  # each process takes seconds to import torch
 
 ROUNDS = 4
 

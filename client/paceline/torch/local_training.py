@@ -108,8 +108,9 @@ class LocalTraining:
         other collective may come between it and the end of the block.
 
         Args:
-            weight: what this rank's round counts in the mean: `step.weight`, or its number of samples. By default the
-                number of its inner steps. With 0 its parameters are dropped, even NaN.
+            weight: what this rank's round counts in the mean. In `session.steps` give `step.weight`: it is 0 for a rank
+                that has another's sample for want of one. By default the number of inner steps. With 0 the parameters
+                are dropped, even NaN.
 
         Raises:
             ValueError: the weight is negative or not finite.
