@@ -244,11 +244,15 @@ class _Opaque(Part):
 
 
 def part_of(name: str, thing: Any) -> Part:
-    """The part that an object is.
+    """The part that an object is; one that knows best itself has a method `as_part` that gives it.
 
     Raises:
         UnsupportedOp: it is nothing that could be given to another member; the text names it.
     """
+    own = getattr(thing, "as_part", None)
+    part = own() if callable(own) else None
+    if isinstance(part, Part):
+        return part
     if isinstance(thing, Optimizer):
         return _Optimizer(thing)
     if callable(getattr(thing, "named_parameters", None)):

@@ -1,4 +1,6 @@
-"""Paceline for PyTorch: the backend "paceline" of torch.distributed (extra: `pip install 'paceline[torch]'`).
+"""Paceline for PyTorch: what trains an nn.Module, and the backend "paceline" of torch.distributed.
+
+It is an extra: `pip install 'paceline[torch]'`.
 
     import torch.distributed as dist
     dist.init_process_group("paceline")                     # in place of "gloo": nothing else changes
@@ -14,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 from paceline.torch.register import register
 
 if TYPE_CHECKING:
+    from paceline.torch.diloco import DiLoCo
+    from paceline.torch.local_sgd import LocalSGD
     from paceline.torch.process_group import ProcessGroup
     from paceline.torch.store import Store
 
-__all__ = ["ProcessGroup", "Store"]
+__all__ = ["DiLoCo", "LocalSGD", "ProcessGroup", "Store"]
 
 _HOME = {
+    "DiLoCo": "paceline.torch.diloco",
+    "LocalSGD": "paceline.torch.local_sgd",
     "ProcessGroup": "paceline.torch.process_group",
     "Store": "paceline.torch.store",
 }
@@ -30,7 +36,9 @@ register()
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

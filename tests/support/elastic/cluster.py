@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -25,15 +25,19 @@ from paceline.credentials import IN_THE_CLEAR
 from pacelinepb.v1.admin_pb2 import RestartJobRequest
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import ProcessIdentity
-from support.certificates import CertificateFolder
 from support.elastic.brake import Brake
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
 
+if TYPE_CHECKING:  # it makes them with a package that not every environment of tests has
+    from support.certificates import CertificateFolder
+
 __all__ = ["Cluster", "Trainer", "cluster"]
 
-_TRAINER = Path(__file__).with_name("trainer.py")
+_TESTS = Path(__file__).parent.parent.parent
+_TRAINER = "support/elastic/trainer.py"
+"""Unless the plan has another, below tests/."""
 
 _numbers = itertools.count()
 
@@ -46,7 +50,7 @@ class Trainer:
     ) -> None:
         self._brake, self._name = Brake(Path(plan["brake"])), str(next(_numbers))
         self._brake.press(self._name)
-        command = [sys.executable, str(_TRAINER), json.dumps(plan)]
+        command = [sys.executable, str(_TESTS / plan.get("trainer", _TRAINER)), json.dumps(plan)]
         self.host = host
         self.process = subprocess.Popen(
             command if host is None else host.command(command),
@@ -320,7 +324,7 @@ class Cluster:
         for trainer in self.trainers:
             lines.append(f"--- pid {trainer.pid}, exit {trainer.process.poll()}")
             for event in trainer.events:
-                facts = {k: v for k, v in event.items() if k not in ("at", "event", "weights", "indices")}
+                facts = {k: v for k, v in event.items() if k not in ("at", "event", "weights", "indices", "net")}
                 lines.append(f"  {event['at']:.3f} {event['event']} {facts}")
             lines.append(trainer.stderr[-3000:])
         lines += ["--- coordinator", (self.folder / "coordinator.log").read_text()[-4000:]]
