@@ -14,8 +14,11 @@ import paceline
 from paceline.testing import run_ranks
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
+from support.torch_ranks import need_torch
 
-torch = pytest.importorskip("torch")
+need_torch()
+
+import torch  # noqa: E402  behind the look whether it is there
 
 from paceline.torch import LocalSGD  # noqa: E402
 from support.local_training.line import SEED, TRAINER, check, check_bits  # noqa: E402
