@@ -47,7 +47,7 @@ class Departures:
         for rank, ending in gone.items():
             effects += self._mark(rank, ending)
         if gone:  # before the sessions end: a frozen member's stream still takes the verdict
-            effects += self._void(self._evidence.judge(now, {rank: ending.how for rank, ending in gone.items()}))
+            effects += self._void(now, self._evidence.judge(now, {rank: ending.how for rank, ending in gone.items()}))
         for session, ending in lost:
             if session.standing is Standing.WAITING and session.holds_a_part and not ending.sure:
                 self.state.last_arrival = now  # it may be on its way back, like those whom a restart has cut off
@@ -76,7 +76,7 @@ class Departures:
         if not self._evidence.is_ripe(now):
             return []
         verdict = self._evidence.judge(now, {})
-        effects = self._void(verdict)
+        effects = self._void(now, verdict)
         if verdict.reason == ErrorReason.ERROR_REASON_PEER_LOST:
             effects += self._part_with(verdict.culprits)
         return effects
@@ -101,11 +101,13 @@ class Departures:
                 effects += self._end(session, ending, refusal)
         return effects
 
-    def _void(self, verdict: Verdict) -> list[Effect]:
+    def _void(self, now: float, verdict: Verdict) -> list[Effect]:
         """The view is over; every member of it is told the same, now or when it resumes."""
         view = self.state.live
         assert view is not None, "one verdict for each generation"
         self.state.verdict = verdict
+        if len(self.state.endings) < len(view.seats):
+            self.state.last_parting = now
         self._evidence.clear()
         effects: list[Effect] = [StoreVerdict(verdict)]
         assert self._barriers is not None

@@ -265,7 +265,8 @@ class Line(Departures):
         for rank, ending in missing.items():
             effects += self._mark(rank, replace(ending, orderly=False))
         if missing:
-            effects += self._void(self._evidence.judge(now, {rank: ending.how for rank, ending in missing.items()}))
+            verdict = self._evidence.judge(now, {rank: ending.how for rank, ending in missing.items()})
+            effects += self._void(now, verdict)
         return effects + self._reconsider(now)
 
     def _store_failed(self, now: float, event: StoreFailed) -> list[Effect]:

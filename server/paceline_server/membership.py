@@ -242,6 +242,8 @@ class Membership(Line):
         if session is None:
             return []
         in_view = session.standing is Standing.IN_VIEW
+        if in_view or session.standing is Standing.VOID:
+            self.state.last_parting = now
         if not in_view:
             return self._end(session, Ending("left the job", orderly=True), None) + self._reconsider(now)
         assert self.state.view is not None
@@ -255,7 +257,7 @@ class Membership(Line):
             ending = Ending("left the job with an error", orderly=False)
             effects += self._mark(seat.rank, ending)
             effects += self._end(session, ending, None)
-            effects += self._void(self._evidence.judge(now, {}))
+            effects += self._void(now, self._evidence.judge(now, {}))
         else:
             ending = Ending("left the job", orderly=True)
             effects += self._mark(seat.rank, ending)

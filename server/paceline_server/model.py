@@ -312,6 +312,9 @@ class JobState:
     """A view that is being stored; nobody has been told of it yet."""
     last_arrival: float = float("-inf")
     """When the last candidate came (or came back)."""
+    last_parting: float = float("-inf")
+    """When a member of a view last left by itself, or a view became void with members still there: they may come again,
+    as new ones."""
     storage_trouble: str = ""
     """Why the last view could not be stored, empty if it could."""
     finished: int | None = None

@@ -152,7 +152,8 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
     if count >= most:
         return Decision(tuple(by_host(candidates[:most])), f"{most} workers are there, as many as a view takes")
-    settled_at = state.last_arrival + settle_time
+    # Who waited while a view ran has settled long ago, but its members may come again in a moment.
+    settled_at = max(state.last_arrival, state.last_parting) + settle_time
     if now >= settled_at:
         return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
     return Decision(

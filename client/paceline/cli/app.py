@@ -9,6 +9,7 @@ import typer
 
 from paceline._version import __version__
 from paceline.cli.output import one_line_errors
+from paceline.cli.run_command import RUN_SETTINGS, run
 
 __all__ = ["app"]
 
@@ -110,67 +111,7 @@ def certs(
         make_certificates(directory, host or [], days)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def run(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each worker runs.")],
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Workers to start here.")] = 1,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: embed one."
-        ),
-    ] = None,
-    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
-    minimum: Annotated[
-        int | None,
-        typer.Option(
-            "--min", envvar="PACELINE_MIN_WORKERS", help="Start with this many workers, from all shells; default: -n."
-        ),
-    ] = None,
-    maximum: Annotated[
-        int | None,
-        typer.Option(
-            "--max", envvar="PACELINE_MAX_WORKERS", help="Never have more than this; default: the larger of -n, --min."
-        ),
-    ] = None,
-    restarts: Annotated[
-        int, typer.Option(metavar="N", help="Start each worker that fails again, as a new one, so often at most.")
-    ] = 0,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PACELINE_ADVERTISE",
-            metavar="HOST",
-            help="Where other hosts reach these workers; default: the address of the way to the coordinator.",
-        ),
-    ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Keep each worker's lines in a file here.")] = None,
-    bind: Annotated[
-        bool, typer.Option("--bind/--no-bind", help="Each worker has its share of the cores, if there is one for each.")
-    ] = True,
-) -> None:
-    """Start workers that run a script, and answer for how they end.
-
-    With --min below --max, or with --restarts, the others go on when a worker fails.
-    """
-    with one_line_errors():
-        from paceline.cli.run import run_workers
-
-        raise typer.Exit(
-            run_workers(
-                ["-m", *command] if module else command,
-                workers=workers,
-                coordinator=coordinator,
-                job=job,
-                minimum=minimum,
-                maximum=maximum,
-                restarts=restarts,
-                log_dir=log_dir,
-                advertise=advertise,
-                bind=bind,
-            )
-        )
+app.command(context_settings=RUN_SETTINGS)(run)
 
 
 @app.command()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from paceline.cli.address import endpoint
 from paceline.cli.credentials import worker_credentials
 from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
+from paceline.cli.launcher.cores import allowed_cores
 from paceline.cli.launcher.reports import ExitReports
-from paceline.cli.output import UsageError
+from paceline.cli.output import UsageError, say
+from paceline.cli.torchrun import Flags, Workers, read_flags, read_streams, run_worlds
 from paceline.config import Config
 
-__all__ = ["launch", "run_workers"]
+__all__ = ["launch", "run_nodes", "run_workers"]
 
 _GRACE_S = 5.0
 """On top of `failure_timeout`: what a failed worker's peers need at most to see it, raise, and end."""
@@ -33,6 +39,8 @@ def run_workers(
     log_dir: Path | None,
     advertise: str | None = None,
     bind: bool = True,
+    redirects: str | None = None,
+    tee: str | None = None,
 ) -> int:
     """Runs workers with their lines on the terminal.
 
@@ -42,8 +50,7 @@ def run_workers(
     Raises:
         UsageError: the arguments cannot be.
     """
-    if command[0] != "-m" and not Path(command[0]).exists():  # found here once, rather than in every worker
-        raise UsageError(f"there is no script {command[0]}")
+    _check_command(command)
     try:
         low, high = worker_bounds(workers, minimum, maximum)
     except ValueError as error:
@@ -55,12 +62,47 @@ def run_workers(
             f"--min {low} with -n {workers} waits for workers of other launchers: "
             "give all of them one coordinator (--coordinator)"
         )
-    if advertise is not None and workers > 1 and endpoint(advertise, default_port=0).port:
-        raise UsageError(f"--advertise {advertise} names one port for {workers} workers: leave it out")
-    logs = None if log_dir is None else LogFiles(log_dir)
-    with _coordinator(coordinator) as address, contextlib.closing(Console(logs)) as console:
+    _check_advertise(advertise, workers)
+    with _coordinator(coordinator) as address, _console(log_dir, job, redirects, tee, workers) as console:
         settings = WorkerSettings(address, job, low, high, advertise)
         return launch(command, workers, settings, console, restarts=restarts, alone=coordinator is None, bind=bind)
+
+
+def run_nodes(
+    command: Sequence[str],
+    flags: Flags,
+    *,
+    coordinator: str | None,
+    job: str,
+    log_dir: Path | None,
+    advertise: str | None = None,
+    bind: bool = True,
+    redirects: str | None = None,
+    tee: str | None = None,
+) -> int:
+    """Runs workers as torchrun's flags say, with their lines on the terminal.
+
+    Returns:
+        The exit code, by the rule of `torchrun.rounds.run_worlds`.
+
+    Raises:
+        UsageError: the arguments cannot be.
+    """
+    _check_command(command)
+    if flags.rdzv_endpoint and flags.standalone:
+        say("--standalone: nobody is met, at --rdzv-endpoint or elsewhere")
+    elif flags.rdzv_endpoint and coordinator is not None:
+        raise UsageError("--rdzv-endpoint and --coordinator (PACELINE_COORDINATOR) name one thing: give one")
+    try:
+        cores = len(allowed_cores()) or os.cpu_count() or 1
+        plan = read_flags(flags, job=job, cores=cores, accelerated=any(Path("/dev").glob("nvidia[0-9]*")))
+        grace = Config.from_environment().failure_timeout + _GRACE_S
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    _check_advertise(advertise, plan.workers + (not plan.alone))  # a launcher that meets others has a port too
+    address = None if coordinator is None else str(endpoint(coordinator))
+    with _console(log_dir, plan.run_id, redirects, tee, plan.workers) as console:
+        return run_worlds(Workers(command, grace, advertise, bind), plan, console, address)
 
 
 def launch(
@@ -76,7 +118,7 @@ def launch(
     """Runs workers and tells their coordinator how they end; returns the exit code.
 
     Args:
-        command: SCRIPT ARGS... or -m MODULE ARGS...
+        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         workers: how many.
         settings: what they are told of the job; it is elastic if it may have fewer workers than it may have at most.
         listener: shows what happens.
@@ -100,6 +142,35 @@ def launch(
     )
     with ExitReports(settings.coordinator, settings.job, worker_credentials()) as reports:
         return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind).run()
+
+
+def _check_advertise(advertise: str | None, ports: int) -> None:
+    if advertise is not None and ports > 1 and endpoint(advertise, default_port=0).port:
+        raise UsageError(f"--advertise {advertise} names one port for {ports} workers: leave it out")
+
+
+def _check_command(command: Sequence[str]) -> None:
+    """What is not there is found here once, rather than in every worker."""
+    if command[0] == "--":
+        if shutil.which(command[1]) is None:
+            raise UsageError(f"there is no program {command[1]}")
+    elif command[0] != "-m" and not Path(command[0]).exists():
+        raise UsageError(f"there is no script {command[0]}")
+
+
+@contextlib.contextmanager
+def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | None, workers: int) -> Iterator[Console]:
+    """The terminal, and the log files if lines are to be kept: in a new folder, if none is named."""
+    try:
+        streams = read_streams(redirects, tee, workers)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if log_dir is None and streams.kept:
+        log_dir = Path(tempfile.mkdtemp(prefix=f"paceline-{quote(job, safe='')}-"))
+        say(f"lines are kept in {log_dir}")
+    logs = None if log_dir is None else LogFiles(log_dir)
+    with contextlib.closing(Console(logs, hidden=streams.hidden)) as console:
+        yield console
 
 
 @contextlib.contextmanager

@@ -86,3 +86,22 @@ def test_two_interrupts_at_one_moment_kill() -> None:
     assert supervision.due(5.0) is signal.SIGKILL
     assert supervision.due(5.0) is None
     assert supervision.exit_code == 143
+
+
+def test_workers_that_are_stopped_for_others_are_no_failures() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.stop(now=100.0)
+    assert supervision.due(100.0) is signal.SIGTERM
+    supervision.stop(now=101.0)  # said again
+    supervision.ended(Exit("rank 0", 1, -15), now=101.0)
+    assert supervision.due(100.0 + KILL_AFTER_S) is signal.SIGKILL
+    supervision.ended(Exit("rank 1", 2, -9), now=106.0)
+    assert (supervision.exit_code, supervision.failure, supervision.interrupted) == (0, None, False)
+
+
+def test_the_failure_that_the_exit_code_is_of() -> None:
+    supervision = Supervision(grace=8.0)
+    supervision.ended(Exit("rank 0", 1, 1, follows=True), now=100.0)
+    first = Exit("rank 1", 2, 5)
+    supervision.ended(first, now=100.1)
+    assert supervision.failure == first

@@ -3,6 +3,7 @@
 import pytest
 
 from paceline_server.effects import PushView, PushWaiting, StoreView
+from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
 
@@ -42,6 +43,21 @@ def test_settles_before_it_forms_with_fewer() -> None:
     assert job.state.view is None
     job.pass_time(0.05)
     assert len(job.state.view.seats) == 3
+
+
+def test_those_who_waited_give_members_that_left_time_to_come_again() -> None:
+    job = PureJob(settle_time=0.2)
+    member = job.join(1, 8)
+    job.pass_time(0.2)
+    job.join(1, 8)
+    job.join(1, 8)
+    job.pass_time(1.0)
+    job.report(member, ErrorReason.ERROR_REASON_PEER_RAISED, None, "another node has come")
+    job.leave(member)
+    job.pass_time(0.1)
+    again = job.join(1, 8)
+    job.pass_time(0.2)
+    assert {seat.member_id for seat in job.state.view.seats} == {"m2", "m3", again}
 
 
 def test_explicit_ranks_are_the_ranks() -> None:

@@ -3,6 +3,7 @@
 What decides is pure; what acts is around it:
     lines.py        PURE: bytes from a pipe into whole lines
     environment.py  PURE: what a worker finds in its environment
+    place.py        PURE: where workers stand in a world that is known before they start, and how torch is told
     cores.py        PURE: which cores a worker runs on
     outcome.py      PURE: how a process ended, in words and as an exit code
     restarts.py     PURE: who is started again, when, and who is given up
@@ -17,7 +18,8 @@ What decides is pure; what acts is around it:
 from paceline.cli.launcher.environment import WorkerSettings, worker_bounds
 from paceline.cli.launcher.launcher import Launcher, Listener
 from paceline.cli.launcher.outcome import Exit
+from paceline.cli.launcher.place import Place
 from paceline.cli.launcher.supervision import Terms
 from paceline.cli.launcher.worker import Worker
 
-__all__ = ["Exit", "Launcher", "Listener", "Terms", "Worker", "WorkerSettings", "worker_bounds"]
+__all__ = ["Exit", "Launcher", "Listener", "Place", "Terms", "Worker", "WorkerSettings", "worker_bounds"]

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -74,12 +75,21 @@ class Console:
 
     Args:
         logs: where lines are kept too.
+        hidden: pairs of a worker's index and a stream, whose lines are kept and not shown.
         out: for workers' standard output.
         err: for workers' standard error and the launcher's own sentences.
     """
 
-    def __init__(self, logs: LogFiles | None = None, out: TextIO | None = None, err: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        logs: LogFiles | None = None,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        *,
+        hidden: Collection[tuple[int, str]] = (),
+    ) -> None:
         self._logs = logs
+        self._hidden = frozenset(hidden)
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
         plain = bool(os.environ.get("NO_COLOR"))  # https://no-color.org
@@ -93,7 +103,8 @@ class Console:
     def line(self, worker: Worker, stream: str, line: bytes) -> None:
         """Shows and keeps a worker's line."""
         target = self._out if stream == "stdout" else self._err
-        self._pending.put((target, prefixed(worker.label, line, self._colour[target])))
+        if (worker.index, stream) not in self._hidden:
+            self._pending.put((target, prefixed(worker.label, line, self._colour[target])))
         if (logs := self._log_of(worker)) is not None:
             logs.write(worker, line)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -53,7 +54,7 @@ class Launcher:
     Must run on the main thread: signals arrive there, and workers die with the thread that started them.
 
     Args:
-        command: SCRIPT ARGS... or -m MODULE ARGS...
+        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         terms: how many workers, and what to do about those that fail.
         settings: what they are told of the job.
         listener: shows what happens.
@@ -81,6 +82,9 @@ class Launcher:
         self._report_exit = report_exit
         self._supervision = Supervision(grace, terms)
         self._signals: list[signal.Signals] = []
+        self._ordered = ""  # why the workers are to end, if somebody else says so
+        self._wakeup: int | None = None
+        self._wakeup_lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
         self._has_pidfds = hasattr(os, "pidfd_open")
@@ -102,6 +106,7 @@ class Launcher:
                 for index in range(self._count):
                     self.workers.append(self._worker(index))
                     self._attend(self.workers[index])
+                self._obey_signals()  # a `stop` from before there was a pipe to wake this loop by
                 while self._unfinished():
                     self._turn()
             finally:
@@ -110,9 +115,36 @@ class Launcher:
             self._listener.say(self._supervision.summary)
         return self._supervision.exit_code
 
+    def stop(self, why: str) -> None:
+        """Has the workers end, as after a failure; from any thread, at any time. Those that do are no failures.
+
+        Args:
+            why: completes "stopping 2 workers: ...".
+        """
+        with self._wakeup_lock:
+            self._ordered = self._ordered or why
+            if self._wakeup is not None:
+                os.write(self._wakeup, b"\0")
+
+    @property
+    def failure(self) -> Exit | None:
+        """What its exit code is of; None if no worker's failure is left."""
+        return self._supervision.failure
+
+    @property
+    def interrupted(self) -> bool:
+        """True if a signal told it to end."""
+        return self._supervision.interrupted
+
     def _worker(self, index: int) -> Worker:
-        cores = share_of_cores(index, self._count, self._cores)
-        return Worker(index, self._command, lambda fd: worker_environment(os.environ, self._settings, fd), cores)
+        place = self._settings.place
+        return Worker(
+            index,
+            self._command,
+            lambda fd: worker_environment(os.environ, self._settings, fd, index),
+            share_of_cores(index, self._count, self._cores),
+            None if place is None else place.first_rank + index,
+        )
 
     def _attend(self, worker: Worker) -> None:
         """From now on its lines and its end are noticed."""
@@ -209,13 +241,18 @@ class Launcher:
             else:  # asks for flight records, which the workers have
                 asked = [worker for worker in self.workers if worker.ask(received)]
                 self._listener.say(f"asked {len(asked)} of {len(self.workers)} workers for their flight records")
+        if self._ordered:
+            self._supervision.stop(now)
         signum = self._supervision.due(now)
         running = [worker for worker in self.workers if worker.running]
         if signum is None or not running:
             return
         verb = "stopping" if signum == signal.SIGTERM else "killing"
+        count = f"{len(running)} worker{'s'[: len(running) != 1]}"
         if self._supervision.interrupted:
-            self._listener.say(f"{verb} {len(running)} worker{'s'[: len(running) != 1]}")
+            self._listener.say(f"{verb} {count}")
+        elif self._ordered:
+            self._listener.say(f"{verb} {count}: {self._ordered}")
         else:
             self._listener.say(f"{verb} {', '.join(map(str, running))}, still there after the first failure")
         for worker in running:
@@ -253,9 +290,13 @@ class Launcher:
         before = {signum: signal.signal(signum, note) for signum in (*_ENDING, signal.SIGUSR2)}
         # The byte that Python writes here in the C handler ends a `select` that has just begun: no signal is missed.
         previous = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        with self._wakeup_lock:
+            self._wakeup = wakeup
         try:
             yield
         finally:
+            with self._wakeup_lock:
+                self._wakeup = None
             signal.set_wakeup_fd(previous)
             for signum, handler in before.items():
                 signal.signal(signum, handler)

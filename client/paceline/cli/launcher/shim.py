@@ -2,6 +2,7 @@
 
     python shim.py LAUNCHER_PID SCRIPT ARGS...
     python shim.py LAUNCHER_PID -m MODULE ARGS...
+    python shim.py LAUNCHER_PID -- PROGRAM ARGS...      (becomes a program that is not Python's)
 
 Started by its path and not as a module, so that nothing of Paceline is imported before the process is tied: that
 takes 0.2 s, in which a killed launcher would leave an orphan.
@@ -29,6 +30,8 @@ def main() -> None:
     launcher, arguments = int(sys.argv[1]), sys.argv[2:]
     _die_with(launcher)
     sys.excepthook = _report
+    if arguments[0] == "--":
+        os.execvp(arguments[1], arguments[1:])  # noqa: S606  # the user's own; it is tied, for exec keeps that
 
     import runpy
 

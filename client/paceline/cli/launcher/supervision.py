@@ -100,14 +100,18 @@ class Supervision:
         return min([*pending, *(at for at, _ in self._due.values())], default=None)
 
     @property
+    def failure(self) -> Exit | None:
+        """The failure that the exit code is of, by the rule above; None if none is left."""
+        if not self._unforgiven:
+            return None
+        return next((end for end in self._unforgiven if not end.follows), self._unforgiven[0])
+
+    @property
     def exit_code(self) -> int:
         """The launcher's exit code, by the rule above."""
         if self._interrupt is not None:
             return 128 + self._interrupt
-        if not self._unforgiven:
-            return 0
-        first = next((end for end in self._unforgiven if not end.follows), self._unforgiven[0])
-        return shell_code(first.returncode)
+        return 0 if self.failure is None else shell_code(self.failure.returncode)
 
     @property
     def summary(self) -> str:
@@ -148,6 +152,12 @@ class Supervision:
         for slot in slots:
             del self._due[slot]
         return slots
+
+    def stop(self, now: float) -> None:
+        """The workers are to end, through no fault of theirs."""
+        self._due.clear()
+        if not self._sent:
+            self._stop_at = now
 
     def interrupt(self, signum: signal.Signals, now: float) -> None:
         """The launcher got a signal to end: the first one stops the workers, the second kills them."""

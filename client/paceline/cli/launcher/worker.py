@@ -33,15 +33,16 @@ class Worker:
 
     Attributes:
         index: number among the workers of its launcher.
-        rank: its rank once it has told of a view, else None.
+        rank: its rank, None as long as it is not known: by a view that it tells of, where it was not before.
         identity: what the coordinator knows the process by.
         streams: its open pipes by name.
 
     Args:
         index: number among the workers of its launcher.
-        command: SCRIPT ARGS... or -m MODULE ARGS...
+        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         environment: given the number of the worker's end of its news pipe, the worker's environment.
         cores: the cores that it may use; None for all.
+        rank: its rank, if that is known before it joins.
 
     Raises:
         OSError: the process cannot be started.
@@ -53,9 +54,10 @@ class Worker:
         command: Sequence[str],
         environment: Callable[[int], dict[str, str]],
         cores: Collection[int] | None = None,
+        rank: int | None = None,
     ) -> None:
         self.index = index
-        self.rank: int | None = None
+        self.rank = rank
         self._blamed: list[int] = []
         news, theirs = os.pipe()
         try:

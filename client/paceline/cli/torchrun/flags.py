@@ -1,0 +1,174 @@
+"""What torchrun's flags mean here, and what is refused. Pure: nothing is looked up but what is handed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from paceline.session.address import Endpoint, parse_endpoint
+
+__all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "read_flags"]
+
+DEFAULT_MASTER_PORT = 29500
+"""torchrun's; launchers meet at the port after it."""
+
+_MEETING_PORT = 29400
+"""torchrun's, where --rdzv-endpoint names none."""
+
+_MAX_RUN_ID_BYTES = 120
+"""A job's name has 128 at most (session.proto), and launchers meet under it with a few more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """torchrun's flags as they were given; None (False) for those that were not."""
+
+    nnodes: str | None = None
+    nproc_per_node: str | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    standalone: bool = False
+    max_restarts: int | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Those that were given, as on the command line."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return [
+            f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one launcher is to do.
+
+    Attributes:
+        workers: how many it starts.
+        min_nodes: a world has at least so many launchers.
+        max_nodes: and at most so many.
+        node: its number among them; None if that is given out.
+        meeting: where launchers meet; None for one launcher alone, which needs no place that others know.
+        serves: this launcher is the one to serve the coordinator there, or is not; None for whichever is there first.
+        master_addr: where rank 0 is reached; None to find out.
+        master_port: where rank 0 listens; None for a port that is free.
+        run_id: name of the job.
+        max_restarts: how often a world that failed is followed by another.
+    """
+
+    workers: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node: int | None = None
+    meeting: Endpoint | None = None
+    serves: bool | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    run_id: str = "default"
+    max_restarts: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """True if there is no other launcher ever."""
+        return self.max_nodes == 1
+
+
+def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False) -> Plan:
+    """Reads the flags together.
+
+    Args:
+        flags: as given.
+        job: the job's name, where --rdzv-id gives none.
+        cores: that workers may use here: what `cpu` stands for.
+        accelerated: there are devices of which torchrun would start one worker for each with `auto`.
+
+    Raises:
+        ValueError: they cannot be, or mean something that is not done here; the text says what to write instead.
+    """
+    low, high = _nodes(flags.nnodes)
+    if flags.rdzv_backend not in (None, "c10d", "static"):
+        raise ValueError(
+            f"--rdzv-backend {flags.rdzv_backend}: launchers meet at a Paceline coordinator, in the manner of c10d and "
+            "static; leave it out"
+        )
+    if flags.standalone and high > 1:
+        raise ValueError(f"--standalone is one node alone, and --nnodes {flags.nnodes} are more: leave one of them out")
+    if flags.node_rank is not None and low < high:
+        raise ValueError(f"--node-rank goes with a fixed number of nodes, and --nnodes {flags.nnodes} is a range")
+    if flags.node_rank is not None and not 0 <= flags.node_rank < high:
+        raise ValueError(f"--node-rank {flags.node_rank} is outside of {high} node{'s'[: high != 1]} (--nnodes)")
+    if flags.master_port is not None and not 0 < flags.master_port < 1 << 16:
+        raise ValueError(f"--master-port must be 1 to 65535, not {flags.master_port}")
+    restarts = flags.max_restarts or 0
+    if restarts < 0:
+        raise ValueError(f"--max-restarts must be 0 or more, not {restarts}")
+    run_id = flags.rdzv_id or job
+    if len(run_id.encode()) > _MAX_RUN_ID_BYTES:
+        raise ValueError(f"--rdzv-id has at most {_MAX_RUN_ID_BYTES} bytes")
+    meeting, serves = _meeting(flags, high)
+    return Plan(
+        workers=_workers(flags.nproc_per_node, cores, accelerated),
+        min_nodes=low,
+        max_nodes=high,
+        node=0 if high == 1 else flags.node_rank,
+        meeting=meeting,
+        serves=serves,
+        # Where nodes are numbered as they come, rank 0 may be anywhere: the address says where they meet, and no more.
+        master_addr=flags.master_addr.strip("[]")
+        if flags.master_addr and (high == 1 or flags.node_rank is not None)
+        else None,
+        master_port=flags.master_port,
+        run_id=run_id,
+        max_restarts=restarts,
+    )
+
+
+def _nodes(text: str | None) -> tuple[int, int]:
+    """--nnodes: N or MIN:MAX."""
+    if text is None:
+        return 1, 1
+    low, _, high = text.partition(":")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        bounds = 0, 0
+    if not 0 < bounds[0] <= bounds[1] or text.endswith(":"):
+        raise ValueError(f"--nnodes is a number from 1, or MIN:MAX, not {text!r}")
+    return bounds
+
+
+def _workers(text: str | None, cores: int, accelerated: bool) -> int:
+    """--nproc-per-node: a number, cpu or auto."""
+    if text is None:
+        return 1
+    if text in ("gpu", "xpu") or (text == "auto" and accelerated):
+        raise ValueError(f"--nproc-per-node {text}: devices are torch's to count; give the number")
+    if text in ("cpu", "auto"):
+        return cores
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"--nproc-per-node is a number from 1, cpu or auto, not {text!r}")
+    return int(text)
+
+
+def _meeting(flags: Flags, most: int) -> tuple[Endpoint | None, bool | None]:
+    """Where launchers meet, and whether this one serves there, as far as that is known.
+
+    A port is for one purpose: rank 0 has --master-port to itself, and launchers meet at the one after it.
+    """
+    if flags.rdzv_endpoint and not flags.standalone:
+        endpoint = parse_endpoint(flags.rdzv_endpoint, default_port=_MEETING_PORT)
+        if endpoint.port:
+            return endpoint, None
+        if most > 1:
+            raise ValueError(f"--rdzv-endpoint {flags.rdzv_endpoint}: other nodes need to know the port")
+    if most == 1:
+        return None, None
+    port = flags.master_port or DEFAULT_MASTER_PORT
+    host = (flags.master_addr or "127.0.0.1").strip("[]")
+    if port + 1 >= 1 << 16:
+        raise ValueError(f"--master-port {port}: launchers meet at the port after it; say where with --rdzv-endpoint")
+    address = str(Endpoint(host, port + 1))
+    return parse_endpoint(address), None if flags.node_rank is None else flags.node_rank == 0

@@ -1,0 +1,155 @@
+"""One world as a launcher sees it, until it is done, fails, or is to be another one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+
+from paceline.cli.launcher import Place
+from paceline.cli.launcher.supervision import KILL_AFTER_S
+from paceline.errors import PacelineError
+from paceline.session.session import Session
+
+__all__ = ["Ending", "NodeFailed", "World"]
+
+_FOR_EVER_S = 1e8
+_GROWN = "another node has come"
+_WHY_BYTES = 2000
+
+_LOOK_S = 1.0
+"""How often launchers look whether another one waits, or the first has said so."""
+
+_STOPPED_S = KILL_AFTER_S + 5.0
+"""How long the others' workers may take to stop."""
+
+
+class NodeFailed(PacelineError):
+    """A launcher's workers failed, or it was told to end: what the others' errors name as the cause."""
+
+
+class Ending(Enum):
+    """How a world ended."""
+
+    DONE = auto()
+    FAILED = auto()
+    GROWN = auto()
+    """Another launcher waits to be let in: the next world has it."""
+
+
+class World:
+    """A world as one launcher sees it.
+
+    Attributes:
+        place: of this launcher's workers in it.
+
+    Args:
+        place: of this launcher's workers in it.
+        session: with the other launchers; None if there are none.
+    """
+
+    def __init__(self, place: Place, session: Session | None = None) -> None:
+        self.place = place
+        self._session = session
+        self._over = threading.Event()
+        self._why = ""
+        self._listener: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def watched(self, stop: Callable[[str], None], newcomers: Callable[[], bool] | None) -> Iterator[None]:
+        """While it runs: has a function called with the reason, on another thread, when it is over elsewhere.
+
+        Args:
+            stop: called then.
+            newcomers: asked now and then whether another launcher waits; None not to ask.
+        """
+        if self._session is None:
+            yield
+            return
+        self._listener = threading.Thread(target=self._listen, args=(self._session, stop), daemon=True)
+        self._listener.start()
+        looker = threading.Thread(target=self._look, args=(self._session, stop, newcomers), daemon=True)
+        looker.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            looker.join()
+
+    def end(self, failure: str) -> tuple[Ending, str]:
+        """This launcher's workers have ended; waits until the others' have.
+
+        Args:
+            failure: what became of this launcher's workers, in a sentence; empty if they ended well.
+
+        Returns:
+            How the world ended, and why if it is not done.
+        """
+        if self._session is None:
+            return (Ending.FAILED, failure) if failure else (Ending.DONE, "")
+        if failure:
+            failure = f"{failure}, at {self._label}"
+        if not failure and not self._why:
+            try:
+                self._session.barrier("done", timeout=_FOR_EVER_S)
+            except PacelineError as error:
+                self._why = f"of the launchers, {error}"
+        if not (why := failure or self._why):
+            self._leave("")
+            return Ending.DONE, ""
+        why = self._agreed(self._session, why)
+        if why == _GROWN:  # all go at one time, for they are to meet again within the coordinator's time to settle
+            with contextlib.suppress(PacelineError):
+                self._session.barrier("over", timeout=_STOPPED_S)
+        self._leave(why)
+        return (Ending.GROWN if why == _GROWN else Ending.FAILED), why
+
+    def interrupted(self, signum: signal.Signals) -> None:
+        """This launcher was told to end, and its workers have."""
+        self._leave(f"{self._label} was ended by {signum.name}")
+
+    @property
+    def _label(self) -> str:
+        return f"node {self.place.node} ({socket.gethostname()})"
+
+    def _leave(self, why: str) -> None:
+        """Leaves the others; they hear of it as of a failure, if there is a reason."""
+        if self._session is not None:
+            self._session.leave(NodeFailed(self._agreed(self._session, why)) if why else None)
+        if self._listener is not None:
+            self._listener.join()
+
+    def _listen(self, session: Session, stop: Callable[[str], None]) -> None:
+        try:
+            # A barrier of its own, which nobody else enters: it ends when the view does.
+            session.barrier(f"listening {session.rank}", timeout=_FOR_EVER_S)
+        except PacelineError as error:
+            if not self._over.is_set():
+                self._why = f"of the launchers, {error}"
+                stop(self._agreed(session, self._why))
+
+    def _look(self, session: Session, stop: Callable[[str], None], newcomers: Callable[[], bool] | None) -> None:
+        while not self._over.wait(_LOOK_S):
+            if newcomers is not None and newcomers():
+                self._agreed(session, _GROWN)
+            with contextlib.suppress(PacelineError):  # a coordinator that is away comes back, or the view ends
+                if session.store.compare_set(_key(session), _GROWN.encode(), _GROWN.encode())[0]:
+                    self._why = _GROWN
+                    stop(_GROWN)
+                    return
+
+    @staticmethod
+    def _agreed(session: Session, why: str) -> str:
+        """The reason for the world's end, the same for all: whoever is first writes it down."""
+        with contextlib.suppress(PacelineError):  # no coordinator: everybody has what he saw himself
+            _, first = session.store.compare_set(_key(session), None, why.encode()[:_WHY_BYTES])
+            why = (first or b"").decode(errors="replace")
+        return why
+
+
+def _key(session: Session) -> str:
+    """Where the store has the reason for a world's end."""
+    return f"over {session.generation}"
