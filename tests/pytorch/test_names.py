@@ -1,0 +1,42 @@
+"""`paceline.torch`: every name is there, and nothing else imports torch."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+from support.torch_ranks import need_torch
+
+need_torch()
+pytestmark = pytest.mark.torch
+
+
+def test_every_name_is_there() -> None:
+    import paceline.torch as package
+
+    assert set(package.__all__) == set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    for info in pkgutil.walk_packages(package.__path__, "paceline.torch."):
+        module = importlib.import_module(info.name)
+        for name in module.__all__:
+            assert hasattr(module, name), f"{info.name}.__all__ names {name}, which is not there"
+
+
+def test_torch_imports_no_more_of_paceline_than_it_must_and_paceline_no_torch() -> None:
+    code = """
+import sys, torch
+import torch.distributed as dist
+assert "paceline" in dist.Backend.backend_list
+print([name for name in ("grpc", "paceline.group", "paceline.torch.backend") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    names = "paceline.join, paceline.DDP, paceline.FSDP, paceline.TrainState"
+    code = f"import sys, paceline; {names}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
