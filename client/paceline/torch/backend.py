@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import Group, Session, join
 from paceline.embedded import coordinator
-from paceline.errors import InvalidRank
+from paceline.errors import InvalidRank, PacelineError
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
 from paceline.torch.store import Store, underlying
@@ -20,6 +20,9 @@ __all__ = ["create"]
 
 _ADDRESS = "paceline/coordinator/{}"
 """In torch's store, which may outlive a group: where the coordinator is that rank 0 has started, by number of joins."""
+
+_GONE, _GOING_S = "paceline/gone/{}", 3.0
+"""In the job's store: which ranks are about to leave; seconds that rank 0 waits for them."""
 
 _default: weakref.ref[ProcessGroup] | None = None
 _joined = 0  # default groups that this process has had
@@ -56,7 +59,7 @@ def _first(opts: Any, timeout: float) -> ProcessGroup:
             leave: Callable[[], None] = own.close
         else:
             session = _join(opts, timeout, cleanup)
-            cleanup.callback(session.leave)
+            cleanup.callback(_part_with, session)
             leave = cleanup.pop_all().close
     group = ProcessGroup(session.group, timeout, leave)
     _default = weakref.ref(group)
@@ -75,6 +78,18 @@ def _join(opts: Any, timeout: float, cleanup: contextlib.ExitStack) -> Session:
         else:
             address = opts.store.get(_ADDRESS.format(_joined)).decode()
     return join(address, job=job, rank=opts.group_rank, world_size=opts.group_size, timeout=timeout)
+
+
+def _part_with(session: Session) -> None:
+    """Leaves. Rank 0 may have the coordinator: it gives the others a moment to go before it."""
+    store, rank = session.store, session.rank
+    with contextlib.suppress(PacelineError):  # a group that has failed, or others that stay: then it goes at once
+        session.group.mesh.fault.check()
+        if rank:
+            store.set(_GONE.format(rank), b"")
+        else:
+            store.wait([_GONE.format(other) for other in range(1, session.size)], timeout=_GOING_S)
+    session.leave()
 
 
 def _part(whole: Group, members: list[int], group_id: str, timeout: float) -> ProcessGroup:
