@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -24,10 +24,12 @@ from paceline.credentials import IN_THE_CLEAR
 from pacelinepb.v1.admin_pb2 import RestartJobRequest
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import ProcessIdentity
-from support.certificates import CertificateFolder
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
+
+if TYPE_CHECKING:  # it needs the extra "tls"
+    from support.certificates import CertificateFolder
 
 __all__ = ["Cluster", "Trainer", "cluster"]
 
