@@ -5,15 +5,14 @@ Two kinds of state in each object. *Large* state (parameters, moments) changes o
 lies. *Small* state (buffers, learning rates, whatever has no known gate) may change any time: it is copied when a step
 begins, and put back when the step is undone.
 
-Arrays of other frameworks are read and written through NumPy views of their memory; nothing here imports a framework.
+Arrays of other frameworks are read and written through NumPy views of their memory (`foreign`).
 """
 
 from __future__ import annotations
 
 import abc
 import copy
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf
+from paceline.elastic.foreign import from_arrays, is_foreign, to_arrays, view
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
-from paceline.parallel.ddp import DDP
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding
@@ -100,7 +99,7 @@ class _Model(Part):
         self._model = model
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
-        return {path: held.values.get(id(p)) or _view(p) for path, p in self._parameters().items()}
+        return {path: held.values.get(id(p)) or view(p) for path, p in self._parameters().items()}
 
     def spread(self) -> dict[str, Parameter]:
         return {path: p for path, p in self._parameters().items() if _is_spread(p)}
@@ -125,7 +124,7 @@ class _Model(Part):
 
     def _buffers(self) -> dict[str, NDArray[Any]]:
         named = getattr(self._model, "named_buffers", None)
-        return {} if named is None else {path: _view(buffer) for path, buffer in named()}
+        return {} if named is None else {path: view(buffer) for path, buffer in named()}
 
     def rest(self) -> Tree:
         return {path: buffer.copy() for path, buffer in self._buffers().items()}
@@ -134,8 +133,9 @@ class _Model(Part):
         write(self._buffers(), rest)
 
     def small(self) -> Tree:
-        if isinstance(self._model, DDP):
-            self._model.begin_step()  # `drop_gradients` will go back to here
+        begin = getattr(self._model, "begin_step", None)
+        if begin is not None:
+            begin()  # `drop_gradients` will go back to here
         return self.rest()
 
     def clear_gradients(self) -> None:
@@ -213,7 +213,11 @@ class _Values(Part):
 
 
 class _Opaque(Part):
-    """Anything else with `state_dict` and `load_state_dict`: copied whole at every step unless it has a gate."""
+    """Anything else with `state_dict` and `load_state_dict`: copied whole at every step unless it has a gate.
+
+    What has one is an optimizer of another framework: of it only settings may change outside of the gate, where they
+    are the items of `param_groups`.
+    """
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
@@ -222,18 +226,32 @@ class _Opaque(Part):
 
     def rest(self) -> Tree:
         frameworks: list[str] = []
-        tree = _to_arrays(self._thing.state_dict(), frameworks)
+        tree = to_arrays(self._thing.state_dict(), frameworks)
         return {"state": tree, "frameworks": frameworks}
 
     def load_rest(self, rest: Tree) -> None:
-        self._thing.load_state_dict(_from_arrays(rest["state"], iter(rest["frameworks"])))
+        self._thing.load_state_dict(from_arrays(rest["state"], iter(rest["frameworks"])))
 
     def small(self) -> Tree:
-        return None if self._gate else self.rest()
+        return [to_arrays(settings, []) for settings in self._settings()] if self._gate else self.rest()
 
     def put_back(self, small: Tree) -> None:
         if not self._gate:
             self.load_rest(small)
+            return
+        for group, kept, here in zip(self._groups(), small, self._settings(), strict=True):
+            for key, value in kept.items():
+                if is_foreign(here.get(key)):
+                    np.copyto(view(here[key]), value)
+                else:
+                    group[key] = copy.deepcopy(value)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return list(getattr(self._thing, "param_groups", ()))
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Of each group of parameters what is not the parameters."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
     def clear_gradients(self) -> None:
         if self._gate:
@@ -329,56 +347,3 @@ def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
 def _names(rest: Tree) -> Tree:
     """What an optimizer's small state consists of, without the values."""
     return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}
-
-
-def _view(value: Any) -> NDArray[Any]:
-    """The memory of an array of any framework."""
-    data = getattr(value, "data", value)
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(data, np.ndarray):  # paceline.Parameter
-        return data
-    detach = getattr(value, "detach", None)
-    numpy = getattr(value if detach is None else detach(), "numpy", None)
-    array = numpy() if callable(numpy) else None
-    if not isinstance(array, np.ndarray):
-        raise UnsupportedOp(f"the memory of a {type(value).__name__} cannot be read as an array")
-    return array
-
-
-def _is_foreign(value: Any) -> bool:
-    return not isinstance(value, np.ndarray) and callable(getattr(value, "detach", None)) and hasattr(value, "numpy")
-
-
-def _to_arrays(tree: Tree, frameworks: list[str]) -> Tree:
-    """A copy with NumPy arrays in place of a framework's; notes for each array whose it was, "" for NumPy's."""
-    if _is_foreign(tree):
-        frameworks.append(type(tree).__module__.partition(".")[0])
-        return _view(tree).copy()
-    if isinstance(tree, Mapping):
-        return {key: _to_arrays(value, frameworks) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_to_arrays(value, frameworks) for value in tree)
-    if isinstance(tree, np.ndarray):
-        frameworks.append("")
-    return copy.deepcopy(tree)
-
-
-def _from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
-    """A copy with a framework's arrays where they were; undoes `_to_arrays`."""
-    if isinstance(tree, np.ndarray):
-        framework = next(frameworks, "")
-        return _maker(framework)(tree.copy()) if framework else tree.copy()
-    if isinstance(tree, dict):
-        return {key: _from_arrays(value, frameworks) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_from_arrays(value, frameworks) for value in tree)
-    return copy.deepcopy(tree)
-
-
-def _maker(framework: str) -> Callable[[NDArray[Any]], Any]:
-    """What makes a framework's arrays of NumPy's, if the framework is loaded here."""
-    make = getattr(sys.modules.get(framework), "from_numpy", None)
-    if make is None:
-        raise UnsupportedOp(f"the state holds arrays of {framework!r}, which this process has not imported")
-    return make  # type: ignore[no-any-return]

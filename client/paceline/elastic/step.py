@@ -168,6 +168,7 @@ class Step:
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group.bar("")
+        self._group.count(1.0)
         self._word.drop()
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled:
@@ -213,6 +214,7 @@ class Step:
             if sampler is None:
                 raise UnsupportedOp("the training state has no sampler: TrainState(sampler=ElasticSampler(...))")
             self._share = sampler.current(self.rank, self.world)
+            self._group.count(self._share[1])
         return self._share
 
     def _diverged(self) -> DivergenceError:

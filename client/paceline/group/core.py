@@ -39,6 +39,7 @@ class LineMarks:
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
         most: members that another generation may have at most; None if all have as many as this one.
+        share: what this member's gradients count beside the others', unless somebody says otherwise.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class LineMarks:
         self.passenger: Passenger | None = None
         self.boarded = 0
         self.most: int | None = None
+        self.share = 1.0
 
 
 class GroupCore:
@@ -149,6 +151,15 @@ class GroupCore:
         self._line.boarded = self.generation
         passenger, self._line.passenger = self._line.passenger, None
         return passenger
+
+    @property
+    def share(self) -> float:
+        """What this member's gradients count now beside the others': its share of a step's samples, else 1."""
+        return self._line.share
+
+    def count(self, share: float) -> None:
+        """From now on this member's gradients count so much: for whoever owns the group."""
+        self._line.share = share
 
     def bar(self, reason: str) -> None:
         """Refuses every collective, on parts too, until called with an empty reason: for whoever owns the group."""

@@ -31,6 +31,11 @@ class Accumulation:
         micro_batches: how many the round has; 0: no round is open.
     """
 
+    @property
+    def counts(self) -> float:
+        """The weight that the reduction is told: its sum over the ranks divides the gradients."""
+        return self.weight
+
     def __init__(self, parameters: Mapping[str, Parameter], sources: Mapping[str, Parameter] | None = None) -> None:
         self._parameters = parameters
         self._sources = parameters if sources is None else sources

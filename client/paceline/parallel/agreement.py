@@ -84,12 +84,12 @@ def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:
     return bytes(group.broadcast(box, root=root))
 
 
-def give(group: Ranks, arrays: Sequence[NDArray[Any]]) -> None:
-    """Copies rank 0's values into every rank's arrays; one message, of all bytes, whatever the dtypes."""
+def give(group: Ranks, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None:
+    """Copies the root's values into every rank's arrays; one message, of all bytes, whatever the dtypes."""
     flat = np.empty(sum(a.nbytes for a in arrays), np.uint8)
-    if group.rank == 0:
+    if group.rank == root:
         np.concatenate([_bytes_of(a) for a in arrays], out=flat)
-    group.broadcast(flat, root=0, out=flat)
+    group.broadcast(flat, root=root, out=flat)
     start = 0
     for array in arrays:
         values = flat[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -1,6 +1,6 @@
 """Buckets: gradients side by side in one flat array, so that one all_reduce carries many of them.
 
-N elements of gradients, P parameters in the bucket. The flat array holds
+N elements of gradients, P parameters in the bucket. The array that travels holds
 
     [ gradients, N | weight, 1 | used, P | passenger ]
 
@@ -8,6 +8,8 @@ Its sum over the ranks tells, in one message, the weighted sum of gradients, the
 by, and for each parameter how many ranks used it. The first bucket of a pass has room for a passenger that
 others have put there. Each slice of the first part is the home of a parameter's gradient
 (`Parameter.grad` is a view of it), so a gradient is written once, reduced in place, and read where it lies.
+
+Gradients in 16 bits have a home of their own beside it: they travel, with the weights, in float32.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
 """
@@ -31,12 +33,14 @@ FIRST_BYTES = 1 << 20
 """Gradients in the first bucket of a dtype, unless one parameter has more: the sooner it goes, the sooner links have
 work. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), which does so for the same reason."""
 
+_NARROW = ("float16", "bfloat16")
+
 Empty = Callable[[int, Any], NDArray[Any]]
 """Makes an array of a size and dtype that links can use without a copy."""
 
 
 def plan_buckets(
-    parameters: Mapping[str, Parameter], cap_bytes: float, first_bytes: float = math.inf
+    parameters: Mapping[str, Parameter], cap_bytes: float, first_bytes: float = math.inf, *, narrow: bool = False
 ) -> list[list[str]]:
     """Which parameters share a bucket: paths by bucket, in the order in which buckets are sent.
 
@@ -45,9 +49,15 @@ def plan_buckets(
     `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen
     parameters are in none.
 
+    Args:
+        parameters: by path, first layer first.
+        cap_bytes: as above.
+        first_bytes: as above.
+        narrow: whether float16 and bfloat16 can be trained too.
+
     Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64. (In 16 bits neither a sum over ranks nor
-            the weights would keep their precision; mixed precision needs masters in float32.)
+        UnsupportedOp: a parameter to train is neither float32 nor float64. (In 16 bits updates are lost that are less
+            than 2^-9 of a value, in bfloat16; mixed precision needs masters in float32. So it must be asked for.)
     """
     closed: list[tuple[int, list[str]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
@@ -56,8 +66,8 @@ def plan_buckets(
         if not parameter.requires_grad:
             continue
         dtype, nbytes = parameter.data.dtype, parameter.data.nbytes
-        if dtype not in (np.float32, np.float64):
-            raise UnsupportedOp(f"parameter {path!r} is {dtype}; only float32 and float64 can be trained")
+        if dtype not in (np.float32, np.float64) and not (narrow and dtype.name in _NARROW):
+            raise UnsupportedOp(f"parameter {path!r} is {dtype}; only {_trainable(narrow)} can be trained")
         last, size, paths = filling.pop(dtype, (0, 0, []))
         full = size >= first_bytes and dtype not in begun
         if paths and (full or size + nbytes > cap_bytes):
@@ -67,6 +77,10 @@ def plan_buckets(
         filling[dtype] = (place, size + nbytes, [*paths, path])
     closed += [(last, paths) for last, _, paths in filling.values()]
     return [paths for _, paths in sorted(closed)]
+
+
+def _trainable(narrow: bool) -> str:
+    return "float16, bfloat16, float32 and float64" if narrow else "float32 and float64"
 
 
 class Bucket:
@@ -79,6 +93,7 @@ class Bucket:
         feedback: see `Memory`.
 
     Attributes:
+        dtype: of the gradients.
         flat: what goes to `all_reduce`, in place.
         exact: how many elements at its end are no gradients: they must arrive as they are.
         memory: of its compressed reductions.
@@ -91,15 +106,18 @@ class Bucket:
         self.memory = Memory(feedback=feedback)
         self._empty = empty
         self._parameters = tuple(parameters.values())
-        self._dtype = self._parameters[0].data.dtype
+        self.dtype = self._parameters[0].data.dtype
         self._count = sum(p.data.size for p in self._parameters)
         self.renew()
 
     def renew(self) -> None:
         """Takes fresh memory. The old may still be read and written by a collective that was given up."""
-        self.flat: NDArray[Any] = self._empty(self._count + self.exact, self._dtype)
+        narrow = self.dtype.itemsize == 2
+        self.flat: NDArray[Any] = self._empty(self._count + self.exact, np.float32 if narrow else self.dtype)
+        self._narrow = np.empty(self._count, self.dtype) if narrow else None
+        homes = self.flat if self._narrow is None else self._narrow
         self._slots: Sequence[NDArray[Any]] = [
-            self.flat[end - p.data.size : end].reshape(p.data.shape)
+            homes[end - p.data.size : end].reshape(p.data.shape)
             for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
         ]
         self.settle()
@@ -114,10 +132,10 @@ class Bucket:
         for slot in self._slots:
             slot.flags.writeable = True
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
-            if parameter.grad is not None and parameter.grad is not slot:
-                np.copyto(slot, parameter.grad)
+            gradient, parameter._home = parameter.grad, slot
+            if gradient is not None and gradient is not slot:
+                np.copyto(slot, gradient)
                 parameter._hold(slot)
-            parameter._home = slot
 
     def pack(self, weight: float) -> None:
         """Completes the flat array with this rank's weight; from here to `unpack` its gradients are read-only.
@@ -135,6 +153,8 @@ class Bucket:
                 np.copyto(slot, parameter.grad)
                 parameter._hold(slot)
             slot.flags.writeable = False  # `p.grad += g` writes before it signals: better an error than a torn sum
+        if self._narrow is not None:
+            self.flat[: self._count] = self._narrow
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
         """Makes means of the reduced sums, and gives each parameter that any rank used its own.
@@ -155,6 +175,8 @@ class Bucket:
         if total != 1 and not divided:  # a division by 1 changes no bit
             gradients = self.flat[: self._count]
             np.divide(gradients, total, out=gradients)
+        if self._narrow is not None:
+            self._narrow[...] = self.flat[: self._count]
         for used, parameter, slot in zip(self._used, self._parameters, self._slots, strict=True):
             parameter._hold(slot if used > 0 else None)
 

@@ -49,12 +49,17 @@ class DDP(Wrapper):
             the memory of the gradients more. A step that `session.steps` undoes leaves no trace in it if the training
             state has this wrapper, not the bare module.
 
+        static_graph: every backward pass uses the same parameters as the first: then one that is never used holds up
+            nothing. One more than in the first pass is a `StepOrderError`.
+
     Raises:
         ValueError: `bucket_mb` is not above 0.
         UnsupportedOp: there is no such codec.
     """
 
     _reducer: Reducer | None
+    _trains_narrow = False
+    """Whether parameters in 16 bits are trained."""
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class DDP(Wrapper):
         bucket_mb: float = 25.0,
         compression: str | Codec | None = None,
         error_feedback: bool | None = None,
+        static_graph: bool = False,
     ) -> None:
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 MiB, not {bucket_mb!r}")
@@ -73,6 +79,7 @@ class DDP(Wrapper):
         self._bucket_mb = bucket_mb
         self._codec = None if compression is None else codec_of(compression)
         self._feedback = error_feedback
+        self._static_graph = static_graph
         self._stepwise = False
 
     def forward(self, x: Any) -> Any:
@@ -105,6 +112,14 @@ class DDP(Wrapper):
         codec, feedback = self._codec, self._feedback
         if feedback is None:
             feedback = codec is not None and codec.feedback
-        reducer = Reducer(parameters, self.group, self._bucket_mb * 2**20, codec=codec, feedback=feedback)
+        reducer = Reducer(
+            parameters,
+            self.group,
+            self._bucket_mb * 2**20,
+            codec=codec,
+            feedback=feedback,
+            static=self._static_graph,
+            narrow=self._trains_narrow,
+        )
         reducer.stepwise = self._stepwise
         return reducer

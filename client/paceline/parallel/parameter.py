@@ -163,11 +163,13 @@ class Parameter:
 @contextmanager
 def ignoring_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
     """Gradients that are written inside go to arrays of their own, and are dropped; those from before stay."""
-    kept = [(p, p._grad, p._home) for p in parameters]
+    kept = [(p, p.grad, p._home) for p in parameters]
     for parameter, _, _ in kept:
-        parameter._grad = parameter._home = None
+        parameter._hold(None)
+        parameter._home = None
     try:
         yield
     finally:
         for parameter, gradient, home in kept:
-            parameter._grad, parameter._home = gradient, home
+            parameter._home = home
+            parameter._hold(gradient)

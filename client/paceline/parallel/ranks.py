@@ -42,6 +42,10 @@ class Ranks(Protocol):
     def vouched(self) -> bool:
         """True if all members are known to hold the same state."""
 
+    @property
+    def share(self) -> float:
+        """What this rank's gradients count now, beside the other ranks'."""
+
     def board(self) -> Passenger | None:
         """Whoever waits for a bucket of gradients to ride in; all ranks have one or none. Given out once."""
 

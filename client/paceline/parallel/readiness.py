@@ -20,12 +20,15 @@ class Readiness:
 
     Args:
         bucket_of: number of the bucket of each parameter.
+        static: every pass signals what the first one did: a parameter that is never used keeps nobody waiting.
     """
 
-    def __init__(self, bucket_of: Sequence[int]) -> None:
+    def __init__(self, bucket_of: Sequence[int], *, static: bool = False) -> None:
         self._bucket_of = tuple(bucket_of)
+        self._static = static
         self._expected = [1] * len(self._bucket_of)
-        """Signals after which a parameter counts as complete. At least 1: one that was never used may be used yet."""
+        """Signals after which a parameter counts as complete. At least 1, unless `static`: one that was never used may
+        be used yet."""
         self._learned = False
         """True once a whole backward pass was counted."""
         self.start(early=False)
@@ -35,8 +38,8 @@ class Readiness:
         self._early = early and self._learned
         self._seen = [0] * len(self._bucket_of)
         self._incomplete = [0] * (max(self._bucket_of, default=-1) + 1)
-        for bucket in self._bucket_of:
-            self._incomplete[bucket] += 1
+        for bucket, expected in zip(self._bucket_of, self._expected, strict=True):
+            self._incomplete[bucket] += expected > 0
         self._sent = 0
 
     def may_write(self, parameter: int) -> bool:
@@ -58,7 +61,10 @@ class Readiness:
 
     def end(self) -> None:
         """The backward pass is complete: what it counted is expected of the next."""
-        self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
+        if self._static and not self._learned:
+            self._expected = self._seen
+        else:
+            self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._learned = True
 
     def rest(self) -> range:

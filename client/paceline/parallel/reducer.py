@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
+from paceline.compression.bf16 import Bf16
 from paceline.compression.codec import Codec
 from paceline.errors import StepOrderError
 from paceline.parallel.buckets import FIRST_BYTES, Bucket, plan_buckets
@@ -34,6 +35,8 @@ class Reducer:
         cap_bytes: most bytes of gradients in one bucket.
         codec: compresses what travels, but not weights and flags; None for nothing.
         feedback: with a codec: what rounding takes away is added to the next pass's gradients.
+        static: see `Readiness`.
+        narrow: whether gradients may be in 16 bits. Without a codec bfloat16 travels as it is, with all bits.
 
     Attributes:
         parameters: those that are trained, by path.
@@ -49,10 +52,11 @@ class Reducer:
         *,
         codec: Codec | None = None,
         feedback: bool = False,
+        static: bool = False,
+        narrow: bool = False,
     ) -> None:
-        plan = plan_buckets(parameters, cap_bytes, FIRST_BYTES)
+        plan = plan_buckets(parameters, cap_bytes, FIRST_BYTES, narrow=narrow)
         self._all = list(parameters.values())
-        self._codec = codec
         self.stepwise = False
         self.parameters = {path: p for path, p in parameters.items() if p.requires_grad}
         self.sources = self.parameters
@@ -64,13 +68,16 @@ class Reducer:
             Bucket({path: parameters[path] for path in paths}, room, group.empty, codec is not None and feedback)
             for paths, room in zip(plan, rooms, strict=False)
         ]
+        self._codecs = [
+            Bf16() if codec is None and bucket.dtype.name == "bfloat16" else codec for bucket in self._buckets
+        ]
         self._overlaps = len(plan) > 1 or any(bucket.flat.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
         self._given_up: list[tuple[Bucket, list[PendingWork]]] = []
         """Buckets with which collectives that were given up were still running."""
         self._passenger: Passenger | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
-        self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths])
+        self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
         self._works: list[PendingWork | None] = []
         """One for each bucket sent in this pass; None if it is back already, or was not sent, in a world of one."""
         self._weight = 0.0
@@ -142,15 +149,15 @@ class Reducer:
         self._recover()
         self._weight = weight
         self._send(self._readiness.rest(), waiting=True)
-        divided = False  # the first bucket tells what the others' sums are divided by, where they are added up
-        for bucket, work in zip(self._buckets, self._works, strict=True):
+        for bucket, codec, work in zip(self._buckets, self._codecs, self._works, strict=True):
             if work is not None:
                 work.wait()
             if self._passenger is not None:
                 self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
                 self._passenger = None
+            # The first bucket tells what the others' sums are divided by, where they are added up.
+            divided = bucket is not self._buckets[0] and codec is None and self._group.size > 1
             bucket.unpack(self._buckets[0].total.item(), divided=divided)
-            divided = self._codec is None and self._group.size > 1
         self._works.clear()
         self._readiness.start(early=False)
         if not self.stepwise:
@@ -202,14 +209,14 @@ class Reducer:
                 if self._passenger is not None:
                     bucket.passenger[: len(self._passenger.values)] = self._passenger.values
             behind = not (waiting and bucket is self._buckets[-1])
-            work = None if alone else self._reduce(bucket, behind=behind)
+            work = None if alone else self._reduce(bucket, self._codecs[number], behind=behind)
             self._works.append(work if behind else None)
 
-    def _reduce(self, bucket: Bucket, *, behind: bool) -> Any:
+    def _reduce(self, bucket: Bucket, codec: Codec | None, *, behind: bool) -> Any:
         flat, first = bucket.flat, self._buckets[0]
-        if self._codec is None:
+        if codec is None:
             divisor = None if bucket is first else first.total.item  # complete by then: they go in order
             return self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=behind)
         return self._group.all_reduce_compressed(
-            flat, self._codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind
+            flat, codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind
         )

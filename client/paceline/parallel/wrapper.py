@@ -25,7 +25,7 @@ from paceline.parallel.norm import Share, clip, total_norm
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import Ranks
 
-__all__ = ["GradientReducer", "Wrapper"]
+__all__ = ["GradientReducer", "Wrapper", "checked_weight"]
 
 
 class GradientReducer(Protocol):
@@ -111,16 +111,16 @@ class Wrapper(abc.ABC):
                 already, the others will meet.
         """
         reducer = self._prepare(may_change=False)
-        weight = _checked(_rows_of(dy) if weight is None else weight)
+        weight = checked_weight(_rows_of(dy) if weight is None else weight)
         self._round.open()
         factor = self._round.add(weight, alone=self.group.size == 1)
         with self._all_or_nothing():
             if factor == 0:
-                with reducer.ignoring(weight=self._round.weight, early=self._syncing):
+                with reducer.ignoring(weight=self._round.counts, early=self._syncing):
                     self._run_backward(dy)
             else:
                 # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
-                with reducer.watching(weight=self._round.weight, early=self._syncing):
+                with reducer.watching(weight=self._round.counts, early=self._syncing):
                     self._run_backward(dy if factor == 1 else dy * factor)
             if self._syncing:
                 self._reduce()
@@ -151,7 +151,7 @@ class Wrapper(abc.ABC):
             if weight is not None:
                 raise StepOrderError("each micro-batch had its weight in backward(): there is no place for another")
         else:
-            weight = _checked((1 if self._rows is None else self._rows) if weight is None else weight)
+            weight = checked_weight((1 if self._rows is None else self._rows) if weight is None else weight)
             factor = self._round.add(weight, alone=self.group.size == 1)
             for source in reducer.sources.values():
                 if source.grad is not None and factor != 1:
@@ -219,6 +219,9 @@ class Wrapper(abc.ABC):
         """Whether the other ranks may wait for gradients, though none was written here."""
         return False
 
+    def _new_round(self, reducer: GradientReducer) -> Accumulation:
+        return Accumulation(reducer.parameters, reducer.sources)
+
     def _run_backward(self, dy: Any) -> Any:
         return self.module.backward(dy)
 
@@ -241,7 +244,7 @@ class Wrapper(abc.ABC):
         first_use = self._reducer is None
         self._reducer = self._agree(may_change=may_change)
         self._generation = self.group.generation
-        before, self._round = self._round, Accumulation(self._reducer.parameters, self._reducer.sources)
+        before, self._round = self._round, self._new_round(self._reducer)
         if moved:
             self._round.mark_as(before)  # this may be sync_gradients, for what was written in the new generation
         elif not first_use:
@@ -252,11 +255,14 @@ class Wrapper(abc.ABC):
         """`by_hand`: the gradients were not written through this wrapper."""
         del by_hand  # where backward writes what optimizers see, they are in place already
         assert self._reducer is not None
-        self._reducer.finish(weight=self._round.weight)
+        self._reducer.finish(weight=self._round.counts)
         self._round.close()
+        self._give_buffers()
+
+    def _give_buffers(self, root: int = 0) -> None:
         buffers = buffers_of(self.module)
         if buffers and self.group.size > 1:
-            give(self.group, list(buffers.values()))
+            give(self.group, list(buffers.values()), root=root)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -278,7 +284,12 @@ def _rows_of(dy: NDArray[Any]) -> int:
     return int(np.shape(dy)[0])
 
 
-def _checked(weight: float) -> float:
+def checked_weight(weight: float) -> float:
+    """A weight that a user has given.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
     weight = float(weight)
     if not (weight >= 0 and math.isfinite(weight)):
         raise ValueError(f"a weight must be finite and not negative, not {weight!r}")

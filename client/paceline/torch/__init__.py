@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from paceline.torch.register import register
 
 if TYPE_CHECKING:
+    from paceline.torch.ddp import DDP
     from paceline.torch.diloco import DiLoCo
     from paceline.torch.local_sgd import LocalSGD
     from paceline.torch.process_group import ProcessGroup
     from paceline.torch.store import Store
 
-__all__ = ["DiLoCo", "LocalSGD", "ProcessGroup", "Store"]
+__all__ = ["DDP", "DiLoCo", "LocalSGD", "ProcessGroup", "Store"]
 
 _HOME = {
+    "DDP": "paceline.torch.ddp",
     "DiLoCo": "paceline.torch.diloco",
     "LocalSGD": "paceline.torch.local_sgd",
     "ProcessGroup": "paceline.torch.process_group",

@@ -30,7 +30,7 @@ from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
 
-if TYPE_CHECKING:  # it makes them with a package that not every environment of tests has
+if TYPE_CHECKING:  # it needs the extra "tls"
     from support.certificates import CertificateFolder
 
 __all__ = ["Cluster", "Trainer", "cluster"]

@@ -49,18 +49,32 @@ def main() -> None:
     inflict(faults, emit)
     x, t = data()
     brake = Brake(Path(plan["brake"]))
+    if plan["wrapper"] == "torch":
+        from support.elastic import torch_problem
     emit("ready")
     sys.stdin.readline()  # all that are started together knock together
     with paceline.join(timeout=plan["join_timeout"]) as session:
         emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
-        model = build(plan.get("model_seed", os.getpid()), plan.get("hidden", 16))
-        wrapped = wrap(plan["wrapper"], model, session, plan.get("bucket_mb", 25.0))
-        trained = model if plan["wrapper"] == "ddp" else wrapped
-        optimizer = paceline.optim.Adam(trained, lr=0.01)
+        seed, hidden, bucket_mb = (
+            plan.get("model_seed", os.getpid()),
+            plan.get("hidden", 16),
+            plan.get("bucket_mb", 25.0),
+        )
+        problem: Any = None
+        if plan["wrapper"] == "torch":
+            problem = torch_problem.TorchProblem(seed, hidden, session.group, bucket_mb)
+            trained, optimizer, parts = problem.model, problem.optimizer, {"schedule": problem.schedule}
+        else:
+            model = build(seed, hidden)
+            wrapped = wrap(plan["wrapper"], model, session, bucket_mb)
+            trained = model if plan["wrapper"] == "ddp" else wrapped
+            optimizer, parts = paceline.optim.Adam(trained, lr=0.01), {}
         sampler = paceline.ElasticSampler(
             SAMPLES, global_batch=plan.get("batch", BATCH), seed=plan.get("sampler_seed", 0)
         )
-        state = paceline.TrainState(model=trained, optimizer=optimizer, sampler=sampler, notes={"seen": np.zeros(1)})
+        state = paceline.TrainState(
+            model=trained, optimizer=optimizer, sampler=sampler, notes={"seen": np.zeros(1)}, **parts
+        )
         session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
         session.on_commit(lambda number: emit("committed", step=number))
         try:
@@ -77,11 +91,17 @@ def main() -> None:
                         fault.in_step(step, "forward")
                     if plan.get("pace"):
                         brake.compute(plan["pace"])
-                    y = wrapped(x[step.indices])
-                    loss, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
+                    if problem is not None:
+                        loss = problem.loss(step.indices)
+                    else:
+                        y = wrapped(x[step.indices])
+                        loss, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
                     emit("loss", generation=step.generation, step=step.number, value=float(loss) * step.weight)
                     optimizer.zero_grad()
-                    wrapped.backward(dy, step.weight)
+                    if problem is not None:
+                        loss.backward()
+                    else:
+                        wrapped.backward(dy, step.weight)
                     for fault in faults:
                         fault.in_step(step, "before_gate")
                     optimizer.step()
@@ -102,10 +122,10 @@ def main() -> None:
                             total = session.group.all_reduce(np.ones(1))
                     assert total[0] == session.size
         except paceline.Dismissed as end:
-            found = [] if state.spreads else state.large()
+            found = [] if state.spreads else large(state, problem)
             emit("dismissed", reason=end.reason, step=state.step, digest=digest(found), weights=numbers(found))
             raise
-        found = whole(state, session.group) if state.spreads else state.large()
+        found = whole(state, session.group) if state.spreads else large(state, problem)
         values = numbers(found) if plan.get("hidden", 16) <= 16 else []
         emit("done", step=state.step, generation=session.generation, digest=digest(found), weights=values)
 
@@ -119,6 +139,12 @@ def wrap(kind: str, model: Any, session: Any, bucket_mb: float) -> Any:
     first, second, third = model.modules
     first = paceline.FSDP(first, session.group, strategy, size)
     return paceline.FSDP(paceline.nn.Sequential(first, second, third), session.group, strategy, size)
+
+
+def large(state: Any, problem: Any) -> list[Any]:
+    """All large state, as the NumPy problem has it."""
+    found: list[Any] = state.large() if problem is None else problem.large()
+    return found
 
 
 def whole(state: Any, group: Any) -> list[Any]:

@@ -64,6 +64,7 @@ class ForeignOptimizer:
         self.model = model
         self.momentum = Tensor(np.zeros((2, 3)))
         self.table = np.zeros(2)
+        self.param_groups = [{"params": [model.weight], "lr": 0.1, "scale": Tensor(np.ones(()))}]
 
     def step(self) -> None:
         self.momentum._values += 1

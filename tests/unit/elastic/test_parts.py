@@ -120,14 +120,19 @@ def test_anything_with_state_is_copied_whole() -> None:
     assert part.gated() is None
 
 
-def test_foreign_optimizer_has_a_gate_and_no_small_state() -> None:
+def test_foreign_optimizer_has_a_gate_and_small_settings() -> None:
     model = ForeignModel()
     optimizer = ForeignOptimizer(model)
     part = part_of("optimizer", optimizer)
     assert part.gated() is optimizer
-    assert part.small() is None
+    scale = optimizer.param_groups[0]["scale"]
+    small = part.small()
+    optimizer.param_groups[0]["lr"] = 9.0
+    scale._values += 9
     optimizer.step()
-    part.put_back(None)
+    part.put_back(small)
+    assert optimizer.param_groups[0] == {"params": [model.weight], "lr": 0.1, "scale": scale}
+    assert scale.numpy() == 1
     assert (optimizer.momentum.numpy() == 1).all()
     model.weight.grad = 1
     part.clear_gradients()

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import UnsupportedOp
 from paceline.parallel import Parameter
-from paceline.parallel.buckets import plan_buckets
+from paceline.parallel.buckets import Bucket, plan_buckets
 from paceline.parallel.readiness import Readiness
 
 
@@ -49,6 +50,26 @@ def test_plan(sizes: tuple[int, ...], dtypes: str, cap_bytes: int, expected: lis
 def test_the_first_bucket_is_full_sooner(sizes: tuple[int, ...], dtypes: str, expected: list[str]) -> None:
     plan = plan_buckets(model(*sizes, dtypes=dtypes), cap_bytes=27 * 8, first_bytes=8 * 8)
     assert [" ".join(paths) for paths in plan] == expected
+
+
+def test_sixteen_bits_must_be_asked_for() -> None:
+    parameters = {"p": Parameter(np.zeros(3, np.float16)), "q": Parameter(np.zeros(3))}
+    assert plan_buckets(parameters, 99, narrow=True) == [["q"], ["p"]]
+    with pytest.raises(UnsupportedOp, match="'p' is float16; only float32 and float64"):
+        plan_buckets(parameters, 99)
+
+
+def test_sixteen_bits_travel_in_32() -> None:
+    parameter = Parameter(np.zeros(3, np.float16))
+    bucket = Bucket({"p": parameter})
+    parameter.accumulate([1, 2, 3])
+    bucket.pack(0.1)
+    assert bucket.flat.dtype == np.float32
+    bucket.flat *= 3  # as three ranks would
+    bucket.unpack(bucket.total.item())
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == np.float16
+    np.testing.assert_allclose(parameter.grad, [10, 20, 30], rtol=1e-3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from("fd"), st.booleans())), st.integers(1, 200))

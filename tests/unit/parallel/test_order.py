@@ -23,12 +23,12 @@ def clear(ddp: DDP) -> None:
         parameter.grad = None
 
 
-def recorded(use: str = "abc", bucket_mb: float = TINY) -> tuple[DDP, Branches, RecordingGroup]:
+def recorded(use: str = "abc", bucket_mb: float = TINY, **settings: Any) -> tuple[DDP, Branches, RecordingGroup]:
     """A model of parameters of 1, 1 and 3 elements whose backward writes to the group's log."""
     group = RecordingGroup()
     module = Branches(use, a=scale(1), b=scale(1), c=scale(1, 1, 1))
     module.before_backward_of = lambda name: group.log.append(f"backward {name}")
-    return DDP(module, group, bucket_mb=bucket_mb), module, group
+    return DDP(module, group, bucket_mb=bucket_mb, **settings), module, group
 
 
 def test_construction_communicates_nothing() -> None:
@@ -102,6 +102,22 @@ def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None
         ddp(X)
         ddp.backward(X)
     assert group.log == ["backward c", "send 30", "backward a", "send 3", "reduce 3"]
+
+
+def test_in_a_static_graph_nobody_waits_for_a_parameter_that_is_not_used() -> None:
+    ddp, module, group = recorded(static_graph=True)
+    for _ in range(2):
+        clear(ddp)
+        module.use = "ac"
+        group.log.clear()
+        ddp(X)
+        ddp.backward(X)
+    assert group.log == ["backward c", "send 30", "send 3", "backward a", "send 3"]
+    clear(ddp)
+    module.use = "abc"
+    ddp(X)
+    with pytest.raises(StepOrderError, match=r"'b'.*uses it more often than any before"):
+        ddp.backward(X)
 
 
 def test_no_sync_sends_nothing() -> None:
