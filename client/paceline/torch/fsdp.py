@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
+from paceline.parallel.optimizer import stands_in
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.strategy import ShardingStrategy
 from paceline.torch.sharding.engine import Engine
 from paceline.torch.sharding.memory import array_of, tensor_of
 from paceline.torch.sharding.mirror import Mirror, Piece
 from paceline.torch.sharding.modules import Adapter, Call, Unit, replaced
+from paceline.torch.sharding.optimizer import optimizer_of
 
 __all__ = ["FSDP"]
 
@@ -206,3 +208,11 @@ class FSDP(Unit):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise StepOrderError("FSDP has spread this module: copy it before it is wrapped, or its state_dict()")
+
+
+@stands_in
+def _engine_of(thing: Any) -> Engine | None:
+    return thing.engine if isinstance(thing, FSDP) else None
+
+
+stands_in(optimizer_of)

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from paceline.parallel.parameter import Parameter
 from paceline.torch.sharding.memory import array_of, nothing, tensor_of
 
-__all__ = ["Mirror", "Piece", "mirror_in", "mirror_of"]
+__all__ = ["Mirror", "Piece", "mirror_in", "mirror_of", "piece_of"]
 
-_MARK = "_paceline_mirror"
-"""Attribute of a module's parameter: however often modules are wrapped, and wherever it is tied, it has one mirror."""
+_MARK = "_paceline_parameter"
+"""Attribute of a tensor: however often modules are wrapped, and wherever it is tied, a parameter has one mirror."""
 
 
 class Mirror(Parameter):
@@ -86,6 +86,7 @@ class Piece(Parameter):
 
     def __init__(self, values: NDArray[Any], requires_grad: bool) -> None:
         self.tensor = torch.nn.Parameter(tensor_of(values), requires_grad=requires_grad)
+        setattr(self.tensor, _MARK, self)
         super().__init__(values, requires_grad)
 
     @property
@@ -139,9 +140,15 @@ def mirror_in(tensor: Any) -> Mirror | None:
     """The mirror of the parameter in whose present memory a tensor lies, None if it is in none."""
     parameter = tensor if tensor._base is None else tensor._base
     mirror = getattr(parameter, _MARK, None)
-    if mirror is None or (tensor is not parameter and _address(tensor) != _address(parameter)):
+    if not isinstance(mirror, Mirror) or (tensor is not parameter and _address(tensor) != _address(parameter)):
         return None
     return mirror if tensor.dtype == parameter.dtype else None  # bits seen as another type stay as they are
+
+
+def piece_of(tensor: Any) -> Piece | None:
+    """The piece that a tensor is, None if it is none."""
+    piece = getattr(tensor, _MARK, None)
+    return piece if isinstance(piece, Piece) else None
 
 
 def _address(tensor: Any) -> int:
