@@ -11,7 +11,7 @@ import torch
 from unit.parallel.sharding.models import strategies
 
 from paceline import checkpoint
-from paceline.errors import InvalidRank, SizeMismatch, UnsupportedOp
+from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.parallel.optimizer import standing_for
 from paceline.testing import run_ranks
@@ -193,6 +193,36 @@ def test_optimizers_whose_state_cannot_be_told_apart(make: Any, text: str) -> No
         model = wrap(net(), group, "full")
         with pytest.raises(UnsupportedOp, match=text):
             checkpoint.sharded_state(model, make(model.parameters()))
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("name", strategies(2))
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_is_changed_in_unshard_is_kept(name: str, precision: str | None) -> None:
+    def rank(group: Group) -> Any:
+        model = wrap(net(0, torch.float32), group, name, mixed_precision=precision)
+        model(X.float()[:1])
+        with torch.no_grad(), model.unshard() as whole:
+            assert whole.keys() == dict(net().named_parameters()).keys()
+            whole["blocks.1.linear.weight"] += 0.123456789
+            inside = {path: p.clone() for path, p in whole.items()}
+        after = model.state_dict()
+        assert all(torch.equal(after[path], p) for path, p in inside.items())
+        return after, dict(net(0, torch.float32).named_parameters())
+
+    for after, before in run_ranks(2, rank):
+        before["blocks.1.linear.weight"] = before["blocks.1.linear.weight"] + 0.123456789
+        assert all(torch.equal(after[path], p) for path, p in before.items())
+
+
+def test_an_optimizer_that_was_made_too_early() -> None:
+    def rank(group: Group) -> None:
+        module = net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = wrap(module, group, "full")
+        with pytest.raises(StepOrderError, match="wrap the module first"):
+            checkpoint.sharded_state(model, optimizer)
 
     run_ranks(1, rank)
 

@@ -198,8 +198,8 @@ def test_mixed_precision(world: int, name: str, units: str) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         before = model.state_dict()
-        with model.unshard() as module:
-            assert all(torch.equal(p, before[path]) for path, p in plain(module).items())
+        with model.unshard() as whole:
+            assert all(torch.equal(p, before[path]) for path, p in whole.items())
         model(data(4, torch.float32)[0])
         return losses, before, model.state_dict()
 
@@ -218,11 +218,6 @@ def test_mixed_precision(world: int, name: str, units: str) -> None:
 
 def shares(world: int) -> list[Any]:
     return [rows_of(rank, world, 22) for rank in range(world)]
-
-
-def plain(module: Any) -> dict[str, Any]:
-    """The module's own parameters, by the paths without wrappers."""
-    return {path.replace("module.", ""): p for path, p in module.named_parameters()}
 
 
 def test_no_other_precision() -> None:

@@ -8,18 +8,19 @@ from typing import Any
 
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.parallel.optimizer import stands_in
+from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.strategy import ShardingStrategy
 from paceline.torch.sharding.engine import Engine
 from paceline.torch.sharding.memory import array_of, tensor_of
 from paceline.torch.sharding.mirror import Mirror, Piece
-from paceline.torch.sharding.modules import Adapter, Call, Unit, replaced
+from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
 from paceline.torch.sharding.optimizer import optimizer_of
 
 __all__ = ["FSDP"]
 
 
-class FSDP(Unit):
+class FSDP(Wrapped):
     """Trains one model on the samples of all ranks; each rank keeps its part of parameters, gradients and state.
 
         model = paceline.torch.FSDP(net, session.group, auto_wrap=Block)
@@ -38,12 +39,16 @@ class FSDP(Unit):
 
     **Parameters.** `parameters()` has this rank's pieces, shape [elements here]; those of the wrapped module read as
     NaN while they are spread, and have values while their unit runs and inside `unshard()`. Optimizers that work
-    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole.
+    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. What needs all of a
+    gradient does not: clip with `clip_grad_norm`, not with torch's.
+
+    **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. Their state must
+    begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
 
     **Where it ends.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
     wrapped: another method of theirs finds parameters without values. Activation checkpointing
     (`use_reentrant=False`), inside a unit or around one, and double use of a unit work; the hooks of
-    `torch.autograd.graph.saved_tensors_hooks` do inside the model, not around it.
+    `torch.autograd.graph.saved_tensors_hooks` do inside the model, not around it. `torch.compile` has not been tried.
 
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
@@ -145,14 +150,14 @@ class FSDP(Unit):
         return self.engine.clip_grad_norm(max_norm, norm_type)
 
     @contextmanager
-    def unshard(self) -> Iterator[Any]:
+    def unshard(self) -> Iterator[dict[str, Any]]:
         """Inside the block the wrapped module's parameters have all their values; see `paceline.FSDP.unshard`.
 
         Returns:
-            The wrapped module.
+            The module's own parameters by path. What is changed in them is kept, if all ranks change it alike.
         """
-        with self.engine.unshard():
-            yield self.module
+        with self.engine.unshard() as whole:
+            yield {path: _tensor(parameter) for path, parameter in whole.items()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -162,8 +167,7 @@ class FSDP(Unit):
         for path, piece in self.engine.named_parameters() if recurse else ():
             if not remove_duplicate or id(piece) not in seen:
                 seen.add(id(piece))
-                assert isinstance(piece, (Piece, Mirror))
-                yield (f"{prefix}.{path}" if prefix else path), piece.tensor
+                yield (f"{prefix}.{path}" if prefix else path), _tensor(piece)
 
     def state_dict(self, *, root: int | None = None) -> dict[str, Any]:
         """Copies of all parameters and persistent buffers, whole, by the paths that the bare module has. A collective.
@@ -208,6 +212,11 @@ class FSDP(Unit):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise StepOrderError("FSDP has spread this module: copy it before it is wrapped, or its state_dict()")
+
+
+def _tensor(parameter: Parameter) -> Any:
+    assert isinstance(parameter, (Piece, Mirror))
+    return parameter.tensor
 
 
 @stands_in

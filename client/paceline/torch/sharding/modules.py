@@ -15,7 +15,7 @@ from paceline.parallel.parameter import Parameter
 from paceline.torch.sharding.memory import array_of
 from paceline.torch.sharding.mirror import mirror_of
 
-__all__ = ["Adapter", "Call", "Unit", "mapped", "replaced", "tensors_in"]
+__all__ = ["Adapter", "Call", "Wrapped", "mapped", "replaced", "tensors_in"]
 
 
 class Call(NamedTuple):
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Unit(torch.nn.Module):  # type: ignore[misc]
+class Wrapped(torch.nn.Module):  # type: ignore[misc]
     """A wrapped module, as modules around it see it.
 
     Attributes:
@@ -76,22 +76,14 @@ class Adapter:
 def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -> None:
     """Puts a unit in the place of each module of some classes inside another one, inner ones first.
 
-    A module that stands in several places is replaced by the same unit in all.
+    A module that stands in several places is replaced by the same unit in all. What is in a unit already stays.
 
     Args:
         module: itself it stays.
         kinds: the classes.
         make: makes a unit of a module.
     """
-    made: dict[int, Any] = {}
-    for parent in list(module.modules())[::-1]:
-        if isinstance(parent, Unit):
-            continue
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, kinds):
-                if id(child) not in made:
-                    made[id(child)] = make(child)
-                setattr(parent, name, made[id(child)])
+    _replace(module, kinds, make, {})
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -128,7 +120,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _parameters(module: Any, prefix: str) -> Iterator[tuple[str, Parameter]]:
-    if isinstance(module, Unit):
+    if isinstance(module, Wrapped):
         yield from ((prefix + path, parameter) for path, parameter in module.engine.named_parameters())
         return
     for name, tensor in module._parameters.items():
@@ -141,7 +133,7 @@ def _parameters(module: Any, prefix: str) -> Iterator[tuple[str, Parameter]]:
 
 def _buffers(module: Any, prefix: str) -> Iterator[tuple[str, Any, bool]]:
     """Path, tensor, and whether it is part of the module's state."""
-    if isinstance(module, Unit):
+    if isinstance(module, Wrapped):
         yield from _buffers(module.module, prefix)
         return
     for name, tensor in module._buffers.items():
@@ -150,3 +142,14 @@ def _buffers(module: Any, prefix: str) -> Iterator[tuple[str, Any, bool]]:
     for name, child in module._modules.items():
         if child is not None:
             yield from _buffers(child, f"{prefix}{name}.")
+
+
+def _replace(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any], made: dict[int, Any]) -> None:
+    for name, child in list(module._modules.items()):
+        if child is None or isinstance(child, Wrapped):
+            continue
+        _replace(child, kinds, make, made)
+        if isinstance(child, kinds):
+            if id(child) not in made:
+                made[id(child)] = make(child)
+            setattr(module, name, made[id(child)])

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from paceline.errors import UnsupportedOp
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.torch.sharding.memory import array_of, tensor_of
-from paceline.torch.sharding.mirror import Piece, piece_of
+from paceline.torch.sharding.mirror import Piece, mirror_in, piece_of
 
 __all__ = ["TorchOptimizer", "optimizer_of"]
 
@@ -144,33 +144,36 @@ class TorchOptimizer(OptimizerState):
         return type(self._optimizer).__name__
 
     def _trained(self) -> dict[str, Piece]:
-        """The pieces that take gradients, or have; each has its state."""
-        trained = {
-            path: p for path, p in self._pieces.items() if p.requires_grad or self._optimizer.state.get(p.tensor)
-        }
-        for group in self._optimizer.param_groups if trained.keys() - self._begun else ():
-            for tensor in group["params"]:
-                if tensor.requires_grad and not self._optimizer.state.get(tensor):
-                    self._begin(group, tensor)
-        for path in trained.keys() - self._begun:
-            self._check(trained[path])
-        self._begun |= trained.keys()
+        """The pieces that take gradients, or have; each has its state. All of them begin, or none."""
+        kept = self._optimizer.state
+        trained = {path: piece for path, piece in self._pieces.items() if piece.requires_grad or kept.get(piece.tensor)}
+        if new := trained.keys() - self._begun:
+            groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
+            tensors = [trained[path].tensor for path in new]
+            states = [kept.get(tensor) or self._first(groups[id(tensor)], tensor) for tensor in tensors]
+            for tensor, state in zip(tensors, states, strict=True):
+                self._check(state, tensor)
+            for tensor, state in zip(tensors, states, strict=True):
+                kept[tensor] = state
+            self._begun |= new
         return trained
 
-    def _begin(self, group: Mapping[str, Any], tensor: Any) -> None:
-        """Makes what the first step would make."""
+    def _first(self, group: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
+        """What its first step would find, had it made that before."""
         if group.get("momentum") and group.get("dampening"):
             raise UnsupportedOp(f"the first step of a {self._kind} with dampening is unlike all others")
+        first: dict[str, Any] = {}
         for name, value in self._after_a_step(group, tensor).items():
             if isinstance(value, torch.Tensor):
                 if name != "step" and value.any():
                     raise UnsupportedOp(f"the {name!r} of a {self._kind} does not begin with zeros")
                 like = tensor.detach() if _is_cut(name, value) else value
-                self._optimizer.state[tensor][name] = torch.zeros_like(like, dtype=value.dtype)
+                first[name] = torch.zeros_like(like, dtype=value.dtype)
             elif value is None or name == "step":
-                self._optimizer.state[tensor][name] = None if value is None else type(value)(0)
+                first[name] = None if value is None else type(value)(0)
             else:
                 raise UnsupportedOp(f"it is not known with what the {name!r} of a {self._kind} begins")
+        return first
 
     def _after_a_step(self, group: Mapping[str, Any], like: Any) -> dict[str, Any]:
         """What an optimizer like this one keeps of a single zero, after a step with a gradient of zero."""
@@ -193,11 +196,11 @@ class TorchOptimizer(OptimizerState):
         state: dict[str, Any] = twin.state[probe]
         return state
 
-    def _check(self, piece: Piece) -> None:
-        for name, value in self._state(piece).items():
+    def _check(self, state: Mapping[str, Any], tensor: Any) -> None:
+        for name, value in state.items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = value is None or type(value) in _PLAIN or (is_tensor and value.ndim == 0)
-            if not (is_tensor and value.shape == piece.tensor.shape if _is_cut(name, value) else is_number):
+            if not (is_tensor and value.shape == tensor.shape if _is_cut(name, value) else is_number):
                 raise UnsupportedOp(f"the {name!r} of a {self._kind} is no number, and not of its parameter's shape")
 
 
@@ -206,10 +209,17 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
 
     Raises:
         UnsupportedOp: it trains what is spread, and its state cannot be.
+        StepOrderError: it would train nothing: the module was wrapped behind its back.
     """
     if not isinstance(thing, torch.optim.Optimizer):
         return None
-    owners = [piece._owner for group in thing.param_groups for p in group["params"] if (piece := piece_of(p))]
+    tensors = [tensor for group in thing.param_groups for tensor in group["params"]]
+    if any((mirror := mirror_in(tensor)) is not None and mirror.has_piece for tensor in tensors):
+        raise StepOrderError(
+            f"FSDP trains pieces of the parameters that this {type(thing).__name__} has: wrap the module first, then "
+            "give the optimizer model.parameters()"
+        )
+    owners = [piece._owner for tensor in tensors if (piece := piece_of(tensor))]
     if not owners:
         return None
     found = getattr(thing, _KEPT, None)
