@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import SizeMismatch, StepOrderError
+from paceline.errors import StepOrderError
 from paceline.parallel.module import HasParameters, parameters_of
+from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 
 __all__ = ["Adam", "Optimizer", "SGD"]
@@ -25,7 +26,7 @@ State = dict[str, Any]
 """What an optimizer keeps for one parameter: arrays of the parameter's shape, and numbers."""
 
 
-class Optimizer(abc.ABC):
+class Optimizer(OptimizerState):
     """What optimizers share: the loop over parameters, clearing, saving and loading.
 
     Args:
@@ -43,7 +44,7 @@ class Optimizer(abc.ABC):
         for name, value in settings.items():
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative: {value!r}")
-        self.settings = settings
+        self._settings = settings
         self._parameters = {path: p for path, p in parameters_of(module).items() if p.requires_grad}
         self._check_own()
         self._state = {path: self._fresh(p) for path, p in self._parameters.items()}
@@ -84,33 +85,14 @@ class Optimizer(abc.ABC):
                  for path, one in self._state.items()}  # fmt: skip
         return {"settings": dict(self.settings), "state": state}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over settings (the learning rate too) and state, into the arrays that are there.
+    @property
+    def settings(self) -> dict[str, float]:
+        """Numbers of the formula, by name; may be set between steps."""
+        return self._settings
 
-        Raises:
-            SizeMismatch: paths or names are missing or unexpected, or shapes differ; the text lists them all, and
-                nothing was changed.
-        """
-        problems = _names("setting", self.settings, saved.get("settings", {}))
-        problems += _names("state of", self._state, saved.get("state", {}))
-        for path in self._state.keys() & saved.get("state", {}).keys():
-            here, there = self._state[path], saved["state"][path]
-            problems += _names(f"{path}:", here, there)
-            problems += [
-                f"{path}: {name!r} has shape {list(np.shape(there[name]))}, not {list(np.shape(here[name]))}"
-                for name in sorted(here.keys() & there.keys())
-                if np.shape(here[name]) != np.shape(there[name])
-            ]
-        if problems:
-            raise SizeMismatch(f"the state does not fit this {type(self).__name__}: " + "; ".join(problems))
-        self.is_new = False
-        self.settings.update(saved["settings"])
-        for path, state in self._state.items():
-            for name, value in saved["state"][path].items():
-                if isinstance(state[name], np.ndarray):
-                    state[name][...] = value
-                else:
-                    state[name] = type(state[name])(value)  # a number may come back from a file as an array
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Takes over what `settings` gave."""
+        self._settings.update(settings)
 
     def live_arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays of the state themselves, "path/name": they change in `step`, and nowhere else."""
@@ -137,11 +119,6 @@ class Optimizer(abc.ABC):
     def parameters(self) -> Mapping[str, Parameter]:
         """What it trains, by path."""
         return self._parameters
-
-    @property
-    def is_blank(self) -> bool:
-        """True while `is_new` and all arrays of the state are zero: so they are on every rank, in whatever shape."""
-        return self.is_new and not any(array.any() for array in self.live_arrays().values())
 
     def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """The parameters have other shapes now: these arrays take the place of those that `live_arrays` gave."""
@@ -301,9 +278,3 @@ def _decayed(grad: NDArray[Any], data: NDArray[Any], decay: float, scratch: NDAr
     np.multiply(data, decay, out=scratch)
     np.add(scratch, grad, out=scratch)
     return scratch
-
-
-def _names(what: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Sentences on names that only one side has."""
-    missing = [f"{what} {name!r} is missing" for name in sorted(here.keys() - there.keys())]
-    return missing + [f"{what} {name!r} is unexpected" for name in sorted(there.keys() - here.keys())]

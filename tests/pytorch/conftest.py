@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
+
+import pytest
 
 collect_ignore_glob: list[str] = []
 if find_spec("torch") is None:
     if os.environ.get("REQUIRE_TORCH") == "1":
         raise RuntimeError("REQUIRE_TORCH=1, and torch is not installed")
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> Iterator[None]:
+    """Ranks are threads or processes already; more of torch's would fight over the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

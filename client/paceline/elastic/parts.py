@@ -22,8 +22,8 @@ from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf
 from paceline.elastic.foreign import from_arrays, is_foreign, to_arrays, view
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.optim import Optimizer
 from paceline.parallel.fsdp import FSDP
+from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding
 
@@ -148,11 +148,11 @@ class _Model(Part):
 
 
 class _Optimizer(Part):
-    """One of `paceline.optim`."""
+    """One of `paceline.optim`, or what stands for another framework's."""
 
     kind = "optimizer"
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: OptimizerState) -> None:
         self._optimizer = optimizer
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
@@ -181,13 +181,13 @@ class _Optimizer(Part):
         return dict(self._optimizer.settings)
 
     def put_back(self, small: Tree) -> None:
-        self._optimizer.settings.update(small)
+        self._optimizer.load_settings(small)
 
     def clear_gradients(self) -> None:
         self._optimizer.zero_grad()
 
     def gated(self) -> Any:
-        return self._optimizer
+        return self._optimizer.stepper
 
 
 class _Values(Part):
@@ -271,7 +271,7 @@ def part_of(name: str, thing: Any) -> Part:
     part = own() if callable(own) else None
     if isinstance(part, Part):
         return part
-    if isinstance(thing, Optimizer):
+    if isinstance(thing, OptimizerState):
         return _Optimizer(thing)
     if callable(getattr(thing, "named_parameters", None)):
         return _Model(thing)

@@ -11,8 +11,8 @@ from paceline.checkpoint.pieces import Shard
 from paceline.elastic.parts import Part
 from paceline.elastic.share import Share
 from paceline.errors import UnsupportedOp
-from paceline.optim import Optimizer
 from paceline.parallel.fsdp import FSDP
+from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
 from paceline.parallel.sharding.strategy import ShardingStrategy
@@ -32,7 +32,7 @@ class Spread:
         self._parts = parts
         self._things = things
         self._models = [thing for thing in things.values() if isinstance(thing, FSDP)]
-        self._optimizers = [thing for thing in things.values() if isinstance(thing, Optimizer)]
+        self._optimizers = [thing for thing in things.values() if isinstance(thing, OptimizerState)]
 
     @property
     def node_size(self) -> int:
@@ -81,7 +81,7 @@ class Spread:
             if any(id(p) not in ours and _moves(p) for p in part.spread().values()):
                 raise UnsupportedOp(f"{name} is of a model that is spread: give the FSDP wrapper to the training state")
             if spreads and part.gated() is not None:
-                if not isinstance(self._things[name], Optimizer):
+                if not isinstance(self._things[name], OptimizerState):
                     raise UnsupportedOp(
                         f"{name} cannot be spread along with the model: use an optimizer of paceline.optim"
                     )

@@ -24,6 +24,7 @@ from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.spread import Spread
 from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.parallel.optimizer import standing_for
 from paceline.parallel.parameter import Parameter
 
 __all__ = ["Gate", "TrainState"]
@@ -77,12 +78,13 @@ class TrainState:
 
     def __init__(self, **parts: Any) -> None:
         self.step = 0
-        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in parts.items()}
+        things = {name: standing_for(thing) for name, thing in parts.items()}
+        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in things.items()}
         samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
         if len(samplers) > 1:
             raise UnsupportedOp("a training state has one sampler: which of them would step.indices be of?")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
-        self._spread = Spread(self._parts, parts)
+        self._spread = Spread(self._parts, things)
         self._kept: dict[Share, dict[str, Shard]] = {}
         """Shares that are not live any more, and are given all the same: what they consist of, and the way back."""
         self._gates: list[tuple[Any, Callable[..., Any] | None]] = []

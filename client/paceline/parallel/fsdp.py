@@ -89,6 +89,8 @@ class FSDP(Wrapper, ShardedState):
 
     group: ShardRanks
     _root: FSDP
+    _computes = False
+    """The module computes with values as they travel; see `Flat`."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class FSDP(Wrapper, ShardedState):
         own, inner = _owned(module)
         if any(part.group is not group for part in inner):
             raise ValueError("all units of a model must have the same group")
-        self._unit = Unit(own, placement, self._wire, group.empty)
+        self._unit = Unit(own, placement, self._wire, group.empty, computes=self._computes)
         self._inner = inner
         for part in inner:
             part._root = self
@@ -262,6 +264,7 @@ class FSDP(Wrapper, ShardedState):
             strategy=" ".join(part.strategy.name for part in self._parts()),
             nodes="; ".join(dict.fromkeys(str(unit.placement.nodes) for unit in units)),
             communication_dtype=" ".join(str(part._wire) for part in self._parts()),
+            computes=" ".join(str(part._computes) for part in self._parts()),
             ahead=self._ahead,
             units=" ".join(str(len(list(unit.pairs()))) for unit in units),
         )

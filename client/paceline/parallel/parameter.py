@@ -151,6 +151,10 @@ class Parameter:
         """Makes an array the gradient without copy, signal or count."""
         self._grad = gradient
 
+    def _cut(self, values: NDArray[Any]) -> Parameter:
+        """What is trained in this one's stead, of which these are the values."""
+        return Parameter(values, self.requires_grad)
+
     def _place(self, values: NDArray[Any] | None) -> None:
         """Makes an array the values, without copy; None while they are spread over the ranks."""
         self._data = values

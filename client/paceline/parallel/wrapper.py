@@ -110,20 +110,9 @@ class Wrapper(abc.ABC):
                 and micro-batches of the attempt are dropped, and all ranks may try again: all, for what one has sent
                 already, the others will meet.
         """
-        reducer = self._prepare(may_change=False)
-        weight = checked_weight(_rows_of(dy) if weight is None else weight)
-        self._round.open()
-        factor = self._round.add(weight, alone=self.group.size == 1)
-        with self._all_or_nothing():
-            if factor == 0:
-                with reducer.ignoring(weight=self._round.counts, early=self._syncing):
-                    self._run_backward(dy)
-            else:
-                # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
-                with reducer.watching(weight=self._round.counts, early=self._syncing):
-                    self._run_backward(dy if factor == 1 else dy * factor)
-            if self._syncing:
-                self._reduce()
+        with self._backward_pass(_rows_of(dy) if weight is None else weight) as factor:
+            # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
+            self._run_backward(dy if factor in (0, 1) else dy * factor)
 
     def sync_gradients(self, weight: float | None = None) -> None:
         """Reduces what is pending; does nothing if nothing is, so it is harmless after `backward`.
@@ -222,6 +211,28 @@ class Wrapper(abc.ABC):
     def _new_round(self, reducer: GradientReducer) -> Accumulation:
         return Accumulation(reducer.parameters, reducer.sources)
 
+    @contextmanager
+    def _backward_pass(self, weight: float) -> Iterator[float]:
+        """For a module's backward inside the block; outside of `no_sync` its gradients are reduced at the end.
+
+        Returns:
+            What its gradients are to be multiplied by; with 0 they are dropped.
+        """
+        reducer = self._prepare(may_change=False)
+        weight = checked_weight(weight)
+        self._round.open()
+        factor = self._round.add(weight, alone=self.group.size == 1)
+        with self._all_or_nothing():
+            watching = reducer.watching if factor else reducer.ignoring
+            with watching(weight=self._counts(), early=self._syncing):
+                yield factor
+            if self._syncing:
+                self._reduce()
+
+    def _counts(self) -> float:
+        """What the gradients of the round count, those of all ranks being divided by the sum of it."""
+        return self._round.counts
+
     def _run_backward(self, dy: Any) -> Any:
         return self.module.backward(dy)
 
@@ -255,7 +266,7 @@ class Wrapper(abc.ABC):
         """`by_hand`: the gradients were not written through this wrapper."""
         del by_hand  # where backward writes what optimizers see, they are in place already
         assert self._reducer is not None
-        self._reducer.finish(weight=self._round.counts)
+        self._reducer.finish(weight=self._counts())
         self._round.close()
         self._give_buffers()
 

@@ -18,14 +18,16 @@ from paceline.torch.register import register
 if TYPE_CHECKING:
     from paceline.torch.ddp import DDP
     from paceline.torch.diloco import DiLoCo
+    from paceline.torch.fsdp import FSDP
     from paceline.torch.local_sgd import LocalSGD
     from paceline.torch.process_group import ProcessGroup
     from paceline.torch.store import Store
 
-__all__ = ["DDP", "DiLoCo", "LocalSGD", "ProcessGroup", "Store"]
+__all__ = ["DDP", "FSDP", "DiLoCo", "LocalSGD", "ProcessGroup", "Store"]
 
 _HOME = {
     "DDP": "paceline.torch.ddp",
+    "FSDP": "paceline.torch.fsdp",
     "DiLoCo": "paceline.torch.diloco",
     "LocalSGD": "paceline.torch.local_sgd",
     "ProcessGroup": "paceline.torch.process_group",

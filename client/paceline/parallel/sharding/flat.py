@@ -61,6 +61,7 @@ class Flat:
         placement: which part is this rank's.
         wire: dtype in which values and gradients travel, None for their own. Masters keep their precision.
         empty: where the memory of what travels comes from.
+        computes: the module computes with values as they travel, not with the masters' precision.
 
     Attributes:
         parameters: the module's.
@@ -76,13 +77,21 @@ class Flat:
     """What its collectives are called, alike on all ranks: no array shall be taken for another of the same size."""
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None, empty: Empty
+        self,
+        parameters: Mapping[str, Parameter],
+        placement: Placement,
+        wire: np.dtype[Any] | None,
+        empty: Empty,
+        *,
+        computes: bool = False,
     ) -> None:
         self._named = parameters
         self.parameters = tuple(parameters.values())
         self.dtype = self.parameters[0].dtype
         narrower = wire is not None and self.dtype.kind == "f" and wire.itemsize < self.dtype.itemsize
         self.wire = wire if narrower else None
+        self._shown = self.wire if computes and self.wire is not None else self.dtype
+        """Of the values that the module's parameters have while it runs."""
         self.given = False
         self._empty = empty
         self._stand(placement, self.laid_out(len(placement.shards)))
@@ -100,7 +109,7 @@ class Flat:
         self.is_whole = True
         self.part: NDArray[Any] = self._full[self._own]
         self.pieces = tuple(
-            Parameter(self.part[place] if self.is_spread else p.data, p.requires_grad)
+            p._cut(self.part[place] if self.is_spread else p.data)
             for p, place in zip(self.parameters, self._places, strict=True)
         )
 
@@ -136,21 +145,33 @@ class Flat:
             parameter._place(None if room.full is None else room.full[place].reshape(parameter.shape))
         for parameter, piece, place in zip(self.parameters, self.pieces, self._places, strict=True):
             piece._move(self.part[place] if self.is_spread else parameter.data)
+        if self._is_narrowed:
+            self._forget()
+
+    def initial(self) -> Iterator[NDArray[Any]]:
+        """Each parameter's values while ranks agree on them; here whole, and to be written."""
+        full = self._full if self.is_spread else self.part
+        assert full is not None
+        return self.views(full)
 
     def settle(self) -> None:
         """The whole array holds the initial values of all ranks: from now on this rank keeps its part alone."""
         if not self.is_spread:
+            if self._is_narrowed:
+                self._forget()
             return
         if not self._in_place:
             self.part = self.part.copy()
             for piece, place in zip(self.pieces, self._places, strict=True):
                 piece._place(self.part[place])
+        if self._is_narrowed:
+            self._forget()
         self.release()
         self.is_whole = False
 
     def fetch(self, ranks: ShardRanks) -> None:
         """Starts to gather the whole, unless it is here or on its way."""
-        if self.is_whole or self._incoming is not None:
+        if self.is_whole or self._incoming is not None or not self.is_spread:
             return
         if self._in_place:
             assert self._full is not None
@@ -166,7 +187,9 @@ class Flat:
         if self._incoming is not None:
             (fresh, work), self._incoming = self._incoming, None
             work.wait()
-            self._install(fresh)
+            self._install(fresh, self._shown)
+        elif not self.is_whole and not self.is_spread:
+            self._install(self.part, self._shown)
 
     def was_changed(self) -> bool:
         """True if this rank's part is not any more what is on its way."""
@@ -179,16 +202,13 @@ class Flat:
     def release(self) -> None:
         """The whole is not needed any more; does nothing where it is kept."""
         if self.is_whole and not self._keeps and self._pinned is None:
-            self._full = None
-            self.is_whole = False
-            for parameter in self.parameters:
-                parameter._place(None)
+            self._forget()
 
     def expire(self) -> None:
         """Parts have changed: what is whole, or on its way, is out of date."""
         if self._pinned is None:
             self.drop()
-            self.is_whole = not self.is_spread
+            self.is_whole = not (self.is_spread or self._is_narrowed)
 
     def drop(self) -> None:
         """Forgets what is on its way, and what is not kept."""
@@ -201,9 +221,11 @@ class Flat:
 
     def gather(self, ranks: ShardRanks | None) -> NDArray[Any]:
         """The whole array in full precision, padding included, shape [W * S]; not a copy where it is here."""
-        if ranks is None or not self.is_spread or self._pinned is not None:
+        if self._pinned is not None:
             assert self._full is not None
             return self._full
+        if ranks is None or not self.is_spread:
+            return self.part
         fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
         fresh[self._own] = self.part
         ranks.all_gather(fresh[self._own], out=fresh, label=self.label)
@@ -214,7 +236,9 @@ class Flat:
         self.drop()
         fresh = self.gather(ranks)
         self._pinned = self.part.copy() if self.is_spread else self.part
-        self._install(fresh)
+        if self._is_narrowed:
+            self._full = None  # too narrow for them
+        self._install(fresh, self.dtype)
 
     def dismiss(self) -> None:
         """Takes over what was changed in the whole array, and lets go of it."""
@@ -227,6 +251,8 @@ class Flat:
             bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
             changed = (bits != bits_before).any(axis=1)
             np.copyto(self.part, now, where=changed)  # not all of it: an optimizer may have changed the part meanwhile
+        if self._is_narrowed:
+            self._forget()
         self.expire()
 
     @property
@@ -252,8 +278,8 @@ class Flat:
         for parameter, piece, start, whole in zip(self.parameters, self.pieces, self.starts, values, strict=True):
             if parameter._data is not None:
                 parameter.data = whole
-            if self.is_spread:
-                piece.data = whole.reshape(-1)[start : start + piece.data.size]
+            if self.is_spread or self._is_narrowed:
+                piece.data = whole.reshape(-1)[start : start + piece.data.size].reshape(piece.shape)
 
     def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
         """Each parameter's elements in an array of the whole, in its shape."""
@@ -268,16 +294,28 @@ class Flat:
         self._own = layout.own(placement.part)
         self._places = layout.pieces(placement.part)
         self.starts = layout.starts(placement.part)
-        self._keeps = placement.keeps_full or not self.is_spread
+        self._keeps = placement.keeps_full or not (self.is_spread or self._is_narrowed)
         self._in_place = placement.keeps_full and self.wire is None
         """The part is a view of the whole array, which is gathered where it lies."""
 
-    def _install(self, fresh: NDArray[Any]) -> None:
+    @property
+    def _is_narrowed(self) -> bool:
+        """True if the module computes with fewer bits than are trained: then it never sees the part itself."""
+        return self._shown != self.dtype
+
+    def _forget(self) -> None:
+        """Lets go of the whole array."""
+        self._full = None
+        self.is_whole = False
+        for parameter in self.parameters:
+            parameter._place(None)
+
+    def _install(self, fresh: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if self._keeps and self._full is not None:
             if fresh is not self._full:
-                np.copyto(self._full, fresh)
+                np.copyto(self._full, fresh, casting="same_kind")
         else:
-            self._full = fresh.astype(self.dtype, copy=False)
+            self._full = fresh.astype(dtype, copy=False)
             for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
                 parameter._place(view)
         self.is_whole = True

@@ -39,7 +39,7 @@ def join_units(
     new = [unit for unit in units if not unit.is_settled]
     flats = [flat for unit in new for flat in unit.flats]
     given = [(flat, flat.part.copy()) for flat in flats if flat.given and flat.is_spread]
-    values = [p.data for flat in flats for p in flat.parameters]
+    values = [view for flat in flats for view in flat.initial()]
     agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change)
     for unit in new:
         unit.agreed = agreed

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
-from paceline.errors import SizeMismatch
+from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.links.base import Peer
-from paceline.optim import Optimizer
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.module import HasParameters, buffers_of, parameters_of
+from paceline.parallel.optimizer import OptimizerState, standing_for
 from paceline.parallel.wrapper import Wrapper
 
 __all__ = ["load_sharded_state", "model_shards", "optimizer_shards", "sharded_state"]
@@ -27,9 +27,7 @@ class _Group(Protocol):
         """The members in rank order."""
 
 
-def sharded_state(
-    model: HasParameters, optimizer: Optimizer | None = None, group: _Group | None = None
-) -> dict[str, Any]:
+def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None) -> dict[str, Any]:
     """A model and its optimizer, as `checkpoint.save_sharded` takes them and `load_sharded` wants them.
 
         checkpoint.save_sharded(runs, sharded_state(fsdp, optimizer), tag, session.group)
@@ -40,8 +38,8 @@ def sharded_state(
     long as the ranks have not agreed on initial values.
 
     Args:
-        model: a wrapped module, or a bare one.
-        optimizer: of it, if it shall be in the state.
+        model: a wrapped module, or a bare one; a `paceline.torch.FSDP`.
+        optimizer: of it, if it shall be in the state; one of torch's for a model of torch's.
         group: the ranks that will save, if not all: replicas outside of it write nothing.
 
     Returns:
@@ -49,8 +47,10 @@ def sharded_state(
 
     Raises:
         SizeMismatch: the optimizer is of another model.
+        UnsupportedOp: it is none whose state can be told apart by parameters.
         PacelineError: the ranks could not agree on initial values.
     """
+    model, optimizer = standing_for(model), standing_for(optimizer)
     if isinstance(model, Wrapper):
         model.prepare()
     shards = model_shards(model, group)
@@ -60,12 +60,13 @@ def sharded_state(
     return state
 
 
-def load_sharded_state(state: Mapping[str, Any], model: HasParameters, optimizer: Optimizer | None = None) -> None:
+def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = None) -> None:
     """Takes over what `checkpoint.load_sharded` gave for a `sharded_state`, or `checkpoint.load` for a bare model.
 
     Raises:
         SizeMismatch: it does not fit; the text lists why.
     """
+    model, optimizer = standing_for(model), standing_for(optimizer)
     if isinstance(model, FSDP):
         model.load_sharded_state_dict({path: _entry(leaf) for path, leaf in state["model"].items()})
     else:
@@ -86,12 +87,15 @@ def model_shards(model: HasParameters, group: _Group | None = None) -> dict[str,
     return leaves | dict(buffers_of(model))
 
 
-def optimizer_shards(optimizer: Optimizer, model: Mapping[str, Leaf]) -> dict[str, Any]:
+def optimizer_shards(optimizer: OptimizerState, model: Mapping[str, Leaf]) -> dict[str, Any]:
     """Settings and state of an optimizer, in the form of its `state_dict`: live arrays, sharded as `model_shards` are.
 
     Raises:
         SizeMismatch: it is of another model.
+        UnsupportedOp: it is no optimizer of this package, and none stands for it.
     """
+    if not isinstance(optimizer, OptimizerState):
+        raise UnsupportedOp(f"a {type(optimizer).__name__} does not train the pieces of a model that FSDP has wrapped")
     state: dict[str, dict[str, Any]] = {path: dict(numbers) for path, numbers in optimizer.numbers().items()}
     for key, array in optimizer.live_arrays().items():
         path, _, name = key.rpartition("/")

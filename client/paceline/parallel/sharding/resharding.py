@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.optim import Optimizer
 from paceline.parallel.fsdp import FSDP
+from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.unit import Unit
 
@@ -38,7 +38,7 @@ class Holding:
     states: dict[int, dict[str, Shard]]
 
 
-def holding(models: Sequence[FSDP], optimizers: Sequence[Optimizer], *, to_write: bool = False) -> Holding:
+def holding(models: Sequence[FSDP], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
     """What this rank holds now. It is all of it where nothing is cut yet, and no optimizer has state.
 
     Args:
@@ -89,7 +89,7 @@ class Move:
         StepOrderError: inside `unshard`.
     """
 
-    def __init__(self, models: Sequence[FSDP], optimizers: Sequence[Optimizer], share: tuple[int, int]) -> None:
+    def __init__(self, models: Sequence[FSDP], optimizers: Sequence[OptimizerState], share: tuple[int, int]) -> None:
         part, parts = share
         for model in models:
             if model._units is not None and model._units.are_summoned:
@@ -155,12 +155,12 @@ def _is_cut(unit: Unit) -> bool:
     return any(flat.is_spread for flat in unit.flats)
 
 
-def _piece(optimizer: Optimizer, key: str) -> Parameter:
+def _piece(optimizer: OptimizerState, key: str) -> Parameter:
     """What a key of `live_arrays` is the state of."""
     return optimizer.parameters[key.rpartition("/")[0]]
 
 
-def _state_shard(key: str, array: NDArray[Any], optimizer: Optimizer, values: dict[int, Shard]) -> Shard:
+def _state_shard(key: str, array: NDArray[Any], optimizer: OptimizerState, values: dict[int, Shard]) -> Shard:
     piece = _piece(optimizer, key)
     if array.shape != piece.data.shape:
         raise UnsupportedOp(f"the state {key!r} of this {type(optimizer).__name__} has not its parameter's shape")

@@ -28,6 +28,7 @@ class Unit:
         placement: of this rank.
         wire: dtype in which they travel; None for their own.
         empty: where the memory of what travels comes from.
+        computes: the module computes with values as they travel.
 
     Attributes:
         flats: the arrays; most units have one.
@@ -39,13 +40,20 @@ class Unit:
         has_ranks: `shards` and `replicas` are of the view that the placement is for.
         runs: how often it ran in the last forward pass.
         left: how often it has still to run in this backward pass, if each run forward has one.
+        inside: how many runs it is in the middle of.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], placement: Placement, wire: np.dtype[Any] | None, empty: Empty
+        self,
+        parameters: Mapping[str, Parameter],
+        placement: Placement,
+        wire: np.dtype[Any] | None,
+        empty: Empty,
+        *,
+        computes: bool = False,
     ) -> None:
         kinds: dict[tuple[np.dtype[Any], bool], dict[str, Parameter]] = {}
         for path, parameter in parameters.items():
@@ -55,12 +63,12 @@ class Unit:
                 raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
         self.placement = placement
-        self.flats = [Flat(group, placement, wire, empty) for group in kinds.values()]
+        self.flats = [Flat(group, placement, wire, empty, computes=computes) for group in kinds.values()]
         self.shards: ShardRanks | None = None
         self.replicas: ShardRanks | None = None
         self.is_settled = self.has_ranks = False
         self.agreed = 0
-        self.runs = self.left = 0
+        self.runs = self.left = self.inside = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def settle(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:

@@ -94,10 +94,13 @@ class Units:
             unit.wait()
             for number in coming:
                 self._all[number].fetch()
+        unit.inside += 1
         try:
             yield
         finally:
-            unit.release()
+            unit.inside -= 1
+            if not unit.inside:
+                unit.release()
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

@@ -1,0 +1,227 @@
+"""FullyShardedDataParallel for torch modules; `parallel.fsdp` does the work, `sharding` shows torch to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
+from paceline.parallel.optimizer import stands_in
+from paceline.parallel.parameter import Parameter
+from paceline.parallel.ranks import ShardRanks
+from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline.torch.sharding.engine import Engine
+from paceline.torch.sharding.memory import array_of, tensor_of
+from paceline.torch.sharding.mirror import Mirror, Piece
+from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
+from paceline.torch.sharding.optimizer import optimizer_of
+
+__all__ = ["FSDP"]
+
+
+class FSDP(Wrapped):
+    """Trains one model on the samples of all ranks; each rank keeps its part of parameters, gradients and state.
+
+        model = paceline.torch.FSDP(net, session.group, auto_wrap=Block)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)      # of the wrapper: it trains this rank's part
+        optimizer.zero_grad()
+        loss_of(model(x), t).backward()                                 # of the mean loss over this rank's samples
+        optimizer.step()
+
+    It is `paceline.FSDP` for torch modules on the CPU, and what is said there of units, of parameters and of a world
+    that changes holds here. Construction communicates nothing; the first forward pass gives rank 0's parameters and
+    buffers to all. `loss.backward()` returns when the gradients of all ranks are in the pieces.
+
+    **Gradients** are the mean over the samples of all ranks, uneven shares or not: each rank counts as many samples as
+    the first tensor that it calls the model with has rows. `backward(loss, weight)` has it count otherwise. Those of
+    micro-batches under `no_sync` add up, as in torch.
+
+    **Parameters.** `parameters()` has this rank's pieces, shape [elements here]; those of the wrapped module read as
+    NaN while they are spread, and have values while their unit runs and inside `unshard()`. Optimizers that work
+    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. What needs all of a
+    gradient does not: clip with `clip_grad_norm`, not with torch's.
+
+    **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. Their state must
+    begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
+
+    **Where it ends.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
+    wrapped: another method of theirs finds parameters without values. Activation checkpointing
+    (`use_reentrant=False`), inside a unit or around one, and double use of a unit work; the hooks of
+    `torch.autograd.graph.saved_tensors_hooks` do inside the model, not around it. `torch.compile` has not been tried.
+
+    Args:
+        module: the model or a part of it, built alike on every rank; values may differ.
+        group: the ranks; the same for all units.
+        strategy: what is spread.
+        intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
+        auto_wrap: class or classes of modules inside that are to be units of their own; they are replaced in place.
+        mixed_precision: "bf16": units compute in bfloat16, and parameters and gradients travel so; floating inputs are
+            converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits.
+        ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
+
+    Attributes:
+        module: as above.
+        strategy: as above.
+
+    Raises:
+        UnsupportedOp: a parameter to train is neither float32 nor float64, not on the CPU, in another unit already, or
+            there is no such precision.
+        InvalidWorldSize: the ranks do not make up nodes of one size.
+        ValueError: no such strategy, `intra_node_size` without HYBRID_SHARD, units of several groups, or `ahead` is
+            negative.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        module: Any,
+        group: ShardRanks,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        intra_node_size: int | None = None,
+        *,
+        auto_wrap: type | tuple[type, ...] = (),
+        mixed_precision: str | None = None,
+        ahead: int = 1,
+    ) -> None:
+        if mixed_precision not in (None, "bf16"):
+            raise UnsupportedOp(f'mixed_precision is "bf16" or None, not {mixed_precision!r}')
+        super().__init__()
+
+        def unit(part: Any) -> FSDP:
+            return FSDP(part, group, strategy, intra_node_size, mixed_precision=mixed_precision, ahead=ahead)
+
+        replaced(module, auto_wrap if isinstance(auto_wrap, tuple) else (auto_wrap,), unit)
+        self.module = module
+        self.engine = Engine(
+            Adapter(module), group, strategy, intra_node_size, narrow=mixed_precision is not None, ahead=ahead
+        )
+        self.strategy = self.engine.strategy
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output. A collective wherever parameters are spread: all ranks call it.
+
+        Raises:
+            PacelineError: as `prepare`, or a collective failed.
+            Exception: what the module raised. The wrapper stays usable, if the others have come as far.
+        """
+        return self.engine.forward(Call(args, kwargs))
+
+    def backward(self, loss: Any, weight: float | None = None) -> None:
+        """`loss.backward()`, with a say in what this rank counts.
+
+        Args:
+            loss: this rank's mean loss.
+            weight: what its gradient counts, e.g. `step.weight`; the number of samples by default. With 0 autograd
+                runs, but gradients are dropped, even NaN.
+
+        Raises:
+            ValueError: the weight is negative or not finite.
+            StepOrderError: the weights of all ranks add up to 0.
+            PacelineError: a collective failed.
+        """
+        with self.engine.weighing(weight):
+            loss.backward()
+
+    def prepare(self) -> None:
+        """Agrees on the model and takes rank 0's values; see `Wrapper.prepare`. A collective at first use."""
+        self.engine.prepare()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block `backward` accumulates on this rank only; the next one outside reduces the sum."""
+        return self.engine.no_sync()
+
+    def sync_gradients(self) -> None:
+        """Reduces what `no_sync` has accumulated; does nothing if nothing is. A collective."""
+        self.engine.sync_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, those that `no_sync` has accumulated too."""
+        self.engine.drop_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `drop_gradients`. An optimizer's `zero_grad` clears pieces only: under `no_sync` there is more."""
+        del set_to_none
+        self.drop_gradients()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales all gradients so that their norm is at most `max_norm`; see `Wrapper.clip_grad_norm`."""
+        return self.engine.clip_grad_norm(max_norm, norm_type)
+
+    @contextmanager
+    def unshard(self) -> Iterator[dict[str, Any]]:
+        """Inside the block the wrapped module's parameters have all their values; see `paceline.FSDP.unshard`.
+
+        Returns:
+            The module's own parameters by path. What is changed in them is kept, if all ranks change it alike.
+        """
+        with self.engine.unshard() as whole:
+            yield {path: _tensor(parameter) for path, parameter in whole.items()}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """This rank's pieces, `torch.nn.Parameter`s, under the paths that parameters have without wrappers."""
+        seen: set[int] = set()
+        for path, piece in self.engine.named_parameters() if recurse else ():
+            if not remove_duplicate or id(piece) not in seen:
+                seen.add(id(piece))
+                yield (f"{prefix}.{path}" if prefix else path), _tensor(piece)
+
+    def state_dict(self, *, root: int | None = None) -> dict[str, Any]:
+        """Copies of all parameters and persistent buffers, whole, by the paths that the bare module has. A collective.
+
+        Args:
+            root: the one rank that wants them; every rank if None.
+
+        Returns:
+            The copies; empty on other ranks than the root.
+        """
+        state = self.engine.state_dict(root=root)
+        first = self._first_paths()
+        whole = {path: state[first.get(path, path)] for path in [*first, *state] if state}
+        passing = self.engine.module.passing_buffers()
+        return {path: tensor_of(array) for path, array in whole.items() if path not in passing}
+
+    def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes over what `state_dict` gave, of this or the bare module, in any world. Communicates nothing.
+
+        Raises:
+            SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
+            UnsupportedOp: not strict.
+            StepOrderError: inside `unshard`.
+        """
+        if not strict:
+            raise UnsupportedOp("a spread model takes its whole state: load a part of it into the bare module")
+        first = self._first_paths()
+        if missing := sorted(first.keys() - saved.keys()):
+            raise SizeMismatch(f"the state does not fit this model: {missing[0]!r} is missing")
+        state = {path: array_of(value) for path, value in saved.items() if first.get(path, path) == path}
+        passing = self.engine.module.passing_buffers()
+        state |= {path: array for path, array in self.engine.named_buffers() if path in passing}
+        self.engine.load_state_dict(state)
+
+    def _first_paths(self) -> dict[str, str]:
+        """Of each path of a parameter the first path that it has."""
+        first: dict[int, str] = {}
+        return {path: first.setdefault(id(piece), path) for path, piece in self.engine.named_parameters()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise UnsupportedOp("FSDP has spread this module: convert or move it (.to, .double, ...) before it is wrapped")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StepOrderError("FSDP has spread this module: copy it before it is wrapped, or its state_dict()")
+
+
+def _tensor(parameter: Parameter) -> Any:
+    assert isinstance(parameter, (Piece, Mirror))
+    return parameter.tensor
+
+
+@stands_in
+def _engine_of(thing: Any) -> Engine | None:
+    return thing.engine if isinstance(thing, FSDP) else None
+
+
+stands_in(optimizer_of)

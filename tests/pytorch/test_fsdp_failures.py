@@ -1,0 +1,73 @@
+"""A worker dies or raises in a pass of a torch model: all others raise one typed error, and keep no memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.testing import coordinator
+from support.processes import workers
+
+pytestmark = pytest.mark.torch
+
+CODE = """
+import torch
+from torch import nn
+from paceline.torch import FSDP
+from paceline import ShardingStrategy
+
+torch.set_num_threads(1)
+
+class Watched(nn.Linear):
+    '''A layer that calls `act()` when it runs.'''
+    def forward(self, x):
+        if WHERE == "forward" and self is layers[2]:
+            act()
+        y = super().forward(x)
+        if WHERE == "backward" and self is layers[2]:
+            y.register_hook(lambda gradient: act())
+        return y
+
+def act():
+    if step == 3 and session.rank == 1:
+        END
+
+with paceline.join() as session:
+    layers = [Watched(300, 300) for _ in range(4)]
+    model = FSDP(nn.Sequential(*layers), session.group, ShardingStrategy.STRATEGY, NODE, auto_wrap=Watched)
+    optimizer = torch.optim.AdamW(model.parameters())
+    emit("joined", rank=session.rank)
+    try:
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 300)).square().mean().backward()
+            optimizer.step()
+    except paceline.PacelineError as error:
+        emit_error(error)
+        emit("held", layers=sum(not bool(layer.weight.isnan().all()) for layer in layers))
+        raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
+@pytest.mark.parametrize(
+    ("strategy", "node"), [("FULL_SHARD", None), pytest.param("HYBRID_SHARD", 2, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "PeerLost"),
+        pytest.param("raise KeyError('x')", "PeerRaised", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_hear_of_it(where: str, strategy: str, node: int | None, end: str, error: str) -> None:
+    code = CODE.replace("END", end).replace("STRATEGY", strategy).replace("NODE", str(node))
+    with (
+        coordinator() as address,
+        workers(4, f"WHERE = {where!r}\n{code}", COORDINATOR=address, MIN_WORKERS="4") as started,
+    ):
+        ranks = {worker.expect("joined", timeout=40)["rank"]: worker for worker in started}
+        for rank in (0, 2, 3):
+            told = ranks[rank].expect("error", timeout=30)
+            assert (told["type"], told["ranks"]) == (error, [1])
+            assert ranks[rank].expect("held")["layers"] == 0
+            assert ranks[rank].wait() == 0

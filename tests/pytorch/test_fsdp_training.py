@@ -1,0 +1,228 @@
+"""Training a torch model that is spread is training it in one process, whatever the world, strategy and units."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from unit.parallel.sharding.models import strategies
+
+from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.group import Group
+from paceline.testing import run_ranks
+from support.torch_models import assert_close, data, loss_of, net, rows_of, train, wrap
+
+pytestmark = pytest.mark.torch
+
+CASES = [(world, name) for world in (1, 2, 3, 4) for name in strategies(world)]
+each_case = pytest.mark.parametrize(("world", "name"), CASES)
+each_strategy = pytest.mark.parametrize("name", strategies(2))
+
+
+def alone(kind: str = "adamw", dtype: Any = torch.float64) -> dict[str, Any]:
+    model = net(0, dtype)
+    train(model, np.arange(22), kind=kind)
+    return dict(model.state_dict())
+
+
+def gradients(model: Any, group: Group) -> dict[str, Any]:
+    """Whole gradients by path, on every rank; None for none."""
+    padded = model.engine.padded_gradients()
+    copies = len(model.engine._unit.placement.replicas)
+    return {k: None if g is None else torch.from_numpy(group.all_reduce(g) / copies) for k, g in padded.items()}
+
+
+def expected_gradients(x: Any, t: Any, factor: float = 1.0) -> dict[str, Any]:
+    model = net()
+    (factor * loss_of(model(x), t)).backward()
+    return {path: p.grad for path, p in model.named_parameters()}
+
+
+@each_case
+@pytest.mark.parametrize("units", ["one", "blocks", "nested"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_same_as_one_process(world: int, name: str, units: str, kind: str) -> None:
+    """Each rank starts from weights of its own, and has a share of its own size; rank 0's weights must prevail."""
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(group.rank), group, name, units)
+        train(model, rows_of(group.rank, world, 22), kind=kind)
+        return model.state_dict()
+
+    expected = alone(kind)
+    states = run_ranks(world, rank)
+    for state in states:
+        assert_close(state, expected)
+        assert all(torch.equal(state[path], states[0][path]) for path in state)
+
+
+@pytest.mark.parametrize("name", strategies(1))
+def test_a_world_of_one_has_the_bits_of_the_bare_module(name: str) -> None:
+    def rank(group: Group) -> Any:
+        model = wrap(net(0, torch.float32), group, name)
+        train(model, np.arange(22))
+        return model.state_dict()
+
+    expected = alone(dtype=torch.float32)
+    assert all(torch.equal(value, expected[path]) for path, value in run_ranks(1, rank)[0].items())
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@each_strategy
+def test_fetching_ahead_changes_no_bit(name: str, ahead: int) -> None:
+    def rank(group: Group, ahead: int) -> Any:
+        model = wrap(net(), group, name, "nested", ahead=ahead)
+        train(model, rows_of(group.rank, 2, 22))
+        return model.state_dict()
+
+    plain = run_ranks(2, lambda group: rank(group, 0))[0]
+    for state in run_ranks(2, lambda group: rank(group, ahead)):
+        assert all(torch.equal(state[path], plain[path]) for path in plain)
+
+
+@each_case
+def test_gradients_of_micro_batches_add_up(world: int, name: str) -> None:
+    x, t = data(8 * world)
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, name)
+        mine = np.split(np.arange(8 * world), world)[group.rank]
+        for number, rows in enumerate(np.split(mine, 2)):
+            with model.no_sync() if number == 0 else nullcontext():
+                (loss_of(model(x[rows]), t[rows]) / 2).backward()
+        model.sync_gradients()  # nothing is pending any more
+        return gradients(model, group)
+
+    for found in run_ranks(world, rank):
+        assert_close(found, expected_gradients(x, t))
+
+
+@each_strategy
+def test_gradients_that_wait_are_sent_by_hand_or_dropped(name: str) -> None:
+    x, t = data(6)
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, name)
+        rows = rows_of(group.rank, 2, 6)
+        with model.no_sync():
+            loss_of(model(x[rows]), t[rows]).backward()
+            model.zero_grad()
+            loss_of(model(x[rows]), t[rows]).backward()
+        model.sync_gradients()
+        return gradients(model, group)
+
+    for found in run_ranks(2, rank):
+        assert_close(found, expected_gradients(x, t))
+
+
+@each_strategy
+def test_backward_without_zero_grad_adds(name: str) -> None:
+    x, t = data(6)
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, name)
+        rows = rows_of(group.rank, 2, 6)
+        for _ in range(2):
+            loss_of(model(x[rows]), t[rows]).backward()
+        return gradients(model, group)
+
+    for found in run_ranks(2, rank):
+        assert_close(found, expected_gradients(x, t, factor=2))
+
+
+@each_strategy
+def test_weights(name: str) -> None:
+    """A rank that counts nothing may have anything, NaN too; it takes part in all that is sent."""
+    x, t = data(6)
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, name)
+        mine = x if group.rank == 0 else x * float("nan")
+        model.backward(loss_of(model(mine), t), weight=1.0 - group.rank)
+        return gradients(model, group)
+
+    for found in run_ranks(2, rank):
+        assert_close(found, expected_gradients(x, t))
+
+
+def test_weights_that_add_up_to_nothing() -> None:
+    x, t = data(6)
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, "full")
+        with pytest.raises(StepOrderError, match="add up to 0"):
+            model.backward(loss_of(model(x), t), weight=0.0)
+        loss_of(model(x), t).backward()
+        return gradients(model, group)
+
+    for found in run_ranks(2, rank):
+        assert_close(found, expected_gradients(x, t))
+
+
+@each_case
+@pytest.mark.parametrize("p", [2.0, float("inf"), 1.5])
+def test_clip_grad_norm(world: int, name: str, p: float) -> None:
+    x, t = data(8)
+    reference = net()
+    loss_of(reference(x), t).backward()
+    filled = [q for q in reference.parameters() if q.numel()]  # torch knows no largest of nothing
+    expected = float(torch.nn.utils.clip_grad_norm_(filled, 0.1, p))
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, name)
+        rows = rows_of(group.rank, world, 8)
+        loss_of(model(x[rows]), t[rows]).backward()
+        return model.clip_grad_norm(0.1, p), gradients(model, group)
+
+    for norm, found in run_ranks(world, rank):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert_close(found, {path: q.grad for path, q in reference.named_parameters()}, 1e-6)
+
+
+@pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 2, 4)])
+@pytest.mark.parametrize("units", ["one", "nested"])
+def test_mixed_precision(world: int, name: str, units: str) -> None:
+    """Close to all bits; the pieces, their gradients and the optimizer keep theirs; nothing of the masters is lost."""
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(0, torch.float32), group, name, units, mixed_precision="bf16")
+        seen: list[Any] = []
+        model.module.norm.register_forward_hook(
+            lambda module, args, out: seen.append((module.weight.dtype, args[0].dtype, out.dtype))
+        )
+        losses = train(model, rows_of(group.rank, world, 22), steps=8)
+        assert set(seen) == {(torch.bfloat16,) * 3}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        before = model.state_dict()
+        with model.unshard() as whole:
+            assert all(torch.equal(p, before[path]) for path, p in whole.items())
+        model(data(4, torch.float32)[0])
+        return losses, before, model.state_dict()
+
+    reference = net(0, torch.float32)
+    expected = train(reference, np.arange(22), steps=8)
+    states = run_ranks(world, rank)
+    for losses, before, after in states:
+        assert losses[-1] < 0.8 * losses[0]
+        for path, values in reference.named_parameters():
+            torch.testing.assert_close(before[path], values, rtol=0.05, atol=0.05)
+            assert torch.equal(before[path], after[path])
+            assert torch.equal(before[path], states[0][1][path])
+    mean = np.average([losses for losses, _, _ in states], axis=0, weights=[len(a) for a in shares(world)])
+    np.testing.assert_allclose(mean, expected, rtol=0.05)
+
+
+def shares(world: int) -> list[Any]:
+    return [rows_of(rank, world, 22) for rank in range(world)]
+
+
+def test_no_other_precision() -> None:
+    def rank(group: Group) -> None:
+        with pytest.raises(UnsupportedOp, match="mixed_precision"):
+            wrap(net(), group, "full", mixed_precision="fp16")
+
+    run_ranks(1, rank)

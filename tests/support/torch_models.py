@@ -1,0 +1,110 @@
+"""A small torch network with parameters of awkward sizes, and one process's training of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from unit.parallel.sharding.models import chosen
+
+from paceline.torch import FSDP
+
+__all__ = ["Block", "Net", "assert_close", "data", "loss_of", "made", "net", "rows_of", "train", "wrap"]
+
+_LOCK = threading.Lock()
+"""torch's random numbers are one for the process, and ranks are threads."""
+
+
+def made(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What `make` makes, always the same for one seed."""
+    with _LOCK, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make()
+
+
+class Block(nn.Module):
+    """y = gain * tanh(x W' + b) + x: it has a way around its weights; and a parameter without elements."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.gain * torch.tanh(self.linear(x)) + self.empty.sum()
+
+
+class Net(nn.Module):
+    """5 -> 7, three blocks, a norm, 7 -> 2; with a buffer that counts calls, and one that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
+        self.norm = nn.LayerNorm(7)
+        self.leave = nn.Linear(7, 2, bias=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(self.norm(x))
+
+
+def net(seed: int = 0, dtype: Any = torch.float64) -> Net:
+    return made(lambda: Net().to(dtype), seed)  # type: ignore[no-any-return]
+
+
+def wrap(module: Any, group: Any, name: str, units: str = "blocks", **settings: Any) -> Any:
+    """One unit ("one"), one for each block ("blocks"), or for each block and the linear inside ("nested")."""
+    kinds = {"one": (), "blocks": (Block,), "nested": (Block, nn.Linear)}[units]
+    return FSDP(module, group, auto_wrap=kinds, **chosen(name), **settings)
+
+
+def data(count: int, dtype: Any = torch.float64) -> tuple[Any, Any]:
+    rng = np.random.default_rng(5)
+    x, t = rng.standard_normal((count, 5)), rng.uniform(-0.8, 0.8, (count, 2))
+    return torch.from_numpy(x).to(dtype), torch.from_numpy(t).to(dtype)
+
+
+def rows_of(rank: int, world: int, count: int) -> Any:
+    """Shares that are not of one size."""
+    return np.array_split(np.arange(count), world)[rank]
+
+
+def loss_of(y: Any, t: Any) -> Any:
+    return ((y - t) ** 2).sum(dim=1).mean()
+
+
+def train(model: Any, rows: Any, *, kind: str = "adamw", steps: int = 4, count: int = 22) -> list[float]:
+    """Trains it on some of the samples; the losses."""
+    x, t = data(count, next(iter(model.parameters())).dtype)
+    make = {"adamw": lambda p: torch.optim.AdamW(p, lr=0.01), "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
+    optimizer = make[kind](model.parameters())
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(x[rows]), t[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    """Dicts of tensors, or None, that are equal to a tolerance."""
+    assert found.keys() == expected.keys()
+    for path, values in expected.items():
+        assert (found[path] is None) == (values is None), path
+        if values is not None:
+            torch.testing.assert_close(
+                found[path], values, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
+            )
