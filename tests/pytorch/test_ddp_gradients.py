@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import paceline  # noqa: E402
 import paceline.torch  # noqa: E402
-from paceline.errors import StepOrderError, UnsupportedOp  # noqa: E402
+from paceline.errors import PacelineError, StepOrderError, UnsupportedOp  # noqa: E402
 from paceline.group import Group  # noqa: E402
 from paceline.testing import local_groups, run_ranks  # noqa: E402
 
@@ -301,6 +302,39 @@ def test_modules_of_many_kinds(make: Any) -> None:
     for batch in range(3):
         ((loss_of(alone, 0, batch) + loss_of(alone, 1, batch)) / 2).backward()
     check(run, gradients(alone))
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    model = DDP(mlp(), local_groups(1)[0])
+    model.prepare()
+    x = X.clone().requires_grad_()
+    y = model.module[3](checkpoint(model.module[:3], x, use_reentrant=True))
+    with pytest.raises(StepOrderError, match="use_reentrant=True"):
+        y.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_thread_is_told_that_it_may_not() -> None:
+    def run(group: Group) -> Any:
+        model = DDP(mlp(), group)
+        loss_of(model, group.rank).backward()
+        loss = loss_of(model, group.rank)
+        raised: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                loss.backward()
+            except PacelineError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return raised
+
+    for raised in run_ranks(2, run):
+        assert len(raised) == 1
+    assert isinstance(raised[0], PacelineError)
 
 
 def test_unfreezing() -> None:
