@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -201,34 +203,6 @@ def test_unlike_graphs_from_pass_to_pass() -> None:
     for use in uses:
         (sum(cross_entropy(model(x, each), t) for each in use) / 2).backward()
     check(run, gradients(model))
-
-
-def test_static_graph_goes_early_though_a_parameter_is_never_used() -> None:
-    """The bucket of the unused layer comes first: it would hold up the others to the end."""
-    x, t = samples()
-
-    def early(static: bool) -> list[int]:
-        def run(group: Group) -> int:
-            model = DDP(built(Branches), group, bucket_mb=1e-6, static_graph=static)
-            model.prepare()
-            sent: list[int] = []
-            model.module.layers["a"].weight.register_post_accumulate_grad_hook(
-                lambda _: sent.append(group.progress().operation)
-            )
-            before = 0
-            for _ in range(2):
-                before = group.progress().operation
-                (cross_entropy(model(x, "b"), t) + model.module.layers["a"](x).sum()).backward()
-            issued = model._passes._reducer._group.progress().operation
-            assert issued > before
-            return len(model._passes._reducer._readiness._expected) - sum(
-                n > 0 for n in model._passes._reducer._readiness._expected
-            )
-
-        return run_ranks(2, run)
-
-    assert early(static=True) == [2, 2]  # weight and bias of c are waited for by nobody
-    assert early(static=False) == [0, 0]
 
 
 def test_static_graph_that_changes() -> None:
@@ -473,3 +447,38 @@ def test_a_stale_pass_is_not_gone_on_with() -> None:
         second.backward(retain_graph=True)
     second.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_module_wrapped_again() -> None:
+    """The new wrapper has it; the old one hears nothing any more."""
+
+    def run(group: Group) -> Any:
+        module = mlp()
+        for _ in range(3):
+            model = DDP(module, group)
+            model.zero_grad()
+            before = group.progress().operation
+            model.prepare()
+            agreed = group.progress().operation
+            loss_of(model, group.rank).backward()
+            assert group.progress().operation == agreed + 1 > before
+        return gradients(model)
+
+    check(run, whole(0))
+
+
+def test_nothing_stays_of_a_wrapper_that_is_gone() -> None:
+    group = local_groups(1)[0]
+    module = mlp()
+    model = DDP(module, group)
+    loss_of(model).backward()
+    ends = [weakref.ref(each) for each in (model, model._passes, module[0].weight, module)]
+    del model
+    gc.collect()
+    assert [end() is None for end in ends] == [True, True, False, False]
+    module.zero_grad()
+    loss_of(module).backward()
+    torch.testing.assert_close(gradients(module), whole(0, world=1), rtol=0, atol=0)
+    del module
+    gc.collect()
+    assert all(end() is None for end in ends)
