@@ -11,6 +11,7 @@ import torch
 
 import paceline
 from paceline.group import Group
+from paceline.testing import run_ranks
 
 N = 50
 """Samples."""
@@ -90,3 +91,27 @@ def assert_same_bits(ranks: list[Weights]) -> None:
         for path, values in ranks[0].items():
             same = values is other[path] if values is None else torch.equal(values, other[path])
             assert same, f"{path} of rank {rank} differs from rank 0's"
+
+
+X, T = samples()
+
+
+def loss_of(model: Any, rank: int = 0, batch: int = 0) -> Any:
+    """The mean loss over 8 samples that belong to a rank and batch."""
+    start = (rank * 8 + batch * 16) % 40
+    return torch.nn.functional.cross_entropy(model(X[start : start + 8]), T[start : start + 8])
+
+
+def whole(*batches: int, world: int = 2) -> Any:
+    """What one process has after backward passes over these batches, each the mean over all ranks' samples."""
+    model = mlp()
+    for batch in batches:
+        (sum(loss_of(model, rank, batch) for rank in range(world)) / world).backward()
+    return gradients(model)
+
+
+def check(run: Any, expected: Any, world: int = 2) -> None:
+    """All ranks end with the same gradients, the expected ones."""
+    ranks = run_ranks(world, run)
+    assert_same_bits(ranks)
+    torch.testing.assert_close(ranks[0], expected)

@@ -27,9 +27,10 @@ def test_one_of_three_is_killed(phase: str, tmp_path: Path) -> None:
 
 def test_one_joins_and_one_is_drained(tmp_path: Path) -> None:
     with cluster(tmp_path, total=120, pace=0.03, wrapper="torch") as c:
+        (new,) = c.start(1, go=False)  # to load torch takes longer than all the steps
         first = c.start(2)
         c.wait_for_step(3)
-        (new,) = c.start(1)
+        new.go()
         c.wait_until(lambda: bool(new.of("applied")), "the new one trains")
         first[0].signal(signal.SIGTERM)
         assert set(c.wait().values()) == {0}, str(c)

@@ -97,7 +97,7 @@ def test_weights_that_are_none() -> None:
     assert all(gradient is None for gradient in gradients(model).values())
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8"])
+@pytest.mark.parametrize("compression", ["bf16", "int8", "powersgd"])
 def test_compressed(compression: str) -> None:
     sampler = partial(paceline.ElasticSampler, N, 25, seed=3)
     expected = train_alone(mlp(), OPTIMIZERS["sgd"], sampler(), STEPS)

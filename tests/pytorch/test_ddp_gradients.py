@@ -1,19 +1,21 @@
-"""Where gradients lie, how they add up, and which parameters have one."""
+"""Where gradients lie, how they add up, and what an error leaves of them."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from pytorch.models import assert_same_bits, built, gradients, mlp, samples, weights  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from pytorch.models import T, X, assert_same_bits, check, gradients, loss_of, mlp, weights, whole  # noqa: E402
 
 import paceline  # noqa: E402
 import paceline.torch  # noqa: E402
-from paceline.errors import StepOrderError, UnsupportedOp  # noqa: E402
+from paceline.errors import PacelineError, StepOrderError, UnsupportedOp  # noqa: E402
 from paceline.group import Group  # noqa: E402
 from paceline.testing import local_groups, run_ranks  # noqa: E402
 
@@ -21,28 +23,6 @@ pytestmark = pytest.mark.torch
 
 DDP = paceline.torch.DDP
 cross_entropy = torch.nn.functional.cross_entropy
-X, T = samples()
-
-
-def loss_of(model: Any, rank: int = 0, batch: int = 0) -> Any:
-    """The mean loss over 8 samples that belong to a rank and batch."""
-    start = (rank * 8 + batch * 16) % 40
-    return cross_entropy(model(X[start : start + 8]), T[start : start + 8])
-
-
-def whole(*batches: int, world: int = 2) -> Any:
-    """What one process has after backward passes over these batches, each the mean over all ranks' samples."""
-    model = mlp()
-    for batch in batches:
-        (sum(loss_of(model, rank, batch) for rank in range(world)) / world).backward()
-    return gradients(model)
-
-
-def check(run: Any, expected: Any, world: int = 2) -> None:
-    """All ranks end with the same gradients, the expected ones."""
-    ranks = run_ranks(world, run)
-    assert_same_bits(ranks)
-    torch.testing.assert_close(ranks[0], expected)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -154,192 +134,27 @@ def test_gradients_that_do_not_accumulate_wake_nobody() -> None:
     assert_same_bits(run_ranks(2, run))
 
 
-class Branches(torch.nn.Module):  # type: ignore[misc]
-    """Three layers, of which a pass uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(5, 3, dtype=torch.float64) for name in "abc"})
-
-    def forward(self, x: Any, use: str) -> Any:
-        return sum(self.layers[name](x) for name in use)
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_parameters_that_are_not_used(static: bool) -> None:
-    """One that only rank 0 uses gets its part everywhere; one that nobody uses keeps no gradient."""
-    x, t = samples()
-
-    def run(group: Group) -> Any:
-        model = DDP(built(Branches), group, bucket_mb=1e-6, static_graph=static)
-        for _ in range(3):
-            model.zero_grad()
-            cross_entropy(model(x, "ab" if group.rank == 0 else "a"), t).backward()
-        return gradients(model)
-
-    model = built(Branches)
-    ((cross_entropy(model(x, "ab"), t) + cross_entropy(model(x, "a"), t)) / 2).backward()
-    ranks = run_ranks(2, run)
-    assert ranks[0]["layers.c.weight"] is None
-    assert ranks[0]["layers.b.weight"] is not None
-    for found in ranks:
-        torch.testing.assert_close(found, gradients(model))
-
-
-def test_unlike_graphs_from_pass_to_pass() -> None:
-    x, t = samples()
-    uses = [("a", "b"), ("abc", "c"), ("b", "bc"), ("c", "a")]
-
-    def run(group: Group) -> Any:
-        model = DDP(built(Branches), group, bucket_mb=1e-6)
-        for use in uses:
-            cross_entropy(model(x, use[group.rank]), t).backward()
-        return gradients(model)
-
-    model = built(Branches)
-    for use in uses:
-        (sum(cross_entropy(model(x, each), t) for each in use) / 2).backward()
-    check(run, gradients(model))
-
-
-def test_static_graph_goes_early_though_a_parameter_is_never_used() -> None:
-    """The bucket of the unused layer comes first: it would hold up the others to the end."""
-    x, t = samples()
-
-    def early(static: bool) -> list[int]:
-        def run(group: Group) -> int:
-            model = DDP(built(Branches), group, bucket_mb=1e-6, static_graph=static)
-            model.prepare()
-            sent: list[int] = []
-            model.module.layers["a"].weight.register_post_accumulate_grad_hook(
-                lambda _: sent.append(group.progress().operation)
-            )
-            before = 0
-            for _ in range(2):
-                before = group.progress().operation
-                (cross_entropy(model(x, "b"), t) + model.module.layers["a"](x).sum()).backward()
-            issued = model._passes._reducer._group.progress().operation
-            assert issued > before
-            return len(model._passes._reducer._readiness._expected) - sum(
-                n > 0 for n in model._passes._reducer._readiness._expected
-            )
-
-        return run_ranks(2, run)
-
-    assert early(static=True) == [2, 2]  # weight and bias of c are waited for by nobody
-    assert early(static=False) == [0, 0]
-
-
-def test_static_graph_that_changes() -> None:
-    x, t = samples()
-    model = DDP(Branches(), local_groups(1)[0], bucket_mb=1e-6, static_graph=True)
-    cross_entropy(model(x, "a"), t).backward()
-    with pytest.raises(StepOrderError, match="uses it more often"):
-        cross_entropy(model(x, "ac"), t).backward()
-    assert all(p.grad is None for p in model.parameters())
-    cross_entropy(model(x, "a"), t).backward()
-    assert model.module.layers["a"].weight.grad is not None
-
-
-def test_loss_that_depends_on_no_parameter() -> None:
+def test_another_thread_is_told_that_it_may_not() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
-        loss = loss_of(model)
-        model.backward(loss if group.rank == 0 else loss.detach(), 1.0)
-        return gradients(model)
+        loss_of(model, group.rank).backward()
+        loss = loss_of(model, group.rank)
+        raised: list[BaseException] = []
 
-    model = mlp()
-    (loss_of(model) / 2).backward()
-    check(run, gradients(model))
+        def other() -> None:
+            try:
+                loss.backward()
+            except PacelineError as error:
+                raised.append(error)
 
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return raised
 
-class Tied(torch.nn.Module):  # type: ignore[misc]
-    """A layer that is used twice, by two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(5, 5, dtype=torch.float64)
-        self.second = self.first
-        self.last = torch.nn.Linear(5, 3, dtype=torch.float64)
-
-    def forward(self, x: Any) -> Any:
-        return self.last(self.second(torch.tanh(self.first(x))))
-
-
-class Checkpointed(torch.nn.Module):  # type: ignore[misc]
-    """Recomputes its first half in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x: Any) -> Any:
-        return self.inner[3](checkpoint(self.inner[:3], x, use_reentrant=False))
-
-
-class Frozen(torch.nn.Module):  # type: ignore[misc]
-    """Its first layer is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.inner[0].requires_grad_(False)
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("make", [Tied, Checkpointed, Frozen])
-def test_modules_of_many_kinds(make: Any) -> None:
-    def run(group: Group) -> Any:
-        model = DDP(built(make), group, bucket_mb=300 / 2**20)
-        for batch in range(3):
-            loss_of(model, group.rank, batch).backward()
-        return gradients(model)
-
-    alone = built(make)
-    for batch in range(3):
-        ((loss_of(alone, 0, batch) + loss_of(alone, 1, batch)) / 2).backward()
-    check(run, gradients(alone))
-
-
-def test_unfreezing() -> None:
-    def run(group: Group) -> Any:
-        module = mlp()
-        module[0].requires_grad_(False)
-        model = DDP(module, group)
-        loss_of(model, group.rank, 0).backward()
-        assert module[0].weight.grad is None
-        module[0].requires_grad_(True)
-        model.zero_grad()
-        loss_of(model, group.rank, 1).backward()
-        return gradients(model)
-
-    check(run, whole(1))
-
-
-def test_channels_last_and_sparse_gradients() -> None:
-    class Odd(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = torch.nn.Embedding(6, 4, sparse=True)
-            self.conv = torch.nn.Conv2d(4, 2, 2).to(memory_format=torch.channels_last)
-
-        def forward(self, x: Any) -> Any:
-            return self.conv(self.words(x).permute(0, 3, 1, 2)).square().mean()
-
-    inputs = torch.arange(2 * 2 * 9).reshape(2, 2, 3, 3) % 6
-
-    def run(group: Group) -> Any:
-        model = DDP(built(Odd), group)
-        for _ in range(2):
-            model(inputs[group.rank]).backward()
-        return gradients(model)
-
-    alone = built(Odd)
-    for _ in range(2):
-        ((alone(inputs[0]) + alone(inputs[1])) / 2).backward()
-    check(run, {path: g.to_dense() for path, g in gradients(alone).items()})
+    for raised in run_ranks(2, run):
+        assert len(raised) == 1
+    assert isinstance(raised[0], PacelineError)
 
 
 def test_buffers_are_rank_0s() -> None:
@@ -439,3 +254,38 @@ def test_a_stale_pass_is_not_gone_on_with() -> None:
         second.backward(retain_graph=True)
     second.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_module_wrapped_again() -> None:
+    """The new wrapper has it; the old one hears nothing any more."""
+
+    def run(group: Group) -> Any:
+        module = mlp()
+        for _ in range(3):
+            model = DDP(module, group)
+            model.zero_grad()
+            before = group.progress().operation
+            model.prepare()
+            agreed = group.progress().operation
+            loss_of(model, group.rank).backward()
+            assert group.progress().operation == agreed + 1 > before
+        return gradients(model)
+
+    check(run, whole(0))
+
+
+def test_nothing_stays_of_a_wrapper_that_is_gone() -> None:
+    group = local_groups(1)[0]
+    module = mlp()
+    model = DDP(module, group)
+    loss_of(model).backward()
+    ends = [weakref.ref(each) for each in (model, model._passes, module[0].weight, module)]
+    del model
+    gc.collect()
+    assert [end() is None for end in ends] == [True, True, False, False]
+    module.zero_grad()
+    loss_of(module).backward()
+    torch.testing.assert_close(gradients(module), whole(0, world=1), rtol=0, atol=0)
+    del module
+    gc.collect()
+    assert all(end() is None for end in ends)

@@ -108,7 +108,7 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss counts: b_r / b. For `ddp.backward(dy, step.weight)`."""
+        """What this rank's mean loss counts: b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper knows it."""
         return self._of_sampler()[1]
 
     @property

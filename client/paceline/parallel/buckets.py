@@ -91,16 +91,28 @@ class Bucket:
         room: numbers of a passenger.
         empty: where the memory comes from.
         feedback: see `Memory`.
+        lead: so many elements travel in front of the weight; N if left out.
+        apart: gradients have a home of their own beside what travels; those in 16 bits always.
 
     Attributes:
+        divisible: what is on its way may be divided.
         dtype: of the gradients.
         flat: what goes to `all_reduce`, in place.
         exact: how many elements at its end are no gradients: they must arrive as they are.
         memory: of its compressed reductions.
     """
 
+    divisible = True
+
     def __init__(
-        self, parameters: Mapping[str, Parameter], room: int = 0, empty: Empty = np.empty, feedback: bool = False
+        self,
+        parameters: Mapping[str, Parameter],
+        room: int = 0,
+        empty: Empty = np.empty,
+        feedback: bool = False,
+        *,
+        lead: int | None = None,
+        apart: bool = False,
     ) -> None:
         self.exact = 1 + len(parameters) + room
         self.memory = Memory(feedback=feedback)
@@ -108,14 +120,16 @@ class Bucket:
         self._parameters = tuple(parameters.values())
         self.dtype = self._parameters[0].data.dtype
         self._count = sum(p.data.size for p in self._parameters)
+        self._lead = self._count if lead is None else lead
+        self._has_homes = apart or self.dtype.itemsize == 2
         self.renew()
 
     def renew(self) -> None:
         """Takes fresh memory. The old may still be read and written by a collective that was given up."""
-        narrow = self.dtype.itemsize == 2
-        self.flat: NDArray[Any] = self._empty(self._count + self.exact, np.float32 if narrow else self.dtype)
-        self._narrow = np.empty(self._count, self.dtype) if narrow else None
-        homes = self.flat if self._narrow is None else self._narrow
+        wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
+        self.flat: NDArray[Any] = self._empty(self._lead + self.exact, wire)
+        self._apart = np.empty(self._count, self.dtype) if self._has_homes else None
+        homes = self.flat if self._apart is None else self._apart
         self._slots: Sequence[NDArray[Any]] = [
             homes[end - p.data.size : end].reshape(p.data.shape)
             for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
@@ -144,7 +158,7 @@ class Bucket:
             weight: what the gradients are already multiplied by. A rank without a sample has weight 0 and no
                 gradients, so it sends zeros: 0 times the NaN of an empty mean would be NaN.
         """
-        self.flat[self._count] = weight
+        self.flat[self._lead] = weight
         for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
             self._used[i] = parameter.grad is not None
             if parameter.grad is None:
@@ -153,8 +167,7 @@ class Bucket:
                 np.copyto(slot, parameter.grad)
                 parameter._hold(slot)
             slot.flags.writeable = False  # `p.grad += g` writes before it signals: better an error than a torn sum
-        if self._narrow is not None:
-            self.flat[: self._count] = self._narrow
+        self._encode()
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
         """Makes means of the reduced sums, and gives each parameter that any rank used its own.
@@ -172,25 +185,34 @@ class Bucket:
             slot.flags.writeable = True
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
-        if total != 1 and not divided:  # a division by 1 changes no bit
-            gradients = self.flat[: self._count]
-            np.divide(gradients, total, out=gradients)
-        if self._narrow is not None:
-            self._narrow[...] = self.flat[: self._count]
+        self._decode(total, divided=divided)
         for used, parameter, slot in zip(self._used, self._parameters, self._slots, strict=True):
             parameter._hold(slot if used > 0 else None)
 
     @property
     def total(self) -> NDArray[Any]:
         """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
-        return self.flat[self._count : self._count + 1]
+        return self.flat[self._lead : self._lead + 1]
 
     @property
     def _used(self) -> NDArray[Any]:
         """Shape [P]: before the reduction 1 for a parameter that this rank used, afterwards above 0 if any did."""
-        return self.flat[self._count + 1 : self._count + 1 + len(self._parameters)]
+        return self.flat[self._lead + 1 : self._lead + 1 + len(self._parameters)]
 
     @property
     def passenger(self) -> NDArray[Any]:
         """Room for a passenger."""
-        return self.flat[self._count + 1 + len(self._parameters) :]
+        return self.flat[self._lead + 1 + len(self._parameters) :]
+
+    def _encode(self) -> None:
+        """The gradients are complete: fills what travels in front of the weight."""
+        if self._apart is not None:
+            self.flat[: self._lead] = self._apart
+
+    def _decode(self, total: float, *, divided: bool) -> None:
+        """Makes means of the sums, where gradients are at home."""
+        sums = self.flat[: self._lead]
+        if total != 1 and not divided:  # a division by 1 changes no bit
+            np.divide(sums, total, out=sums)
+        if self._apart is not None:
+            self._apart[...] = sums

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.compression.codec import Codec, codec_of
+from paceline.compression.powersgd import PowerSGD
 from paceline.parallel.agreement import agree
 from paceline.parallel.manifest import Manifest
 from paceline.parallel.module import Module, buffers_of, parameters_of
@@ -42,10 +43,11 @@ class DDP(Wrapper):
         group: the ranks.
         bucket_mb: most MiB (2**20 bytes) of gradients in one message; alike on every rank. The first one is smaller, so
             that it leaves early.
-        compression: "bf16", "int8" or a `paceline.compression.Codec`: gradients travel in fewer bits, and are the same
-            bits everywhere still. Alike on every rank. None for all bits.
-        error_feedback: with compression: what rounding takes away from a step's gradients is added to the next step's,
-            so that nothing is lost, only late. As the codec says if left out: with int8, not with bf16. It takes twice
+        compression: "bf16", "int8" or a `paceline.compression.Codec`: gradients travel in fewer bits; "powersgd" or a
+            `paceline.compression.PowerSGD`: in fewer numbers. They are the same bits everywhere still. Alike on every
+            rank. None for all bits.
+        error_feedback: with compression: what it takes away from a step's gradients is added to the next step's,
+            so that nothing is lost, only late. If left out: with int8 and PowerSGD, not with bf16. It takes twice
             the memory of the gradients more. A step that `session.steps` undoes leaves no trace in it if the training
             state has this wrapper, not the bare module.
 
@@ -67,7 +69,7 @@ class DDP(Wrapper):
         group: Ranks,
         *,
         bucket_mb: float = 25.0,
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         error_feedback: bool | None = None,
         static_graph: bool = False,
     ) -> None:
@@ -77,7 +79,10 @@ class DDP(Wrapper):
             raise ValueError("error_feedback is for what compression rounds away, and there is none")
         super().__init__(module, group)
         self._bucket_mb = bucket_mb
-        self._codec = None if compression is None else codec_of(compression)
+        if compression == "powersgd":
+            compression = PowerSGD()
+        self._low_rank = compression if isinstance(compression, PowerSGD) else None
+        self._codec = None if compression is None or isinstance(compression, PowerSGD) else codec_of(compression)
         self._feedback = error_feedback
         self._static_graph = static_graph
         self._stepwise = False
@@ -105,18 +110,20 @@ class DDP(Wrapper):
     def _agree(self, *, may_change: bool) -> Reducer:
         parameters, buffers = parameters_of(self.module), buffers_of(self.module)
         arrays = [*(p.data for p in parameters.values()), *buffers.values()]
-        settings = {"bucket_mb": f"{self._bucket_mb:g}", "compression": self._codec}
+        settings = {"bucket_mb": f"{self._bucket_mb:g}", "compression": self._codec or self._low_rank}
         agree(self.group, Manifest.of(parameters, buffers, **settings), arrays, may_change=may_change)
         if self._reducer is not None and self._reducer.serves(parameters):
-            return self._reducer  # in a new generation: memory and what error feedback has kept stay
+            self._reducer.new_generation()  # memory and what error feedback has kept stay
+            return self._reducer
         codec, feedback = self._codec, self._feedback
         if feedback is None:
-            feedback = codec is not None and codec.feedback
+            feedback = self._low_rank is not None or (codec is not None and codec.feedback)
         reducer = Reducer(
             parameters,
             self.group,
             self._bucket_mb * 2**20,
             codec=codec,
+            rank=0 if self._low_rank is None else self._low_rank.rank,
             feedback=feedback,
             static=self._static_graph,
             narrow=self._trains_narrow,

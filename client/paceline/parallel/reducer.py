@@ -14,7 +14,8 @@ from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
 from paceline.compression.bf16 import Bf16
 from paceline.compression.codec import Codec
 from paceline.errors import StepOrderError
-from paceline.parallel.buckets import FIRST_BYTES, Bucket, plan_buckets
+from paceline.parallel.buckets import FIRST_BYTES, Bucket, Empty, plan_buckets
+from paceline.parallel.low_rank import LowRankBucket, shrinks
 from paceline.parallel.parameter import Parameter, ignoring_gradients
 from paceline.parallel.ranks import PendingWork, Ranks
 from paceline.parallel.readiness import Readiness
@@ -34,6 +35,7 @@ class Reducer:
         group: the ranks to reduce over.
         cap_bytes: most bytes of gradients in one bucket.
         codec: compresses what travels, but not weights and flags; None for nothing.
+        rank: of `PowerSGD`; 0 for all of every matrix.
         feedback: with a codec: what rounding takes away is added to the next pass's gradients.
         static: see `Readiness`.
         narrow: whether gradients may be in 16 bits. Without a codec bfloat16 travels as it is, with all bits.
@@ -51,6 +53,7 @@ class Reducer:
         cap_bytes: float,
         *,
         codec: Codec | None = None,
+        rank: int = 0,
         feedback: bool = False,
         static: bool = False,
         narrow: bool = False,
@@ -65,7 +68,7 @@ class Reducer:
         # Buckets go in this order always, so the first is the one to ride in.
         rooms = [PASSENGER_SIZE, *([0] * len(plan))]
         self._buckets = [
-            Bucket({path: parameters[path] for path in paths}, room, group.empty, codec is not None and feedback)
+            _bucket({path: parameters[path] for path in paths}, rank, room, group.empty, feedback)
             for paths, room in zip(plan, rooms, strict=False)
         ]
         self._codecs = [
@@ -89,6 +92,12 @@ class Reducer:
     def serves(self, parameters: Mapping[str, Parameter]) -> bool:
         """True if these are the parameters that it was made for: its memory will do for another generation."""
         return self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
+
+    def new_generation(self) -> None:
+        """Other ranks are there: what all must have alike begins anew."""
+        for bucket in self._buckets:
+            if isinstance(bucket, LowRankBucket):
+                bucket.new_generation()
 
     def begin_step(self) -> None:
         """What was reduced before counts: `give_up` goes back to here, and no further."""
@@ -155,8 +164,11 @@ class Reducer:
             if self._passenger is not None:
                 self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
                 self._passenger = None
+            if isinstance(bucket, LowRankBucket) and bucket.compresses:
+                second = bucket.second()
+                self._group.all_reduce(second, out=second)
             # The first bucket tells what the others' sums are divided by, where they are added up.
-            divided = bucket is not self._buckets[0] and codec is None and self._group.size > 1
+            divided = self._divides(bucket, codec) and self._group.size > 1
             bucket.unpack(self._buckets[0].total.item(), divided=divided)
         self._works.clear()
         self._readiness.start(early=False)
@@ -201,8 +213,10 @@ class Reducer:
         """`waiting`: the caller has nothing else to do, so that the last bucket needs no other thread."""
         for number in numbers:
             bucket = self._buckets[number]
-            bucket.pack(self._weight)
             alone = self._group.size == 1
+            if isinstance(bucket, LowRankBucket):
+                bucket.compresses = not alone
+            bucket.pack(self._weight)
             if not self._works and not alone:
                 self._passenger = self._group.board()
                 bucket.passenger.fill(0)
@@ -212,11 +226,21 @@ class Reducer:
             work = None if alone else self._reduce(bucket, self._codecs[number], behind=behind)
             self._works.append(work if behind else None)
 
+    def _divides(self, bucket: Bucket, codec: Codec | None) -> bool:
+        """Whether a bucket's sums are divided where they are added up."""
+        return bucket is not self._buckets[0] and codec is None and bucket.divisible
+
     def _reduce(self, bucket: Bucket, codec: Codec | None, *, behind: bool) -> Any:
         flat, first = bucket.flat, self._buckets[0]
         if codec is None:
-            divisor = None if bucket is first else first.total.item  # complete by then: they go in order
+            divisor = first.total.item if self._divides(bucket, codec) else None  # complete by then: they go in order
             return self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=behind)
         return self._group.all_reduce_compressed(
             flat, codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind
         )
+
+
+def _bucket(parameters: Mapping[str, Parameter], rank: int, room: int, empty: Empty, feedback: bool) -> Bucket:
+    if rank and any(shrinks(parameter, rank) for parameter in parameters.values()):
+        return LowRankBucket(parameters, rank, room, empty, feedback)
+    return Bucket(parameters, room, empty, feedback and not rank)

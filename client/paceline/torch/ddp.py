@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.compression.codec import Codec
+from paceline.compression.powersgd import PowerSGD
 from paceline.parallel.agreement import give
 from paceline.parallel.module import buffers_of, parameters_of
 from paceline.parallel.ranks import Ranks
@@ -59,8 +60,8 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         group: the ranks.
         bucket_mb: most MiB (2**20 bytes) of gradients in one message; alike on every rank. The first one is smaller, so
             that it leaves early.
-        compression: "bf16", "int8" or a `paceline.compression.Codec`: gradients travel in fewer bits, and are the same
-            bits everywhere still. Alike on every rank. None for all bits.
+        compression: "bf16", "int8", "powersgd", a `paceline.compression.Codec` or `PowerSGD`, as for `paceline.DDP`:
+            the communication hooks of torch's own DDP.
         error_feedback: as for `paceline.DDP`.
         static_graph: every backward pass uses the same parameters as the first: then one that is never used holds up
             nothing. One more than in the first pass is a `StepOrderError`.
@@ -76,7 +77,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         group: Ranks,
         *,
         bucket_mb: float = 25.0,
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         error_feedback: bool | None = None,
         static_graph: bool = False,
     ) -> None:

@@ -7,17 +7,23 @@ the next gradient at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.parallel.parameter import Parameter
 from paceline.torch.tensors import Tensor, array_of, tensor_of
 
 __all__ = ["Hearer", "ShownModule", "ShownParameter"]
+
+
+_HANDLES: Any = WeakIdKeyDictionary()
+"""The hooks of each tensor that has some."""
 
 
 class Hearer(Protocol):
@@ -43,7 +49,7 @@ class ShownParameter(Parameter):
         tensor: the parameter.
     """
 
-    __slots__ = ("_earlier", "_handles", "_hearer", "_node", "_slot", "_view", "tensor")
+    __slots__ = ("__weakref__", "_earlier", "_handles", "_hearer", "_node", "_slot", "_view", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -102,13 +108,16 @@ class ShownParameter(Parameter):
         """Tells of every gradient from now on; a frozen parameter has none to tell of."""
         if self._handles or not self.requires_grad:
             return
+        for handle in _HANDLES.get(self.tensor, ()):  # a module that is wrapped again is the new wrapper's
+            handle.remove()
         self._hearer = hearer
         # Hooks of the node that accumulates, not of the tensor: `torch.autograd.grad` shall not wake them.
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         self._handles = (
-            self._node.register_prehook(self._before),
-            self.tensor.register_post_accumulate_grad_hook(self._after),
+            self._node.register_prehook(_weakly(self._before)),
+            self.tensor.register_post_accumulate_grad_hook(_weakly(self._after)),
         )
+        _HANDLES[self.tensor] = self._handles
 
     def _before(self, gradients: tuple[Tensor, ...]) -> None:
         self._hearer.before(self)
@@ -130,6 +139,18 @@ class ShownParameter(Parameter):
                 tensor.grad = view.add_(fresh, alpha=factor)
         self.writes += 1
         self._hearer.after(self)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method for a hook that does not keep its object: autograd keeps tensors where Python cannot see the cycle."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        strong = weak()
+        if strong is not None:
+            strong(*args)
+
+    return call
 
 
 class ShownModule:

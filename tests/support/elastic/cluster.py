@@ -201,9 +201,12 @@ class Cluster:
             AdminServiceStub(channel).RestartJob(RestartJobRequest(job="job"), timeout=10)
 
     def start(
-        self, count: int, faults: Sequence[Fault] = (), *, host: Host | None = None, **plan: Any
+        self, count: int, faults: Sequence[Fault] = (), *, host: Host | None = None, go: bool = True, **plan: Any
     ) -> list[Trainer]:
-        """Starts trainers that all have the same faults before them, on a host of the test's network or on this one."""
+        """Starts trainers that all have the same faults before them, on a host of the test's network or on this one.
+
+        Without `go` they have loaded what they need, and wait for `Trainer.go`.
+        """
         whole = {**self._plan, **plan, "faults": [fault.plan() for fault in faults]}
         started = [Trainer(whole, self.environment, self._changed, host) for _ in range(count)]
         self.trainers += started
@@ -213,7 +216,7 @@ class Cluster:
                 watcher.start()
                 self._watchers.append(watcher)
         self.wait_until(lambda: all(trainer.events for trainer in started), "all are ready")
-        for trainer in started:
+        for trainer in started if go else ():
             trainer.go()
         return started
 
