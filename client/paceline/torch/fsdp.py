@@ -46,9 +46,9 @@ class FSDP(Wrapped):
     begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
 
     **Where it ends.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
-    wrapped: another method of theirs finds parameters without values. Activation checkpointing
-    (`use_reentrant=False`), inside a unit or around one, and double use of a unit work; the hooks of
-    `torch.autograd.graph.saved_tensors_hooks` do inside the model, not around it. `torch.compile` has not been tried.
+    wrapped: another method of theirs finds parameters without values. Activation checkpointing, inside a unit or around
+    one, and double use of a unit work; the hooks of `torch.autograd.graph.saved_tensors_hooks` do inside the model, not
+    around it. `torch.compile` has not been tried.
 
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
