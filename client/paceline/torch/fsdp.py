@@ -57,7 +57,8 @@ class FSDP(Wrapped):
         intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
         auto_wrap: class or classes of modules inside that are to be units of their own; they are replaced in place.
         mixed_precision: "bf16": units compute in bfloat16, and parameters and gradients travel so; floating inputs are
-            converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits.
+            converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits, and so
+            do buffers: what computes with them, such as BatchNorm, is to be a unit of its own without.
         ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
 
     Attributes:
