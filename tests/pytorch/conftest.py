@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of ranks begin with this, whatever the main one is told
+
 collect_ignore_glob: list[str] = []
 if find_spec("torch") is None:
     if os.environ.get("REQUIRE_TORCH") == "1":

@@ -104,10 +104,16 @@ def test_units_side_by_side(name: str) -> None:
 
 
 class Recomputing(Chain):
+    reentrant = False
+
     def forward(self, x: Any) -> Any:
         for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=False)
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
         return x
+
+
+class Reentrant(Recomputing):
+    reentrant = True
 
 
 class Inner(Part):
@@ -122,8 +128,16 @@ class RecomputingInside(Chain):
 
 
 @each_strategy
-@pytest.mark.parametrize("make", [Recomputing, RecomputingInside])
-@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize(
+    ("make", "leaf"),
+    [
+        (Recomputing, False),
+        (Recomputing, True),
+        (RecomputingInside, False),
+        (RecomputingInside, True),
+        (Reentrant, True),
+    ],
+)
 def test_activation_checkpointing(make: Any, name: str, leaf: bool) -> None:
     def call(model: Any, x: Any, number: int) -> Any:
         return (model(x.clone().requires_grad_(leaf)) ** 2).mean()
@@ -327,6 +341,25 @@ def test_evaluation_between_steps(name: str) -> None:
         return (y**2).mean()
 
     check(Chain, name, call=call)
+
+
+def test_samples_of_the_pass_that_a_backward_pass_belongs_to() -> None:
+    """Not those of a later evaluation."""
+
+    def rank(group: Group) -> Any:
+        model = FSDP(made(lambda: Chain().double()), group)
+        rows = X[: 1 + 2 * group.rank]
+        y = model(rows)
+        model(X[:2])
+        (y**2).mean().backward()
+        return model.engine.padded_gradients()
+
+    reference = made(lambda: Chain().double())
+    rows = torch.cat([X[:1], X[:3]])
+    (reference(rows) ** 2).mean().backward()
+    first, second = run_ranks(2, rank, config=HASTY)
+    for path, parameter in reference.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(first[path] + second[path]), parameter.grad)
 
 
 def test_gradients_by_the_input() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unit.parallel.sharding.models import strategies
+from torch import nn
+from unit.parallel.sharding.models import chosen, strategies
 
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.testing import run_ranks
-from support.torch_models import assert_close, data, loss_of, net, rows_of, train, wrap
+from paceline.torch import FSDP
+from support.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
 
 pytestmark = pytest.mark.torch
 
@@ -218,6 +220,26 @@ def test_mixed_precision(world: int, name: str, units: str) -> None:
 
 def shares(world: int) -> list[Any]:
     return [rows_of(rank, world, 22) for rank in range(world)]
+
+
+@pytest.mark.parametrize("name", strategies(2))
+def test_a_unit_that_keeps_all_bits_among_others(name: str) -> None:
+    """Statistics of a batch are buffers, which are not narrowed."""
+
+    def rank(group: Group) -> Any:
+        model = made(lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)))
+        model[1] = FSDP(model[1], group, **chosen(name))
+        model = FSDP(model, group, auto_wrap=nn.Linear, mixed_precision="bf16", **chosen(name))
+        seen: list[Any] = []
+        model.module[1].module.register_forward_hook(lambda module, args, out: seen.append(module.weight.dtype))
+        losses = train(model, rows_of(group.rank, 2, 22), steps=8)
+        assert set(seen) == {torch.float32}
+        assert losses[-1] < losses[0]
+        return model.state_dict()
+
+    first, second = run_ranks(2, rank)
+    assert first["1.running_mean"].dtype == torch.float32
+    assert all(torch.equal(first[path], second[path]) for path in first)
 
 
 def test_no_other_precision() -> None:

@@ -83,7 +83,8 @@ class Spread:
             if spreads and part.gated() is not None:
                 if not isinstance(self._things[name], OptimizerState):
                     raise UnsupportedOp(
-                        f"{name} cannot be spread along with the model: use an optimizer of paceline.optim"
+                        f"{name} cannot be spread along with the model: use an optimizer of paceline.optim, or one of "
+                        "torch.optim that has the parameters of a paceline.torch.FSDP"
                     )
                 gated.setdefault(id(self._things[name]), name)
         if len(gated) > 1:  # who finishes a step could not know which of them had run elsewhere

@@ -62,8 +62,8 @@ class TrainState:
     step counts. All the rest is copied when a step begins. So give every object that `optimizer.step` changes, and
     change them nowhere else; gradients need not be given.
 
-    Of a model that FSDP spreads give the wrapper, and one optimizer of `paceline.optim`: their parts move with the
-    ranks.
+    Of a model that FSDP spreads give the wrapper, and one optimizer of `paceline.optim`, or of `torch.optim` for
+    `paceline.torch.FSDP`: their parts move with the ranks.
 
     Args:
         parts: the objects, by names that are the same on every member.

@@ -46,9 +46,9 @@ class FSDP(Wrapped):
     begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
 
     **Where it ends.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
-    wrapped: another method of theirs finds parameters without values. Activation checkpointing
-    (`use_reentrant=False`), inside a unit or around one, and double use of a unit work; the hooks of
-    `torch.autograd.graph.saved_tensors_hooks` do inside the model, not around it. `torch.compile` has not been tried.
+    wrapped: another method of theirs finds parameters without values. Activation checkpointing, inside a unit or around
+    one, and double use of a unit work; the hooks of `torch.autograd.graph.saved_tensors_hooks` do inside the model, not
+    around it. `torch.compile` has not been tried.
 
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
@@ -57,7 +57,8 @@ class FSDP(Wrapped):
         intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
         auto_wrap: class or classes of modules inside that are to be units of their own; they are replaced in place.
         mixed_precision: "bf16": units compute in bfloat16, and parameters and gradients travel so; floating inputs are
-            converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits.
+            converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits, and so
+            do buffers: what computes with them, such as BatchNorm, is to be a unit of its own without.
         ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -87,7 +88,7 @@ class Engine(FSDP):
         self._rows = next((shape[0] for shape in shapes if shape), None)
 
     def _run_forward(self, x: Call) -> Any:
-        run = Run(self._enter, self._leave)
+        run = Run(partial(self._enter, self._rows), self._leave)
         keeping = saving(_need) if self._root is self and torch.is_grad_enabled() else nullcontext()
         with self._root._all_units().running_forward(self._unit), keeping:
             call = run.of_inputs(x)
@@ -95,7 +96,10 @@ class Engine(FSDP):
                 call = Call(*mapped(tuple(call), _narrowed))
             return run.of_outputs(self.module.forward(call))
 
-    def _enter(self) -> None:
+    def _enter(self, rows: int | None) -> None:
+        """A run backward begins; `rows`: of the forward pass that it belongs to, if this is the outermost unit."""
+        if self._root is self:
+            self._rows = rows
         with self._root._running_pass() as running:
             running.enter(self._unit)
 
@@ -144,7 +148,7 @@ def _need(mirror: Mirror) -> None:
     """Autograd reads a parameter of a unit that it has not entered: what that returned was not looked into."""
     owner = mirror._owner
     assert isinstance(owner, Engine)
-    owner._enter()
+    owner._enter(owner._rows)
     if not mirror.is_here:
         raise StepOrderError("the backward pass needs a parameter that is spread over the ranks, after its unit's end")
 

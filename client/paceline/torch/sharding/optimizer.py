@@ -147,7 +147,7 @@ class TorchOptimizer(OptimizerState):
         """The pieces that take gradients, or have; each has its state. All of them begin, or none."""
         kept = self._optimizer.state
         trained = {path: piece for path, piece in self._pieces.items() if piece.requires_grad or kept.get(piece.tensor)}
-        if new := trained.keys() - self._begun:
+        if new := [path for path in trained if path not in self._begun]:
             groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
             tensors = [trained[path].tensor for path in new]
             states = [kept.get(tensor) or self._first(groups[id(tensor)], tensor) for tensor in tensors]
@@ -155,7 +155,7 @@ class TorchOptimizer(OptimizerState):
                 self._check(state, tensor)
             for tensor, state in zip(tensors, states, strict=True):
                 kept[tensor] = state
-            self._begun |= new
+            self._begun.update(new)
         return trained
 
     def _first(self, group: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
