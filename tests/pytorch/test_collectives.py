@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from support.torch_ranks import finish, need_torch
@@ -129,6 +131,27 @@ got = funcol.all_to_all_single(torch.arange(3.) + 10 * rank, [rank + 1] * 2, [1,
 assert got.tolist() == ([0., 10.] if rank == 0 else [1., 2., 11., 12.])
 summed = funcol.all_reduce_coalesced([torch.ones(2), torch.ones(1)], "sum", group)
 assert [t.tolist() for t in summed] == [[2., 2.], [2.]]
+"""
+    finish(2, code)
+
+
+def test_what_asks_a_group_for_its_devices(tmp_path: Path) -> None:
+    """State dicts that rank 0 alone has, and checkpoints that are written beside training."""
+    code = f"""
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Linear(3, 5)
+fully_shard(model)
+given = {{"weight": torch.arange(15.).view(5, 3), "bias": torch.arange(5.)}} if rank == 0 else {{}}
+set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+weight = model.weight.full_tensor()
+assert torch.equal(weight, torch.arange(15.).view(5, 3))
+dcp.async_save(model.state_dict(), checkpoint_id="{tmp_path}/saved").result()
+torch.nn.init.zeros_(model.weight)
+loaded = model.state_dict()
+dcp.load(loaded, checkpoint_id="{tmp_path}/saved")
+assert torch.equal(model.weight.full_tensor(), weight)
 """
     finish(2, code)
 

