@@ -11,9 +11,27 @@ import torch
 from torch import nn
 from unit.parallel.sharding.models import chosen
 
+from paceline.config import Config
+from paceline.group import Group
+from paceline.testing import run_ranks
 from paceline.torch import FSDP
 
-__all__ = ["Block", "Net", "assert_close", "data", "loss_of", "made", "net", "rows_of", "train", "wrap"]
+__all__ = [
+    "X",
+    "Block",
+    "Chain",
+    "Net",
+    "Part",
+    "assert_close",
+    "check_gradients",
+    "data",
+    "loss_of",
+    "made",
+    "net",
+    "rows_of",
+    "train",
+    "wrap",
+]
 
 _LOCK = threading.Lock()
 """torch's random numbers are one for the process, and ranks are threads."""
@@ -108,3 +126,65 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
             torch.testing.assert_close(
                 found[path], values, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
             )
+
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+"""What `Part` and `Chain` are called with."""
+
+
+class Part(nn.Module):
+    """Rotates and bends; what every test wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+def check_gradients(
+    make: Any, name: str, *, steps: int = 2, kinds: Any = Part, call: Any = None, unused: Any = ()
+) -> None:
+    """Gradients of two ranks with two rows each are those of one process with all four.
+
+    Args:
+        make: makes a module.
+        name: the strategy.
+        steps: forward and backward passes; gradients add up.
+        kinds: what is a unit.
+        call: of (model, x, number of the step) to the loss; by default the sum of squares.
+        unused: paths that get no gradient.
+    """
+    call = (lambda model, x, number: (model(x) ** 2).mean()) if call is None else call
+    reference = made(make).double()
+    for number in range(steps):
+        call(reference, X, number).backward()
+
+    def rank(group: Group) -> Any:
+        model = FSDP(made(make).double(), group, auto_wrap=kinds, **chosen(name))
+        for number in range(steps):
+            call(model, X[2 * group.rank : 2 * group.rank + 2], number).backward()
+        return model.engine.padded_gradients(), len(model.engine._unit.placement.replicas)
+
+    ranks = run_ranks(2, rank, config=Config(step_timeout=5.0))
+    expected = {path: p.grad for path, p in reference.named_parameters()}
+    found: dict[str, Any] = {}
+    for path in expected:
+        parts = [padded[path] for padded, _ in ranks]
+        found[path] = None if parts[0] is None else torch.from_numpy(parts[0] + parts[1]) / ranks[0][1]
+    assert {path for path, gradient in found.items() if gradient is None} == set(unused)
+    assert_close(found, expected)
+
+
+class Chain(nn.Module):
+    """Parts, one after the other."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(count))
+
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x

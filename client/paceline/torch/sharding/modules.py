@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -108,14 +109,17 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if next(tensors_in(value), None) is None:
         return value
     if isinstance(value, tuple):
-        changed = [mapped(one, change) for one in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        parts = [mapped(one, change) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if type(value) is list:
         return [mapped(one, change) for one in value]
     if type(value) is dict:
         return {key: mapped(one, change) for key, one in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: mapped(getattr(value, field.name), change) for field in fields(value)})
+        changed = copy(value)
+        for field in fields(value):  # frozen or not
+            object.__setattr__(changed, field.name, mapped(getattr(value, field.name), change))
+        return changed
     return value
 
 

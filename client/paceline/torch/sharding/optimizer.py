@@ -15,6 +15,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -167,8 +168,9 @@ class TorchOptimizer(OptimizerState):
             if isinstance(value, torch.Tensor):
                 if name != "step" and value.any():
                     raise UnsupportedOp(f"the {name!r} of a {self._kind} does not begin with zeros")
-                like = tensor.detach() if _is_cut(name, value) else value
-                first[name] = torch.zeros_like(like, dtype=value.dtype)
+                like = tensor if _is_cut(name, value) else value
+                # By NumPy: zeros that nobody has written take no memory, and a newcomer builds more than it keeps.
+                first[name] = tensor_of(np.zeros(tuple(like.shape), array_of(value).dtype))
             elif value is None or name == "step":
                 first[name] = None if value is None else type(value)(0)
             else:
