@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.torch_ranks import finish, need_torch
+from support.torch_ranks import finish
 
-need_torch()
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
 

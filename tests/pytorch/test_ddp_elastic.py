@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
 

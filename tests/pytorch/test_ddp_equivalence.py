@@ -6,15 +6,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from pytorch.models import N, assert_same_bits, gradients, mlp, samples, train_alone, train_ranks, weights
 
-torch = pytest.importorskip("torch")
-
-from pytorch.models import N, assert_same_bits, gradients, mlp, samples, train_alone, train_ranks, weights  # noqa: E402
-
-import paceline  # noqa: E402
-import paceline.torch  # noqa: E402
-from paceline.group import Group  # noqa: E402
-from paceline.testing import run_ranks  # noqa: E402
+import paceline
+import paceline.torch
+from paceline.group import Group
+from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.torch
 

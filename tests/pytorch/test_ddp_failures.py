@@ -6,8 +6,6 @@ import signal
 
 import pytest
 
-pytest.importorskip("torch")
-
 from paceline.testing import coordinator
 from support.processes import workers
 

@@ -8,16 +8,14 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from pytorch.models import T, X, assert_same_bits, check, gradients, loss_of, mlp, weights, whole
 
-torch = pytest.importorskip("torch")
-
-from pytorch.models import T, X, assert_same_bits, check, gradients, loss_of, mlp, weights, whole  # noqa: E402
-
-import paceline  # noqa: E402
-import paceline.torch  # noqa: E402
-from paceline.errors import PacelineError, StepOrderError, UnsupportedOp  # noqa: E402
-from paceline.group import Group  # noqa: E402
-from paceline.testing import local_groups, run_ranks  # noqa: E402
+import paceline
+import paceline.torch
+from paceline.errors import PacelineError, StepOrderError, UnsupportedOp
+from paceline.group import Group
+from paceline.testing import local_groups, run_ranks
 
 pytestmark = pytest.mark.torch
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from pytorch.models import X, built, check, gradients, loss_of, mlp, samples, whole
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from pytorch.models import X, built, check, gradients, loss_of, mlp, samples, whole  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import paceline  # noqa: E402
-import paceline.torch  # noqa: E402
-from paceline.errors import StepOrderError  # noqa: E402
-from paceline.group import Group  # noqa: E402
-from paceline.testing import local_groups, run_ranks  # noqa: E402
+import paceline
+import paceline.torch
+from paceline.errors import StepOrderError
+from paceline.group import Group
+from paceline.testing import local_groups, run_ranks
 
 pytestmark = pytest.mark.torch
 

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pytorch.models import assert_same_bits, built, samples, weights
 
-torch = pytest.importorskip("torch")
-
-from pytorch.models import assert_same_bits, built, samples, weights  # noqa: E402
-
-import paceline  # noqa: E402
-import paceline.torch  # noqa: E402
-from paceline import checkpoint  # noqa: E402
-from paceline.checkpoint.tree import join, split  # noqa: E402
-from paceline.testing import local_groups  # noqa: E402
+import paceline
+import paceline.torch
+from paceline import checkpoint
+from paceline.checkpoint.tree import join, split
+from paceline.testing import local_groups
 
 pytestmark = pytest.mark.torch
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from pytorch.models import assert_same_bits, built, samples, weights
 
-torch = pytest.importorskip("torch")
-
-from pytorch.models import assert_same_bits, built, samples, weights  # noqa: E402
-
-import paceline.torch  # noqa: E402
-from paceline.group import Group  # noqa: E402
-from paceline.testing import run_ranks  # noqa: E402
+import paceline.torch
+from paceline.group import Group
+from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.torch
 

@@ -8,20 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import paceline
 from paceline.testing import run_ranks
+from paceline.torch import DiLoCo
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
-from support.torch_ranks import need_torch
-
-need_torch()
-
-import torch  # noqa: E402  behind the look whether it is there
-
-from paceline.torch import DiLoCo  # noqa: E402
-from support.local_training.line import SEED, TRAINER, check  # noqa: E402
-from support.local_training.problem import Part, Reference, build, flat, inner_step, make_inner  # noqa: E402
+from support.local_training.line import SEED, TRAINER, check
+from support.local_training.problem import Part, Reference, build, flat, inner_step, make_inner
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]  # each process takes seconds to import torch
 

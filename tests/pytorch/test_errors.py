@@ -6,9 +6,8 @@ import signal
 
 import pytest
 
-from support.torch_ranks import finish, need_torch, torch_ranks
+from support.torch_ranks import finish, torch_ranks
 
-need_torch()
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
 DIES = """

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from support.torch_ranks import need_torch
-
-need_torch()
-
-import torch  # noqa: E402  behind the look whether it is there
-from safetensors.torch import load_file  # noqa: E402
+import torch
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 

@@ -10,8 +10,6 @@ import pytest
 
 from support.command import command
 
-pytest.importorskip("torch")
-
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.slow,

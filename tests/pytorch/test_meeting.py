@@ -8,9 +8,8 @@ import pytest
 
 from paceline.testing import coordinator
 from support.processes import Worker, workers
-from support.torch_ranks import finish, need_torch
+from support.torch_ranks import finish
 
-need_torch()
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
 SUM = """

@@ -9,9 +9,6 @@ import sys
 
 import pytest
 
-from support.torch_ranks import need_torch
-
-need_torch()
 pytestmark = pytest.mark.torch
 
 

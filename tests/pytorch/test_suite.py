@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from support.torch_ranks import need_torch
-
-need_torch()
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from support.processes import Worker
 
-__all__ = ["finish", "need_torch", "torch_ranks"]
+__all__ = ["finish", "torch_ranks"]
 
 _PRELUDE = """
 import torch, torch.distributed as dist
@@ -19,17 +16,6 @@ torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group(os.environ.get("BACKEND", "paceline"))
 """
-
-
-def need_torch() -> None:
-    """Skips the module, or fails where REQUIRE_TORCH=1, if PyTorch is not there."""
-    try:
-        import torch.distributed
-    except ImportError:
-        if os.environ.get("REQUIRE_TORCH") == "1":
-            raise
-        pytest.skip("PyTorch is not installed (make test-torch has it)", allow_module_level=True)
-    assert torch.distributed.is_available()
 
 
 @contextmanager

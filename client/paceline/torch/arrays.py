@@ -1,18 +1,17 @@
-"""Tensors as NumPy arrays of the same memory, and back: nothing is copied where the layout allows."""
+"""The elements of any tensor, and where results go: nothing is copied where the layout allows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
-import numpy as np
 import torch
 
 from paceline.arrays import Array
 from paceline.errors import UnsupportedOp
+from paceline.torch.tensors import array_of
 
-__all__ = ["Landing", "array_of", "is_number", "landing", "tensor_of"]
+__all__ = ["Landing", "elements_of", "is_number", "landing"]
 
 _KNOWN = frozenset(
     {
@@ -48,7 +47,7 @@ def is_number(dtype: Any) -> bool:
     return dtype in _KNOWN or dtype == torch.bfloat16
 
 
-def array_of(tensor: Any) -> Array:
+def elements_of(tensor: Any) -> Array:
     """The elements in C order, shape [N]: a view of a contiguous tensor on the CPU, else of a copy.
 
     What NumPy has no type for comes as its bytes, shape [N * itemsize], uint8: it can be moved, not added up.
@@ -62,14 +61,7 @@ def array_of(tensor: Any) -> Array:
     if flat.is_cuda:
         flat = _staged(flat).copy_(flat)  # which waits for the stream
     flat = flat.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.dtype in _KNOWN:
-        array: Array = flat.numpy()
-        return array
-    if flat.dtype == torch.bfloat16:
-        halves: Array = flat.view(torch.int16).numpy()
-        return halves.view(ml_dtypes.bfloat16)
-    raw: Array = flat.view(torch.uint8).numpy()
-    return raw
+    return array_of(flat if is_number(flat.dtype) else flat.view(torch.uint8))
 
 
 def landing(tensor: Any, *, filled: bool = False) -> Landing:
@@ -81,7 +73,7 @@ def landing(tensor: Any, *, filled: bool = False) -> Landing:
     """
     plain = not (tensor.is_cuda or tensor.is_conj() or tensor.is_neg())
     if plain and tensor.layout == torch.strided and tensor.is_contiguous():
-        return Landing(array_of(tensor), None)
+        return Landing(elements_of(tensor), None)
     stage = _staged(tensor)
     if filled:
         stage.copy_(tensor.detach())
@@ -90,14 +82,7 @@ def landing(tensor: Any, *, filled: bool = False) -> Landing:
         with torch.no_grad():
             tensor.detach().copy_(stage)
 
-    return Landing(array_of(stage), finish)
-
-
-def tensor_of(array: Array) -> Any:
-    """A tensor of the same memory, dtype and shape; of bfloat16 too."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return Landing(elements_of(stage), finish)
 
 
 def _staged(tensor: Any) -> Any:

@@ -12,10 +12,10 @@ from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.strategy import ShardingStrategy
 from paceline.torch.sharding.engine import Engine
-from paceline.torch.sharding.memory import array_of, tensor_of
 from paceline.torch.sharding.mirror import Mirror, Piece
 from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
 from paceline.torch.sharding.optimizer import optimizer_of
+from paceline.torch.tensors import array_of, tensor_of
 
 __all__ = ["FSDP"]
 

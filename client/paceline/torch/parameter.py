@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.errors import UnsupportedOp
 from paceline.parallel.parameter import Parameter
 from paceline.torch.tensors import Tensor, array_of, tensor_of
 
@@ -177,4 +178,4 @@ class ShownModule:
 
     def backward(self, dy: Any) -> None:
         """Autograd does it."""
-        raise NotImplementedError("gradients come from autograd")
+        raise UnsupportedOp("gradients come from autograd: call loss.backward()")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline import Group
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
-from paceline.torch.arrays import Landing, array_of
+from paceline.torch.arrays import Landing, elements_of
 from paceline.torch.errors import for_torch
 from paceline.torch.work import seconds_of
 
@@ -196,7 +196,7 @@ class Messenger:
 
     def send(self, tensor: Any, to: int, tag: int, timeout: float) -> Message:
         """Sends a tensor; its memory is read until the message is over."""
-        array = array_of(tensor)
+        array = elements_of(tensor)
         line = self._line("send", to)
 
         def act(within: float = timeout) -> int:

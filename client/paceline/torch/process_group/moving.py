@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import (
 
 from paceline.arrays import Array
 from paceline.errors import SizeMismatch
-from paceline.torch.arrays import array_of, landing
+from paceline.torch.arrays import elements_of, landing
 from paceline.torch.process_group.core import Core, Finish
 from paceline.torch.work import Operation
 
@@ -41,9 +41,9 @@ class Moving(Core):
         opts = opts or AllgatherOptions()
         calls, finishes = [], []
         for parts, x in zip(outs, ins, strict=True):
-            whole, spread = self._parts_of(parts, array_of(x))
+            whole, spread = self._parts_of(parts, elements_of(x))
             uneven = len({part.numel() for part in parts}) > 1
-            calls.append(partial(self._group.all_gather, array_of(x), uneven=uneven, out=whole))
+            calls.append(partial(self._group.all_gather, elements_of(x), uneven=uneven, out=whole))
             finishes.append(spread)
         return self._run("all_gather", opts, calls, [part for parts in outs for part in parts], finishes)
 
@@ -63,7 +63,7 @@ class Moving(Core):
             if out.numel() != x.numel() * self.size():
                 raise SizeMismatch(f"all_gather: {out.numel()} elements for {x.numel()} of each of {self.size()} ranks")
             target = landing(out)
-            calls.append(partial(self._group.all_gather, array_of(x), out=target.array))
+            calls.append(partial(self._group.all_gather, elements_of(x), out=target.array))
             finishes.append(target.finish)
         return self._run("all_gather", opts, calls, outs, finishes)
 
@@ -74,7 +74,7 @@ class Moving(Core):
         """As `allgather`, to the root alone; others give no outputs."""
         opts = opts or GatherOptions()
         (x,) = ins
-        array, results, finish, whole = array_of(x), [], None, None
+        array, results, finish, whole = elements_of(x), [], None, None
         if self.rank() == opts.rootRank:
             (parts,) = outs
             results = list(parts)
@@ -91,7 +91,7 @@ class Moving(Core):
             (parts,) = ins
             if len(parts) != self.size():
                 raise SizeMismatch(f"scatter: {len(parts)} tensors for {self.size()} ranks")
-            arrays = [array_of(part) for part in parts]
+            arrays = [elements_of(part) for part in parts]
         call = partial(self._group.scatter, arrays, root=opts.rootRank, out=target.array)
         return self._run("scatter", opts, [call], outs, [target.finish])
 
@@ -103,7 +103,7 @@ class Moving(Core):
         target = landing(out)
         call = partial(
             self._group.all_to_all,
-            array_of(x),
+            elements_of(x),
             send_counts=_elements(x, in_splits, self.size()),
             recv_counts=_elements(out, out_splits, self.size()),
             out=target.array,
@@ -115,7 +115,7 @@ class Moving(Core):
     def alltoall(self, outs: Sequence[Any], ins: Sequence[Any], opts: Any = None) -> Operation:
         """Tensor r goes to rank r; sizes may differ."""
         opts = opts or AllToAllOptions()
-        arrays = [array_of(x) for x in ins]
+        arrays = [elements_of(x) for x in ins]
         if len(arrays) != self.size() or len(outs) != self.size():
             raise SizeMismatch(f"all_to_all: {len(arrays)} and {len(outs)} tensors for {self.size()} ranks")
         whole, finish = self._parts_of(outs, arrays[0])
@@ -123,7 +123,7 @@ class Moving(Core):
             self._group.all_to_all,
             np.concatenate(arrays),
             send_counts=[array.size for array in arrays],
-            recv_counts=[array_of(out).size for out in outs],
+            recv_counts=[elements_of(out).size for out in outs],
             out=whole,
         )
         return self._run("all_to_all", opts, [call], outs, [finish])
@@ -154,7 +154,7 @@ def _elements(tensor: Any, splits: Sequence[int], world: int) -> list[int] | Non
 
     Counts are always given: a rank whose parts are equal may meet one whose parts are not.
     """
-    array = array_of(tensor)
+    array = elements_of(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % world:

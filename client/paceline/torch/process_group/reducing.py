@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ReduceOp
 
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.torch.arrays import array_of, is_number, landing, tensor_of
+from paceline.torch.arrays import elements_of, is_number, landing
 from paceline.torch.process_group.core import Call, Core
+from paceline.torch.tensors import tensor_of
 from paceline.torch.work import Operation, seconds_of
 
 __all__ = ["Reducing"]
@@ -75,7 +76,7 @@ class Reducing(Core):
                 raise SizeMismatch(f"reduce_scatter: {len(parts)} tensors for {self.size()} ranks")
             target = landing(out)
             finishes.append(target.finish)
-            arrays = [array_of(part) for part in parts]
+            arrays = [elements_of(part) for part in parts]
             if len({array.size for array in arrays}) == 1:
                 calls.append(partial(self._group.reduce_scatter, np.concatenate(arrays), op=op, out=target.array))
             else:
@@ -99,7 +100,7 @@ class Reducing(Core):
             if x.numel() != out.numel() * self.size():
                 raise SizeMismatch(f"reduce_scatter: {x.numel()} elements for {self.size()} ranks of {out.numel()}")
             target = landing(out)
-            calls.append(partial(self._group.reduce_scatter, array_of(x), op=op, out=target.array))
+            calls.append(partial(self._group.reduce_scatter, elements_of(x), op=op, out=target.array))
             finishes.append(target.finish)
         return self._run("reduce_scatter", opts, calls, outs, finishes)
 
@@ -119,7 +120,7 @@ class Reducing(Core):
 
     def _gathered(self, rows: Any, opts: Any) -> Any:
         """The rows of all ranks, who may have different numbers of them. Waits."""
-        x = array_of(rows).reshape(len(rows), math.prod(rows.shape[1:]))
+        x = elements_of(rows).reshape(len(rows), math.prod(rows.shape[1:]))
         whole = self._group.all_gather(x, uneven=True, timeout=seconds_of(opts.timeout) or self._timeout)
         return tensor_of(whole).reshape(len(whole), *rows.shape[1:])
 

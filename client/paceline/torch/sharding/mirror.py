@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.parallel.parameter import Parameter
-from paceline.torch.sharding.memory import array_of, nothing, tensor_of
+from paceline.torch.tensors import array_of, nothing, tensor_of
 
 __all__ = ["Mirror", "Piece", "mirror_in", "mirror_of", "piece_of"]
 

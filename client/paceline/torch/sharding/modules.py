@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from paceline.errors import UnsupportedOp
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.parameter import Parameter
-from paceline.torch.sharding.memory import array_of
 from paceline.torch.sharding.mirror import mirror_of
+from paceline.torch.tensors import array_of
 
 __all__ = ["Adapter", "Call", "Wrapped", "mapped", "replaced", "tensors_in"]
 

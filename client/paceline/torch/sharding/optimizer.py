@@ -23,8 +23,8 @@ from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
-from paceline.torch.sharding.memory import array_of, tensor_of
 from paceline.torch.sharding.mirror import Piece, mirror_in, piece_of
+from paceline.torch.tensors import array_of, tensor_of
 
 __all__ = ["TorchOptimizer", "optimizer_of"]
 
