@@ -82,8 +82,8 @@ def _add_port(server: aio.Server, address: str, credentials: grpc.ServerCredenti
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from None
-    if not port:
-        raise OSError(f"cannot listen on {address}")
+    except RuntimeError:
+        port = 0
+    if not port:  # it was free a moment ago
+        raise PortInUse(errno.EADDRINUSE, f"cannot listen on {address}: another process has taken it this moment")
     return port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -26,6 +27,23 @@ def test_a_port_in_use_is_named() -> None:
         second = Coordinator(ServerSettings(listen=address))
         with pytest.raises(PortInUse, match=f"{address} is in use"):
             await second.start()
+        await second.stop()
+        await first.stop()
+
+    run(main)
+
+
+def test_a_port_that_is_taken_between_the_look_and_the_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where two launchers start at once: each may see the other's look."""
+
+    async def main() -> None:
+        first = Coordinator(ServerSettings(listen="127.0.0.1:0"))
+        address = await first.start()
+        monkeypatch.setattr(listening, "_check_free", lambda *_: None)
+        second = Coordinator(ServerSettings(listen=address))
+        with pytest.raises(PortInUse, match=f"{address}: another process has taken it") as caught:
+            await second.start()
+        assert caught.value.errno == errno.EADDRINUSE
         await second.stop()
         await first.stop()
 
