@@ -9,7 +9,7 @@ import pytest
 from benchmarks.test_ddp_figures import ALONE, compared, show
 
 from paceline.testing import coordinator
-from support.figures import NOISE
+from support.figures import QUIET
 from support.processes import workers
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
@@ -18,6 +18,8 @@ UNITS = 12
 
 MOST_OVER_DDP = 1.25
 """Most that a step of FULL_SHARD may take, in steps of DDP on the same model."""
+SLACK = 0.0 if QUIET else 0.1
+"""It takes 1.19 to 1.24 times DDP's on a quiet machine, and was seen at 1.29 beside other guests."""
 MODEL = """
 from paceline import FSDP, ShardingStrategy, nn, optim
 
@@ -175,4 +177,4 @@ def test_a_step_beside_ddp(world: int) -> None:
     for way, (wall, cpu) in ratios.items():
         print(f"  {way:<10} {wall:.2f} times DDP by the wall clock, {cpu:.2f} of CPU time")
     if world == 2:  # with more ranks than cores the scheduler has a part in it
-        assert min(ratios["FULL_SHARD"]) <= MOST_OVER_DDP * NOISE
+        assert min(ratios["FULL_SHARD"]) <= MOST_OVER_DDP + SLACK
