@@ -18,18 +18,20 @@ KINDS = ["tcp", "grpc"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_of_three_is_killed_in_the_middle(kind: str, tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=6) as c:
+@pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
+def test_one_is_killed_in_the_middle(wrapper: str, world: int, kind: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, total=6, wrapper=wrapper) as c:
         c.environment["PACELINE_LINKS"] = kind
-        c.start(3, [kill(at="mid_all_reduce", rank=1, step=3)])
-        assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
+        c.start(world, [kill(at="mid_all_reduce", rank=1, step=3)])
+        assert sorted(c.wait().values()) == [-9] + [0] * (world - 1), str(c)
         c.check(count=2)
         assert sum(c.redone().values()) <= 1, f"more than one step was redone\n{c}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_freeze_in_the_middle(kind: str, tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=120, pace=0.05, failure_timeout=1.0) as c:
+@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
+def test_a_long_freeze_in_the_middle(wrapper: str, kind: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, total=120, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c:
         c.environment["PACELINE_LINKS"] = kind
         c.start(3, [freeze(at="mid_all_reduce", seconds=2.5, rank=1, step=3)])
         assert set(c.wait().values()) == {0}, str(c)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.testing import coordinator
 from support.processes import workers
 
 CODE = """
+WRAPPER = os.environ["PACELINE_WRAPPER"]
 from paceline.session.control import ControlStream
 
 rng = np.random.default_rng(0)
@@ -20,14 +23,18 @@ ControlStream.send = counted
 sent = {"elastic": [], "plain": []}
 frames = {"elastic": [], "plain": []}
 with paceline.join() as session:
-    ddp = paceline.DDP(model, session.group)
-    optimizer = paceline.optim.SGD(model, lr=0.01)
-    state = paceline.TrainState(model=model, optimizer=optimizer)
+    if WRAPPER == "ddp":
+        wrapped, trained = paceline.DDP(model, session.group), model
+    else:
+        nodes = 2 if WRAPPER == "hybrid_shard" else None
+        wrapped = trained = paceline.FSDP(model, session.group, paceline.ShardingStrategy[WRAPPER.upper()], nodes)
+    optimizer = paceline.optim.SGD(trained, lr=0.01)
+    state = paceline.TrainState(model=trained, optimizer=optimizer)
     bare = type(optimizer).step
     def one(update):
-        y = ddp(x)
+        y = wrapped(x)
         optimizer.zero_grad()
-        ddp.backward(y)
+        wrapped.backward(y)
         update()
     def count(kind, before):
         now = session.group.bytes_sent, session.group.progress().operation
@@ -49,11 +56,22 @@ with paceline.join() as session:
 """
 
 
-def test_a_step_sends_what_its_gradients_need_and_not_a_byte_more() -> None:
-    with coordinator() as address, workers(2, CODE, COORDINATOR=address, MIN_WORKERS="2") as started:
+WORDS_BYTES = 8 * (25 + 1)
+"""Of both words of a step, from one of two members."""
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "full_shard", "shard_grad_op", "hybrid_shard"])
+def test_a_step_sends_what_its_gradients_need_and_not_a_byte_more(wrapper: str) -> None:
+    """The word rides with DDP's; where the state is spread, it and the second word at the gate go by themselves."""
+    with (
+        coordinator() as address,
+        workers(2, CODE, COORDINATOR=address, MIN_WORKERS="2", WRAPPER=wrapper) as started,
+    ):
         facts = [worker.expect("facts") for worker in started]
         assert [worker.wait() for worker in started] == [0, 0]
     for each in facts:
-        assert each["sent"]["elastic"] == each["sent"]["plain"]
-        assert set(each["operations"]["elastic"]) == {1}
+        more = [whole - plain for whole, plain in zip(each["sent"]["elastic"], each["sent"]["plain"], strict=True)]
+        operations = zip(each["operations"]["elastic"], each["operations"]["plain"], strict=True)
+        assert set(more) == {0 if wrapper == "ddp" else WORDS_BYTES}
+        assert {whole - plain for whole, plain in operations} == {0 if wrapper == "ddp" else 2}
         assert each["told"] == []
