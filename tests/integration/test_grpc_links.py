@@ -17,6 +17,7 @@ from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.member_link import MemberLink
 from paceline.testing import LinkPair, check_link
 from support.grpc_pair import grpc_world
+from support.shm_pair import lent
 
 
 async def drop_streams(mesh: GrpcMesh) -> None:
@@ -40,7 +41,7 @@ def link_pair(kind: str, streams: int = 1) -> Iterator[LinkPair]:
             (server,) = world.doors[1]._servers
             loop_thread().run(server.stop(None))
 
-        yield LinkPair(a, b, *world.faults, cut)
+        yield LinkPair(a, b, *world.faults, cut, empty=lent)
 
 
 @pytest.mark.parametrize(("kind", "streams"), [("grpc", 1), ("tcp", 1), ("tcp", 4), ("shm", 1)])

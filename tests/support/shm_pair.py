@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from paceline._loop import LoopThread, loop_thread
 from paceline.links.base import Link, LinkEnded, Peer
 from paceline.links.conformance import LinkPair
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame
-from paceline.links.shm.arena import Arena
+from paceline.links.shm.arena import Arena, arena
 from paceline.links.shm.handover import ShmHost, connect
 from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ShmOutgoing
 
-__all__ = ["PEERS", "Halves", "ShmLink", "descriptors", "halves", "shm_halves", "shm_host", "shm_link_pair"]
+__all__ = ["PEERS", "Halves", "ShmLink", "descriptors", "halves", "lent", "shm_halves", "shm_host", "shm_link_pair"]
 
 PEERS = (Peer(0, "member-0", "host-0", pid=100), Peer(1, "member-1", "host-1", pid=101))
 
@@ -43,6 +45,21 @@ class ShmLink(Link):
 
     def lend(self, frame: Frame, deadline: float) -> None:
         self._outgoing.lend(frame, deadline)
+
+    def promise(self, frame: Frame, deadline: float) -> bool:
+        return self._outgoing.promise(frame, deadline)
+
+    def fulfil(self) -> None:
+        self._outgoing.fulfil()
+
+    def await_piece(self, deadline: float) -> None:
+        self._incoming.await_piece(deadline)
+
+    def mark(self, number: int, deadline: float) -> bool:
+        return self._outgoing.mark(number)
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        return self._incoming.await_mark(deadline)
 
     def settle(self, deadline: float) -> None:
         self._outgoing.settle(deadline)
@@ -128,6 +145,11 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def lent(nbytes: int) -> memoryview:
+    """Memory that links of this process can lend."""
+    return arena().empty(nbytes, np.uint8).data
+
+
 @contextmanager
 def shm_host() -> Iterator[tuple[LoopThread, ShmHost]]:
     """A host on the loop of this process."""
@@ -156,7 +178,7 @@ def shm_link_pair() -> Iterator[LinkPair]:
         a, b = ShmLink(PEERS[1], fault_a, a_to_b, a_from_b), ShmLink(PEERS[0], fault_b, b_to_a, b_from_a)
         a.other, b.other = b, a
         try:
-            yield LinkPair(a, b, fault_a, fault_b, a.cut)
+            yield LinkPair(a, b, fault_a, fault_b, a.cut, empty=lent)
         finally:
             a.free()
             b.free()

@@ -172,6 +172,42 @@ class Engine:
         if exchange.lent:
             self._settle(deadline)
 
+    # For what is no program: frames one by one, each with its number among those to, or from, a peer.
+
+    def lend(self, call: Call, peer: int, part: int, payload: memoryview, address: int) -> None:
+        """Lends a rank a frame; address: where the payload lies in this process."""
+        self._at = _moving(Do.SEND, peer, part)
+        self._exchange.send(peer, self._frame(call, part, payload, address), call.deadline, lend=True)
+
+    def promise(self, call: Call, peer: int, part: int, payload: memoryview, address: int) -> bool:
+        """Promises a rank a frame; False if it must be lent when it is made."""
+        self._at = _moving(Do.SEND, peer, part)
+        return self._exchange.promise(peer, self._frame(call, part, payload, address), call.deadline)
+
+    def fulfil(self, peer: int) -> None:
+        """The next piece of what a rank was promised is there."""
+        self._exchange.fulfil(peer)
+
+    def receive(self, call: Call, peer: int, part: int, nbytes: int) -> Frame:
+        """The next frame of a rank, which must be this one."""
+        self._at = _moving(Do.STORE, peer, part)
+        frame = self._exchange.recv(peer, call.deadline)
+        self._check(call, peer, part, nbytes, frame)
+        return frame
+
+    def await_piece(self, call: Call, peer: int, part: int) -> None:
+        """Waits for the next piece of what a rank has promised."""
+        self._at = _moving(Do.STORE, peer, part)
+        self._exchange.await_piece(peer, call.deadline)
+
+    def release(self) -> None:
+        """The payloads of all frames received so far are needed no longer."""
+        self._exchange.release()
+
+    def finish(self, call: Call) -> None:
+        """Returns when nobody reads what this rank has lent."""
+        self._settle(call.deadline)
+
     def run_empty(self, call: Call, program: Program) -> None:
         """As `run`, for a program whose frames carry nothing: only that all were there.
 
@@ -183,10 +219,18 @@ class Engine:
         for move in program.moves:
             self._at = move
             if move.do is Do.SEND:
-                exchange.send(move.peer, self._frame(call, move.part, _NOTHING, 0), deadline)
-            else:
-                self._check(call, move.peer, move.part, 0, exchange.recv(move.peer, deadline))
+                if move.part or not exchange.mark(move.peer, call.operation, deadline):
+                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING, 0), deadline)
+                continue
+            found = exchange.recv(move.peer, deadline) if move.part else exchange.await_mark(move.peer, deadline)
+            if found != call.operation:
+                self._check(call, move.peer, move.part, 0, found if isinstance(found, Frame) else self._marked(found))
         exchange.release()
+
+    def _marked(self, operation: int) -> Frame:
+        """The frame that a mark stands for: another barrier."""
+        signature = self.sign("barrier").encode()
+        return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
     def _frame(self, call: Call, part: int, payload: memoryview, address: int) -> Frame:
         signature = b"" if part else call.signature
@@ -207,7 +251,7 @@ class Engine:
     def _settle(self, deadline: float) -> None:
         """Returns when nobody reads this rank's arrays any more."""
         for peer in sorted(self._exchange.lent):
-            self._at = Move(Do.SEND, peer, _SETTLING, 0, Area.BASE, 0, Area.BASE, 0)
+            self._at = _moving(Do.SEND, peer, _SETTLING)
             self._exchange.settle(peer, deadline)
 
     def sign(
@@ -229,7 +273,7 @@ class Engine:
             peer: who sends it.
             asked: kind and detail, which must agree.
         """
-        self._at = Move(Do.STORE, peer, 0, 0, Area.OUT, 0, Area.OUT, 0)
+        self._at = _moving(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)
         if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
             self._refuse(call, peer, 0, len(frame.payload), frame)
@@ -335,3 +379,8 @@ class Engine:
     def _raise(self, suspicion: Suspicion) -> NoReturn:
         self.mesh.fault.suspect(suspicion)
         raise self.mesh.fault.error() from None
+
+
+def _moving(do: Do, peer: int, part: int) -> Move:
+    """What is being done, as blame needs it."""
+    return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

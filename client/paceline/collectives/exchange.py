@@ -13,12 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
 from paceline.links.frame import Frame, FrameKind
 
 __all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange", "History"]
+
+M = TypeVar("M")
 
 History: TypeAlias = Callable[[int], bytes | None]
 """The signature of this member's operation of a number, if it is still remembered."""
@@ -87,19 +89,20 @@ class Exchange:
             PacelineError: the generation has failed.
         """
         link = self._links.get(peer) or self.link(peer)
-        send = link.send
         if lend:
             self.lent.add(peer)
-            send = link.lend
+        send = link.lend if lend else link.send
+        self._patiently(lambda until: send(frame, until), deadline)
+
+    def _patiently(self, act: Callable[[float], M], deadline: float) -> M:
+        """Does something that may take long; looks around then."""
         while True:
             try:
-                send(frame, min(deadline, monotonic() + PATIENCE))
+                return act(min(deadline, monotonic() + PATIENCE))
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
                 self._look_around()  # two ranks that both send, where one should receive, find out here
-            else:
-                return
 
     def recv(self, peer: int, deadline: float, into: memoryview | None = None) -> Frame:
         """The next frame from a rank; its payload may be put in `into` (`Link.recv`).
@@ -111,13 +114,69 @@ class Exchange:
             PacelineError: the generation has failed.
         """
         link = self._links.get(peer) or self.link(peer)
+        return self._receive(peer, link, lambda until: link.recv(until, into), deadline)
+
+    def promise(self, peer: int, frame: Frame, deadline: float) -> bool:
+        """Promises a rank a frame (`Link.promise`); False if it must be sent when it is made.
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        self.lent.add(peer)
+        return self._patiently(lambda until: link.promise(frame, until), deadline)
+
+    def fulfil(self, peer: int) -> None:
+        """The next piece of what a rank was promised is there.
+
+        Raises:
+            LinkEnded: the link is gone.
+            PacelineError: the generation has failed.
+        """
+        self._links[peer].fulfil()
+
+    def await_piece(self, peer: int, deadline: float) -> None:
+        """Waits for the next piece of what a rank has promised.
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `recv`.
+        """
+        link = self._links[peer]
+        self._patiently(link.await_piece, deadline)
+
+    def mark(self, peer: int, number: int, deadline: float) -> bool:
+        """Tells a rank a mark; False if it must be sent a frame (`Link.mark`).
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        return self._patiently(lambda until: link.mark(number, until), deadline)
+
+    def await_mark(self, peer: int, deadline: float) -> Frame | int:
+        """The next mark of a rank, or a frame that came instead (`Link.await_mark`).
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `recv`.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        early = self._early.get(peer)
+        if early is None or early.operation <= self._call[0]:
+            return self._receive(peer, link, link.await_mark, deadline)
+        del self._early[peer]  # it is ahead already: its mark lies behind no frame
+        try:
+            return self._receive(peer, link, link.await_mark, deadline)
+        finally:
+            self._early[peer] = early
+
+    def _receive(self, peer: int, link: Link, receive: Callable[[float], M], deadline: float) -> Frame | M:
         self._taken.append(link)  # before: an interrupt may come between a frame's arrival and the next line
         asked = False
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
                 return early
             try:
-                frame = link.recv(min(deadline, monotonic() + PATIENCE), into)
+                frame = receive(min(deadline, monotonic() + PATIENCE))
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -126,7 +185,7 @@ class Exchange:
                 self._look_around(peer)
                 asked = True
                 continue
-            if frame.part != WAITING:
+            if not isinstance(frame, Frame) or frame.part != WAITING:
                 return frame
             self.compare(peer, frame)
             if monotonic() >= deadline:  # however many notes come
@@ -194,8 +253,12 @@ class Exchange:
             link = self.link(peer)
             try:
                 frame = self._first_of(peer, link)
-                if frame is not None:  # copied: its sender need not wait for our turn
-                    self._early[peer] = replace(frame, payload=bytes(frame.payload))
+                if frame is not None:
+                    if frame.promised:  # not made yet: to be read where it lies
+                        self._taken.append(link)
+                        self._early[peer] = frame
+                    else:  # copied: its sender need not wait for our turn
+                        self._early[peer] = replace(frame, payload=bytes(frame.payload))
                     self.compare(peer, frame)
             finally:
                 if link not in self._taken:  # else it may hold a frame that is still needed

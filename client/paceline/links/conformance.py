@@ -1,4 +1,4 @@
-"""The conformance check of links: the seven rules of `links/base.py`, each as a check that a wrong link fails.
+"""The conformance check of links: the nine rules of `links/base.py`, each as a check that a wrong link fails.
 
 Use it through `paceline.testing.check_link`. A check that finds a rule broken raises AssertionError, which names the
 rule. Nothing here waits for luck: every wait has an end, and what must not block runs in a thread that can be left.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.links.base import Link, LinkEnded, LinkTimeout
+from paceline.links.base import MARKS, PIECE_BYTES, Link, LinkEnded, LinkTimeout
 from paceline.links.fault import Fault, Verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -41,6 +41,7 @@ class LinkPair:
         fault_b: the fault that `b` obeys; not the same object.
         cut: breaks the link as the death of the process at `b` would.
         generation: of both.
+        empty: makes memory of so many bytes that `a` can lend, if it can lend any.
     """
 
     a: Link
@@ -49,6 +50,7 @@ class LinkPair:
     fault_b: Fault
     cut: Callable[[], None]
     generation: int = 1
+    empty: Callable[[int], memoryview] = field(default=lambda nbytes: memoryview(bytearray(nbytes)))
 
 
 def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> None:
@@ -223,6 +225,80 @@ def rule_7_lend(pair: LinkPair) -> None:
     assert recall.over.wait(_LONG), "recall did not return when the other side had read"
 
 
+def rule_8_marks(pair: LinkPair) -> None:
+    """Marks come in order, once; a frame that comes instead is returned; a link without marks says so."""
+    if not pair.a.mark(7, _soon()):
+        assert not pair.a.mark(8, _soon()), "a link has marks, or it has none"
+        sent = _frame(pair, 7, 0, b"barrier", b"")
+        pair.a.send(sent, _soon())
+        found = pair.b.await_mark(_soon())
+        assert isinstance(found, Frame), f"{found} came where there are no marks"
+        _same(found, sent)
+        return
+    numbers = [7, *range(8, 7 + MARKS)]
+    for number in numbers[1:]:
+        assert pair.a.mark(number, _soon()), "a link has marks, or it has none"
+    assert [pair.b.await_mark(_soon()) for _ in numbers] == numbers
+    for number in range(100, 100 + 3 * MARKS):
+        pair.a.mark(number, _soon())
+        assert pair.b.await_mark(_soon()) == number
+    try:
+        found = pair.b.await_mark(monotonic() + 0.02)
+    except LinkTimeout:
+        pass
+    else:
+        raise AssertionError(f"a mark came twice: {found!r:.100}")
+    for operation in (190, 192):
+        pair.a.send(_frame(pair, operation, 0, b"all_reduce", b"x"), _soon())
+        pair.a.mark(operation + 1, _soon())
+    assert pair.a.mark(194, _soon())
+    pair.a.send(_frame(pair, 195, 0, b"all_reduce", b"x"), _soon())
+    order = [pair.b.await_mark(_soon()) for _ in range(5)]
+    told = [each.operation if isinstance(each, Frame) else each for each in order]
+    assert told == [190, 191, 192, 193, 194], f"frames and marks came in the order {told}"
+    assert pair.b.recv(_soon()).operation == 195, "a frame of a later operation did not wait"
+    sent = _frame(pair, 200, 0, b"all_reduce", b"x")
+    pair.a.send(sent, _soon())
+    found = pair.b.await_mark(_soon())
+    assert isinstance(found, Frame), f"{found!r:.100} came where a frame was sent"
+    _same(found, sent)
+    waiting = _Blocked(lambda: pair.b.await_mark(_soon()))
+    pair.fault_b.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (0,), 7, "rank 0 is lost"))
+    assert waiting.over.wait(_PROMPT), f"a blocked await_mark was not woken within {_PROMPT} s"
+    assert isinstance(waiting.error, PacelineError), f"a blocked await_mark was woken with {waiting.error!r}"
+
+
+def rule_9_promises(pair: LinkPair) -> None:
+    """A promised frame comes before it is made; a piece may be read once it was fulfilled, and not before."""
+    payload = pair.empty(2 * PIECE_BYTES + 5)
+    if not pair.a.promise(_frame(pair, 1, 0, b"all_reduce", payload), _soon()):
+        _nothing_comes(pair.b)
+        return
+    pair.a.promise(_frame(pair, 1, 1, b"", payload[:PIECE_BYTES]), _soon())
+    first = pair.b.recv(_soon())
+    assert first.promised, "the frame does not say that it is being made"
+    assert (first.signature, len(first.payload)) == (b"all_reduce", len(payload))
+    second = pair.b.recv(_soon())
+    for piece in range(3):
+        waiting = _Blocked(lambda: pair.b.await_piece(_soon()))
+        assert not waiting.over.wait(0.02), "a piece came that was not fulfilled"
+        lo, hi = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, len(payload))
+        payload[lo:hi] = bytes([piece + 1]) * (hi - lo)
+        pair.a.fulfil()
+        assert waiting.over.wait(_LONG), "a piece that was fulfilled did not come"
+        assert bytes(first.payload[lo:hi]) == bytes(payload[lo:hi]), f"piece {piece} differs"
+    pair.a.fulfil()
+    pair.b.await_piece(_soon())
+    assert bytes(second.payload) == bytes(payload[:PIECE_BYTES]), "the second frame differs"
+    assert not _settled(pair.a), "settle returned while the other side may read"
+    pair.b.release()
+    assert _settled(pair.a), "settle did not return when the other side had read"
+    waiting = _Blocked(lambda: pair.b.await_piece(_soon()))
+    pair.fault_b.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (0,), 7, "rank 0 is lost"))
+    assert waiting.over.wait(_PROMPT), f"a blocked await_piece was not woken within {_PROMPT} s"
+    assert isinstance(waiting.error, PacelineError), f"a blocked await_piece was woken with {waiting.error!r}"
+
+
 RULES: tuple[Callable[[LinkPair], None], ...] = (
     rule_1_frames,
     rule_2_send,
@@ -232,6 +308,8 @@ RULES: tuple[Callable[[LinkPair], None], ...] = (
     rule_5_close,
     rule_6_threads,
     rule_7_lend,
+    rule_8_marks,
+    rule_9_promises,
 )
 
 
@@ -251,6 +329,10 @@ class _Blocked:
             self.error = error
         finally:
             self.over.set()
+
+
+def _soon() -> float:
+    return monotonic() + _LONG
 
 
 def _frame(pair: LinkPair, operation: int, part: int, signature: bytes, payload: bytes | memoryview) -> Frame:

@@ -57,6 +57,10 @@ class FaultyMesh(Mesh):
         """An array of the mesh that does the work (`Mesh.empty`)."""
         return self.inner.empty(shape, dtype)
 
+    def lends(self, address: int, nbytes: int) -> bool:
+        """As the mesh that does the work says (`Mesh.lends`)."""
+        return self.inner.lends(address, nbytes)
+
     @property
     def bytes_sent(self) -> int:
         """What the mesh that does the work has sent (`Mesh.bytes_sent`)."""
@@ -100,6 +104,16 @@ class _FaultyLink(Link):
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         while True:
             passed = self._tamper("recv", self.peer.rank, self._link.recv(deadline, into))
+            if passed is not None:
+                return passed
+            self._link.release()
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        while True:
+            found = self._link.await_mark(deadline)
+            if isinstance(found, int):
+                return found
+            passed = self._tamper("recv", self.peer.rank, found)
             if passed is not None:
                 return passed
             self._link.release()

@@ -215,8 +215,25 @@ class Inbox:
 
     def get(self, deadline: float, fault: Fault, into: memoryview | None = None) -> Frame:
         """The next frame, see `Link.recv`."""
-        if self._half is not None:
-            return self._half.recv(deadline, into)
+        if self._half is None and (frame := self._next(deadline, fault)) is not None:
+            return frame
+        assert self._half is not None
+        return self._half.recv(deadline, into)
+
+    def await_piece(self, deadline: float) -> None:
+        """See `Link.await_piece`."""
+        assert self._half is not None, "nothing that comes by gRPC is promised"
+        self._half.await_piece(deadline)
+
+    def await_mark(self, deadline: float, fault: Fault) -> Frame | int:
+        """See `Link.await_mark`; in place of a mark, frames come by gRPC."""
+        if self._half is None and (frame := self._next(deadline, fault)) is not None:
+            return frame
+        assert self._half is not None
+        return self._half.await_mark(deadline)
+
+    def _next(self, deadline: float, fault: Fault) -> Frame | None:
+        """The next frame by gRPC; None once they come another way."""
         while True:
             if fault.failed:
                 raise fault.error()
@@ -234,7 +251,7 @@ class Inbox:
                 return item
             if isinstance(item, Incoming):
                 self._half = item
-                return item.recv(deadline, into)
+                return None
             if item is not None:
                 self._ended = item
 

@@ -51,6 +51,18 @@ class Outgoing(abc.ABC):
     def lend(self, frame: Frame, deadline: float) -> None:
         """As `send`, but the payload may be read until `settle` or `recall` has returned (`Link.lend`)."""
 
+    def promise(self, frame: Frame, deadline: float) -> bool:
+        """As `lend`, but the payload is still being made (`Link.promise`)."""
+        return False
+
+    def fulfil(self) -> None:
+        """See `Link.fulfil`."""
+        raise NotImplementedError(f"what goes by {self.kind} is never promised")
+
+    def mark(self, number: int) -> bool:
+        """See `Link.mark`."""
+        return False
+
     @abc.abstractmethod
     def settle(self, deadline: float) -> None:
         """Waits until nobody reads what was lent (`Link.settle`)."""
@@ -109,6 +121,14 @@ class Incoming(abc.ABC):
             LinkEnded: the peer has closed or broken the link, and all frames that it sent are read.
             PacelineError: the generation has failed.
         """
+
+    def await_piece(self, deadline: float) -> None:
+        """See `Link.await_piece`."""
+        raise NotImplementedError(f"what comes by {self.kind} is never promised")
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        """See `Link.await_mark`."""
+        return self.recv(deadline)
 
     @abc.abstractmethod
     def release(self) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from paceline._wait import SLICE
 from paceline.errors import PacelineError
@@ -23,6 +23,9 @@ from paceline.links.halves import Breach, Outgoing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["MemberLink"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MemberLink(Link):
@@ -65,10 +68,8 @@ class MemberLink(Link):
     def _send(self, frame: Frame, deadline: float, *, lend: bool) -> None:
         self._sending = True  # before the look at `_shut`: `shut` looks the other way round
         try:
-            if self._half is None and not self._settled.is_set():
-                self._await_half(deadline)
-            half = self._half
-            if half is None or self._shut or self.outbox.closing:  # closed here: the outbox says so
+            half = self._way_out(deadline)
+            if half is None:
                 self.outbox.put(encode(frame), deadline, self._fault)
             elif lend:
                 half.lend(frame, deadline)
@@ -77,10 +78,45 @@ class MemberLink(Link):
         finally:
             self._done_sending()
 
+    def promise(self, frame: Frame, deadline: float) -> bool:
+        """See `Link.promise`; only shared memory can."""
+        self._sending = True
+        try:
+            half = self._way_out(deadline)
+            return half is not None and half.promise(frame, deadline)
+        finally:
+            self._done_sending()
+
+    def fulfil(self) -> None:
+        """See `Link.fulfil`."""
+        self._sending = True
+        try:
+            if self._shut or self._half is None:
+                self._fault.check()
+                raise LinkEnded("the link is closed", orderly=True)
+            self._half.fulfil()
+        finally:
+            self._done_sending()
+
+    def mark(self, number: int, deadline: float) -> bool:
+        """See `Link.mark`; only shared memory has them."""
+        self._sending = True
+        try:
+            half = self._way_out(deadline)
+            return half is not None and half.mark(number)
+        finally:
+            self._done_sending()
+
     def _done_sending(self) -> None:
         self._sending = False
         if self._shut:
             self._close_out()
+
+    def _way_out(self, deadline: float) -> Outgoing | None:
+        """The faster way, once it is known; None for gRPC, or if this link is closed here: the outbox says so."""
+        if self._half is None and not self._settled.is_set():
+            self._await_half(deadline)
+        return None if self._shut or self.outbox.closing else self._half
 
     def _await_half(self, deadline: float) -> None:
         while not self._settled.wait(max(0.0, min(SLICE, deadline - time.monotonic()))):
@@ -114,12 +150,23 @@ class MemberLink(Link):
 
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         """See `Link.recv`; the payload is a view of what the peer sent."""
+        return self._receive(self.inbox.get, deadline, self._fault, into)
+
+    def await_piece(self, deadline: float) -> None:
+        """See `Link.await_piece`."""
+        self._receive(self.inbox.await_piece, deadline)
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        """See `Link.await_mark`."""
+        return self._receive(self.inbox.await_mark, deadline, self._fault)
+
+    def _receive(self, get: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         self._receiving = True
         try:
             if self._shut:
                 self._fault.check()
                 raise LinkEnded("the link is closed", orderly=True)
-            return self.inbox.get(deadline, self._fault, into)
+            return get(*args, **kwargs)
         except Breach as breach:
             text = f"{self.peer} broke the protocol: {breach}"
             self._fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, self.peer.rank, 0, text))

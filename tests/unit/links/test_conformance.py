@@ -116,6 +116,23 @@ class Hasty(Forgetful):
         self.link.settle(deadline)
 
 
+class Unmarked(Broken):
+    """Says that it has marks, and tells none."""
+
+    def mark(self, number: int, deadline: float) -> bool:
+        return True
+
+
+class Faithless(Broken):
+    """Promises, and gives nothing."""
+
+    def promise(self, frame: Frame, deadline: float) -> bool:
+        return True
+
+    def fulfil(self) -> None:
+        pass
+
+
 class Disorderly(Broken):
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         try:
@@ -137,6 +154,8 @@ class Disorderly(Broken):
         (Disorderly, "rule_4_cut"),
         (Forgetful, "rule_7"),
         (Hasty, "rule_7"),
+        (Unmarked, "rule_8"),
+        (Faithless, "rule_9"),
     ],
 )
 def test_a_link_that_breaks_a_rule_is_found_out(

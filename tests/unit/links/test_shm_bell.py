@@ -7,7 +7,7 @@ from time import monotonic, process_time
 
 import pytest
 
-from paceline.links.shm.bell import Bell, awake_for
+from paceline.links.shm.bell import Bell, Vigil, awake_for
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,26 @@ def test_a_waiter_falls_asleep_and_is_woken_by_a_count() -> None:
         assert bell.take(monotonic() + 5.0) == 3
     finally:
         bell.close()
+
+
+def test_a_vigil_is_given_up_where_answers_come_late_and_taken_up_again() -> None:
+    vigil = Vigil(1e-4)
+    assert vigil.is_worth_it
+    vigil.note(100.0)
+    for _ in range(10):
+        vigil.note(2e-4)
+    assert not vigil.is_worth_it
+    for _ in range(10):
+        vigil.note(1e-5)
+    assert vigil.is_worth_it
+
+
+def test_who_does_not_wait_reads_what_is_there() -> None:
+    bell = Bell(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), 0.0)
+    assert bell.read() == 0
+    os.eventfd_write(bell.fd, 5)
+    bell.wake()
+    assert bell.read() == 5
+    assert bell.read() == 0
+    bell.close()
+    assert bell.read() == 0

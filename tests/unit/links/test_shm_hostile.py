@@ -16,21 +16,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol
-from paceline.links.base import LinkEnded, LinkTimeout
+from paceline.links.base import MARKS, LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
-from paceline.links.shm import incoming
+from paceline.links.shm import lent
 from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.layout import (
     CONTROL_BYTES,
     DESCRIPTOR,
     INLINE_BYTES,
+    MARK,
+    MARKS_AT,
     MAX_PAYLOAD_BYTES,
+    PIECE,
     SLOT_BYTES,
     SLOTS,
     SLOTS_AT,
     STAGING_AT,
     STAGING_BYTES,
+    TOLD_AT,
 )
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
@@ -121,6 +125,8 @@ def test_a_right_descriptor_is_a_frame(writer: Writer) -> None:
         {"GENERATION": 2**64 - 1},
         {"PLACE": 0},
         {"PLACE": 4},
+        {"PLACE": 4, "SIZE": 10, "SEGMENT": 1},
+        {"PLACE": 5},
         {"PLACE": 2**32 - 1},
         {"WORDS": MAX_SIGNATURE_BYTES + 1},
         {"WORDS": 2**32 - 1},
@@ -140,16 +146,32 @@ def test_a_wrong_descriptor_is_the_peers_breach(writer: Writer, fields: dict[str
     accuses(writer, "broke the protocol")
 
 
-@pytest.mark.parametrize("count", [SLOTS + 1, 2**32 - 1, 2**63 + SLOTS + 1])
-def test_a_bell_that_counts_more_than_there_are_slots(writer: Writer, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (SLOTS + 1, f"{SLOTS + 1} frames"),
+        (PIECE - 1, f"{PIECE - 1} frames"),
+        (2**63 + SLOTS + 1, f"{SLOTS + 1} frames"),
+        (PIECE * (SLOTS * 9 + 1), f"0 frames, {SLOTS * 9 + 1} pieces"),
+        (MARK * (MARKS + 1), f"0 frames, 0 pieces and {MARKS + 1} marks"),
+    ],
+)
+def test_a_bell_that_counts_more_than_can_be(writer: Writer, count: int, text: str) -> None:
     writer.describe(ring=count)
-    accuses(writer, f"rang for {count % 2**32} frames")
+    accuses(writer, f"rang for {text}")
 
 
 def test_a_bell_without_a_frame(writer: Writer) -> None:
     writer.describe(ring=2)
     writer.incoming.recv(0.0)
     accuses(writer, "where frame 1 was due")
+
+
+@pytest.mark.parametrize("wait", ["recv", "await_mark", "await_piece"])
+def test_hints_without_a_ring_do_not_hold_up_whoever_has_a_deadline(writer: Writer, wait: str) -> None:
+    writer.control.array[TOLD_AT : MARKS_AT + 8 * MARKS] = 0xFF
+    with pytest.raises(LinkTimeout):
+        getattr(writer.incoming, wait)(monotonic() + 0.05)
 
 
 def test_a_slot_written_twice_is_found_out(writer: Writer) -> None:
@@ -224,7 +246,7 @@ def test_a_descriptor_for_which_there_is_no_room_ends_the_link_typed(writer: Wri
 def test_words_without_end_do_not_hold_up_whoever_has_a_deadline(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incoming, "receive_descriptors", lambda *_: (ANNOUNCEMENT.pack(1, 0), []))
+    monkeypatch.setattr(lent, "receive_descriptors", lambda *_: (ANNOUNCEMENT.pack(1, 0), []))
     writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
     accuses(writer, "segment 7, which it has not handed over")
 

@@ -229,11 +229,11 @@ def test_a_segment_that_is_gone_is_let_go_of_by_the_peer() -> None:
             assert got.payload == bytes([value]) * MIB
             both.incoming.release()
             both.outgoing.settle(0.0)
-            assert len(both.incoming._segments) == 1
+            assert len(both.incoming._segments._segments) == 1
             del x, got
         with pytest.raises(LinkTimeout):
             both.incoming.recv(monotonic() + 0.001)
-        assert not both.incoming._segments, "even while nothing comes"
+        assert not both.incoming._segments._segments, "even while nothing comes"
 
 
 def test_a_segment_that_cannot_be_handed_over_now_is_copied_from(monkeypatch: pytest.MonkeyPatch) -> None:

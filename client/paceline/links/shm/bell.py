@@ -17,16 +17,16 @@ from time import monotonic
 
 from paceline._wait import SLICE
 
-__all__ = ["Bell", "awake_for"]
+__all__ = ["AWAKE", "Bell", "Vigil", "awake_for"]
 
 _LOST = 60e-6
 """Seconds that a sleeper loses."""
 
-_AWAKE = 200e-6
+AWAKE = 200e-6
 """Seconds that a waiter with a core of its own stays awake at most."""
 
-_WAKE = 1 << 32
-"""What a wake adds: no count of frames comes near it, and one descriptor serves both."""
+_WAKE = 1 << 48
+"""What a wake adds: no count comes near it, and one descriptor serves both."""
 
 
 def awake_for(neighbours: int) -> float:
@@ -35,7 +35,32 @@ def awake_for(neighbours: int) -> float:
     Args:
         neighbours: other members on this machine; all may be waiting, or working, at the same time.
     """
-    return _LOST if neighbours >= (os.cpu_count() or 1) else _AWAKE
+    return _LOST if neighbours >= (os.cpu_count() or 1) else AWAKE
+
+
+class Vigil:
+    """Whether it is worth to stay awake: for as long as answers have come soon lately.
+
+    Args:
+        most: seconds to stay awake at most.
+
+    Attributes:
+        most: as given.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._usual = 0.0  # seconds that waits have taken lately
+
+    @property
+    def is_worth_it(self) -> bool:
+        """True if the usual answer comes soon enough."""
+        return self._usual < self.most
+
+    def note(self, seconds: float) -> None:
+        """A wait has taken so long, asleep or awake."""
+        # Longer ones count alike: one of them must not be remembered for ever.
+        self._usual += (min(seconds, 4 * self.most) - self._usual) / 4
 
 
 class Bell:
@@ -49,15 +74,13 @@ class Bell:
         fd: the eventfd.
     """
 
-    def __init__(self, fd: int, awake: float = _AWAKE) -> None:
+    def __init__(self, fd: int, awake: float = AWAKE) -> None:
         self.fd = fd
-        self._awake = awake
-        self._long = 4 * awake  # longer waits count as this long: one of them must not be remembered for ever
+        self._vigil = Vigil(awake)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self._look = self._poll.poll
         self._others: dict[int, Callable[[int], None]] = {}
-        self._usual = 0.0  # seconds that waits have taken lately
         self._lock = threading.Lock()  # `wake` must not write to a number that is another file's by now
         self._closed = False
 
@@ -88,18 +111,24 @@ class Bell:
         count = 0
         for fd, what in events:
             if fd == self.fd:
-                try:
-                    count = os.eventfd_read(fd) % _WAKE
-                except BlockingIOError:  # somebody else has read it: the peer may, to its own harm
-                    continue
+                count = self.read()
             else:
                 self._others[fd](what)
         return count
 
+    def read(self) -> int:
+        """What has been counted since the last call, without a wait; 0 for nothing."""
+        if self._closed:
+            return 0
+        try:
+            return os.eventfd_read(self.fd) % _WAKE
+        except BlockingIOError:  # after `poll` too: the peer may read it, to its own harm
+            return 0
+
     def _wait(self, started: float, deadline: float) -> list[tuple[int, int]]:
-        look, pause = self._look, os.sched_yield
-        if self._usual < self._awake:
-            until = min(started + self._awake, deadline)
+        look, pause, vigil = self._look, os.sched_yield, self._vigil
+        if vigil.is_worth_it:
+            until = min(started + vigil.most, deadline)
             while True:
                 pause()
                 if events := look(0):
@@ -109,7 +138,7 @@ class Bell:
                     break
         else:
             events = look(1000 * min(SLICE, deadline - started))
-        self._usual += (min(monotonic() - started, self._long) - self._usual) / 4
+        vigil.note(monotonic() - started)
         return events
 
     def wake(self) -> None:

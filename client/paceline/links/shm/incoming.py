@@ -20,38 +20,47 @@ import numpy as np
 
 from paceline._fork import check_process
 from paceline.errors import LimitExceeded
-from paceline.links.base import LinkEnded, LinkTimeout, Peer
+from paceline.links.base import MARKS, PIECE_BYTES, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.halves import Incoming
-from paceline.links.shm.bell import Bell, awake_for
+from paceline.links.shm.bell import AWAKE, Bell, Vigil, awake_for
 from paceline.links.shm.breach import again, breach
 from paceline.links.shm.layout import (
     DESCRIPTOR,
     INLINE_AT,
     INLINE_BYTES,
+    MARK,
+    MARKS_AT,
     MAX_PAYLOAD_BYTES,
+    PIECE,
+    PIECES_AT,
     SIGNATURE_AT,
     SLOT_BYTES,
     SLOTS,
     SLOTS_AT,
     STAGING_AT,
     STAGING_BYTES,
+    TOLD_AT,
     VOID_AT,
     Place,
 )
-from paceline.links.shm.outgoing import ANNOUNCEMENT
-from paceline.links.shm.segment import Attached, SegmentError, attach
+from paceline.links.shm.lent import LentSegments
+from paceline.links.shm.segment import Attached
 
-__all__ = ["ShmIncoming", "receive_descriptors"]
-
-MAX_SEGMENTS = 4096
-"""Segments of one peer that are mapped at a time."""
+__all__ = ["ShmIncoming"]
 
 _LAZY = 16
 """Small frames that are given back together: each ring costs a system call."""
 
-_SLOT, _STAGING, _ARENA, _DATA = int(Place.SLOT), int(Place.STAGING), int(Place.ARENA), FrameKind.DATA
+_FRAMES, _PIECES, _MARKS = range(3)
+"""Of what the bell counts."""
+
+_MAX_PIECES = SLOTS * -(-MAX_PAYLOAD_BYTES // PIECE_BYTES)
+"""Of all that can be promised at a time."""
+
+_SLOT, _STAGING, _ARENA, _PROMISED = (int(place) for place in Place)
+_DATA = FrameKind.DATA
 
 
 class ShmIncoming(Incoming):
@@ -63,7 +72,7 @@ class ShmIncoming(Incoming):
         loop: that of the links; tells of arrivals (`on_readable`).
         sock: from the writer, not blocking. Owned from here on.
         control: the writer's control segment.
-        bell: eventfd that counts frames. Owned from here on.
+        bell: eventfd that counts frames, pieces and marks. Owned from here on.
         room: eventfd that counts what is released. Owned from here on.
         neighbours: other members on this machine, of which each has its share of the cores.
     """
@@ -81,17 +90,22 @@ class ShmIncoming(Incoming):
         room: int,
         neighbours: int = 1,
     ) -> None:
-        self._bell = Bell(bell, awake_for(neighbours))  # first, for it may fail
+        self._bell = Bell(bell, 0.0)  # first, for it may fail; awake, this looks at the memory
         self._fault = fault
         self._peer = peer
         self._loop = loop
-        self._sock = sock
+        self._segments = LentSegments(fault, peer, sock)
         self._control = control
         self._memory = control.memory
+        self._told = control.view[TOLD_AT : PIECES_AT + 8].cast("Q")
+        self._pieces = 0  # that were read
+        self._marks = control.view[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
+        self._marked = 0  # marks that were read
+        self._seen = [0] * MARKS  # what was read last in each place
         self._room = room
         self._bell.watch(sock.fileno(), self._on_socket)
-        self._segments: dict[int, Attached] = {}
-        self._ready = 0  # frames that were rung and are not read
+        self._vigil, self._mark_vigil = Vigil(awake_for(neighbours)), Vigil(AWAKE)
+        self._rung = [0, 0, 0]  # frames, pieces and marks that the bell has counted, and nobody has read
         self._frames = 0  # that were read
         self._held = 0  # of them: not given back
         self._pinned = False  # one of those is read where it lies
@@ -108,8 +122,8 @@ class ShmIncoming(Incoming):
         check_process()
         if self._fault.failed:
             self._fault.check()
-        if not self._ready:
-            self._await_frame(deadline)
+        if not self._rung[_FRAMES]:
+            self._await(_FRAMES, self._told, 0, self._frames, self._vigil, deadline)
         memory = self._memory
         at = SLOTS_AT + self._frames % SLOTS * SLOT_BYTES
         number, kind, part, generation, operation, place, words, size, segment, offset = DESCRIPTOR.unpack_from(
@@ -135,7 +149,10 @@ class ShmIncoming(Incoming):
             payload = self._locate(place, segment, offset, size)
             in_place = True
         # NumPy's copies let other threads run meanwhile, a memoryview's do not.
-        if into is not None and len(into) == size:
+        promised = place == _PROMISED
+        if promised:
+            self._pinned = True
+        elif into is not None and len(into) == size:
             if in_place:
                 np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
             else:
@@ -145,13 +162,67 @@ class ShmIncoming(Incoming):
             self._pinned = True
         elif in_place:
             payload = np.frombuffer(payload, np.uint8).copy().data
-        self._ready -= 1
+        self._rung[_FRAMES] -= 1
         self._frames += 1
         self._held += 1
-        self._lent |= place == _ARENA
+        self._lent |= place >= _ARENA
         if not self._pinned and (in_place or self._held >= _LAZY):
             self._give_back()
-        return Frame(_DATA, generation, operation, part, signature, payload)
+        return Frame(_DATA, generation, operation, part, signature, payload, promised=promised)
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        """See `Incoming.await_mark`."""
+        check_process()
+        if self._fault.failed:
+            self._fault.check()
+        at = self._marked % MARKS
+        if not self._rung[_MARKS]:
+            self._await(_MARKS, self._marks, at, self._seen[at], self._mark_vigil, deadline)
+        if self._rung[_FRAMES] and (not self._rung[_MARKS] or self._next_operation() < self._marks[at]):
+            return self.recv(deadline)
+        self._rung[_MARKS] -= 1
+        self._marked += 1
+        found = self._seen[at] = self._marks[at]
+        return found
+
+    def _next_operation(self) -> int:
+        """Of the next frame, which the bell has counted."""
+        operation: int = DESCRIPTOR.unpack_from(self._memory, SLOTS_AT + self._frames % SLOTS * SLOT_BYTES)[4]
+        return operation
+
+    def await_piece(self, deadline: float) -> None:
+        """See `Incoming.await_piece`."""
+        if not self._rung[_PIECES]:
+            self._await(_PIECES, self._told, 1, self._pieces, self._vigil, deadline)
+        self._rung[_PIECES] -= 1
+        self._pieces += 1
+
+    def _await(self, what: int, words: memoryview, at: int, before: int, vigil: Vigil, deadline: float) -> None:
+        """Returns when the bell has counted something of a kind (`_rung`); if it is a mark, or a frame instead.
+
+        When `words[at]`, in the peer's memory, is no longer what it was before, the bell is about to ring. It is looked
+        at, while others run in between, for as long as is usually enough (`vigil`); then this sleeps.
+        """
+        rung, started = self._rung, monotonic()
+        if words[at] == before and vigil.is_worth_it:
+            until, pause = min(deadline, started + vigil.most), os.sched_yield
+            while words[at] == before and monotonic() < until:
+                pause()
+        if words[at] != before:
+            self._count(self._bell.read())
+        while not rung[what] and not (what == _MARKS and rung[_FRAMES]):
+            self._sleep(deadline)
+        vigil.note(monotonic() - started)
+
+    def _count(self, count: int) -> None:
+        rung = self._rung
+        rung[_FRAMES] += count % PIECE
+        rung[_PIECES] += count // PIECE % (MARK // PIECE)
+        rung[_MARKS] += count // MARK
+        for what, most in zip(rung, (SLOTS - self._held, _MAX_PIECES, MARKS), strict=True):
+            if what > most:
+                text = "it rang for {} frames, {} pieces and {} marks".format(*rung)
+                breach(self._fault, self._peer, f"{text}, where {SLOTS - self._held} frames fit")
 
     def release(self) -> None:
         """See `Incoming.release`."""
@@ -206,29 +277,29 @@ class ShmIncoming(Incoming):
                 return
             self._closed = True
         self._ended = (LinkEnded(f"the link from {self._peer} was closed here", orderly=True), None)
-        self._ready, self._pinned, self._notify = 0, False, _nothing
+        self._rung, self._pinned, self._notify = [0, 0, 0], False, _nothing
         self._bell.close()
         os.close(self._room)
-        self._sock.close()
-        self._segments.clear()
+        self._segments.close()
         del self._memory, self._control
+        # Whoever asks from here on finds nothing new, and then the end.
+        self._told = memoryview(array.array("Q", [self._frames, self._pieces]))
+        self._marks = memoryview(array.array("Q", self._seen))
         if self._epoll is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._unlisten, self._epoll)
 
-    def _await_frame(self, deadline: float) -> None:
-        while True:
-            ended = self._ended  # before the bell: what was rung before the end must not be missed
-            count = self._bell.take(deadline if ended is None else 0.0)
-            if count:
-                self._ready = count
-                if count > SLOTS - self._held:
-                    breach(self._fault, self._peer, f"it rang for {count} frames where {SLOTS - self._held} fit")
-                return
-            self._fault.check()
-            if ended is not None:
-                self._raise_end(*ended)
-            if monotonic() >= deadline:
-                raise LinkTimeout(f"nothing came from {self._peer}")
+    def _sleep(self, deadline: float) -> None:
+        """Waits for the bell, or for a slice of time; raises if it is in vain."""
+        ended = self._ended  # before the bell: what was rung before the end must not be missed
+        count = self._bell.take(deadline if ended is None else 0.0)
+        if count:
+            self._count(count)
+            return
+        self._fault.check()
+        if ended is not None:
+            self._raise_end(*ended)
+        if monotonic() >= deadline:
+            raise LinkTimeout(f"nothing came from {self._peer}")
 
     def _raise_end(self, error: LinkEnded, frames: int | None) -> None:
         if frames is not None and frames != self._frames:
@@ -242,16 +313,11 @@ class ShmIncoming(Incoming):
             if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
                 breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
             return self._control.view[offset : offset + size]
-        if place != _ARENA:
+        if place not in (_ARENA, _PROMISED):
             breach(self._fault, self._peer, f"a payload in place {place}")
         if self._memory[VOID_AT]:
             raise self._void()
-        segment = self._segments.get(number)
-        if segment is None:
-            self._learn()
-            segment = self._segments.get(number)
-            if segment is None:
-                breach(self._fault, self._peer, f"a payload in segment {number}, which it has not handed over")
+        segment = self._segments.find(number)
         if offset > segment.size - size:
             breach(self._fault, self._peer, f"{size} bytes at {offset} in a segment of {segment.size}")
         return segment.view[offset : offset + size]
@@ -268,41 +334,8 @@ class ShmIncoming(Incoming):
 
     def _on_socket(self, events: int) -> None:
         if events & (select.POLLHUP | select.POLLERR):
-            self._bell.forget(self._sock.fileno())  # how the link ended is the control channel's to say
-        self._learn()
-
-    def _learn(self) -> None:
-        """Takes in which segments the peer has handed over, and which are gone."""
-        for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
-            try:
-                word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
-            except (BlockingIOError, ConnectionError):  # no more, or it hung up, as above
-                return
-            if not word:
-                return
-            try:
-                self._announced(word, descriptors)
-            finally:
-                for fd in descriptors:
-                    os.close(fd)
-
-    def _announced(self, word: bytes, descriptors: list[int]) -> None:
-        if len(word) != ANNOUNCEMENT.size:
-            breach(self._fault, self._peer, f"an announcement of {len(word)} bytes")
-        number, size = ANNOUNCEMENT.unpack(word)
-        if not size:
-            self._segments.pop(number, None)
-            return
-        if not descriptors:  # the kernel drops what a full table of descriptors cannot take in
-            raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
-        if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
-            breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
-        try:
-            self._segments[number] = attach(descriptors[0], size)
-        except SegmentError as error:
-            breach(self._fault, self._peer, f"segment {number}: {error}")
-        except OSError as error:
-            raise LimitExceeded(f"cannot map the memory of {self._peer}: {error}") from error
+            self._bell.forget(self._segments.fileno())  # how the link ended is the control channel's to say
+        self._segments.learn()
 
     def _listen(self, epoll: select.epoll) -> None:
         self._loop.add_reader(epoll.fileno(), self._on_edge, epoll)
@@ -314,27 +347,6 @@ class ShmIncoming(Incoming):
     def _on_edge(self, epoll: select.epoll) -> None:
         epoll.poll(0)
         self._notify()
-
-
-def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """One message of at most `size` bytes, and the descriptors that came with it; too long a message gets longer still.
-
-    Args:
-        sock: of a kind that keeps messages apart, not blocking.
-        size: bytes that are due.
-        most: descriptors that are due; any others are closed.
-
-    Raises:
-        OSError: as `recvmsg`.
-    """
-    data, ancillary, _, _ = sock.recvmsg(size + 1, socket.CMSG_SPACE(4 * most), socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for level, kind, words in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(words[: len(words) // 4 * 4])
-    for fd in descriptors[most:]:  # room for one is room for two: lengths are rounded up
-        os.close(fd)
-    return data, list(descriptors[:most])
 
 
 def _nothing() -> None:

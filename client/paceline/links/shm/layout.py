@@ -1,11 +1,12 @@
 """Where things lie in the control segment of one direction, which its writer writes and its reader only reads.
 
-    page 0        the void mark
+    page 0        whether what was lent is void, how many frames and pieces there are, marks
     slots         a ring of SLOTS slots: a descriptor, a signature, and a payload if it is small
     staging       a ring of bytes: copies of larger payloads that do not lie in an arena
 
-A frame is believed only when its count has been read from the bell, an eventfd: the kernel's lock on the count orders
-the memory, on arm64 too. The reader gives slots back by counts on a second eventfd, in the order of the frames.
+A frame, a piece or a mark is believed only when its count has been read from the bell, an eventfd: the kernel's lock on
+the count orders the memory, on arm64 too. What page 0 says of them is a hint that it is time to read the bell. The
+reader gives slots back by counts on a second eventfd, in the order of the frames.
 """
 
 from __future__ import annotations
@@ -18,22 +19,28 @@ from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
 __all__ = [
     "CONTROL_BYTES",
     "DESCRIPTOR",
+    "FRAME",
     "INLINE_AT",
     "INLINE_BYTES",
     "LAYOUT",
+    "MARK",
+    "MARKS_AT",
     "MAX_PAYLOAD_BYTES",
     "PAGE",
+    "PIECE",
+    "PIECES_AT",
     "SIGNATURE_AT",
     "SLOTS",
     "SLOTS_AT",
     "SLOT_BYTES",
     "STAGING_AT",
     "STAGING_BYTES",
+    "TOLD_AT",
     "VOID_AT",
     "Place",
 ]
 
-LAYOUT = 1
+LAYOUT = 2
 """Number of this layout: both sides must mean the same."""
 
 PAGE = 4096
@@ -55,6 +62,18 @@ SLOT_BYTES = INLINE_AT + INLINE_BYTES
 VOID_AT = 0
 """Not 0: whatever was lent and is not released yet has been taken back. It stays so."""
 
+TOLD_AT = 64
+"""How many frames were sent: 8 bytes in the machine's order. A hint."""
+
+PIECES_AT = 72
+"""How many pieces of what was promised are there, likewise a hint."""
+
+MARKS_AT = 128
+"""The writer's last `links.base.MARKS` marks, a ring: 8 bytes each, in the machine's order."""
+
+FRAME, PIECE, MARK = 1, 1 << 16, 1 << 32
+"""What each adds to the bell."""
+
 SLOTS_AT = PAGE
 STAGING_AT = SLOTS_AT + SLOTS * SLOT_BYTES
 
@@ -73,6 +92,8 @@ class Place(IntEnum):
     SLOT = 1
     STAGING = 2
     ARENA = 3
+    PROMISED = 4
+    """In an arena, and still being made: its pieces are counted on page 0."""
 
 
 assert DESCRIPTOR.size == 64  # a cache line

@@ -1,4 +1,4 @@
-"""The writer's half: frames into the control segment, counts to the peer's bell.
+"""The writer's half: frames into the control segment, and counts to the peer's bell.
 
 What is small lies in the frame's slot, what is larger in staging, and what is lent and lies in an arena stays there.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline._fork import check_process
 from paceline.errors import LimitExceeded
-from paceline.links.base import LinkEnded, LinkTimeout, Peer
+from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
 from paceline.links.halves import Outgoing
@@ -26,15 +26,21 @@ from paceline.links.shm.bell import Bell, awake_for
 from paceline.links.shm.breach import again, breach
 from paceline.links.shm.layout import (
     DESCRIPTOR,
+    FRAME,
     INLINE_AT,
     INLINE_BYTES,
+    MARK,
+    MARKS_AT,
     MAX_PAYLOAD_BYTES,
+    PIECE,
+    PIECES_AT,
     SIGNATURE_AT,
     SLOT_BYTES,
     SLOTS,
     SLOTS_AT,
     STAGING_AT,
     STAGING_BYTES,
+    TOLD_AT,
     VOID_AT,
     Place,
 )
@@ -49,7 +55,8 @@ ANNOUNCEMENT = struct.Struct("<QQ")
 _STEP = 1 << 20
 """Bytes of staging behind which memory is put at a time."""
 
-_SLOT, _STAGING, _ARENA, _DATA = int(Place.SLOT), int(Place.STAGING), int(Place.ARENA), int(FrameKind.DATA)
+_SLOT, _STAGING, _ARENA, _PROMISED = (int(place) for place in Place)
+_DATA = int(FrameKind.DATA)
 
 
 class ShmOutgoing(Outgoing):
@@ -60,7 +67,7 @@ class ShmOutgoing(Outgoing):
         peer: the reader.
         sock: to the reader, not blocking; carries descriptors of arenas' segments. Owned from here on.
         segment: the control segment. Owned from here on.
-        bell: eventfd that counts frames. Owned from here on.
+        bell: eventfd that counts frames, pieces and marks. Owned from here on.
         room: eventfd that counts what the reader has released. Owned from here on.
         neighbours: other members on this machine, of which each has its share of memory and cores.
     """
@@ -78,6 +85,10 @@ class ShmOutgoing(Outgoing):
         self._sock = sock
         self._segment = segment
         self._memory = segment.memory
+        self._told = memoryview(segment.memory)[TOLD_AT : PIECES_AT + 8].cast("Q")
+        self._pieces = 0
+        self._marks = memoryview(segment.memory)[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
+        self._marked = 0
         self._bell = bell
         self._rung = 0  # frames that the bell has been told of
         self._released = 0
@@ -112,18 +123,45 @@ class ShmOutgoing(Outgoing):
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
+        if not self._lend(frame, deadline, _ARENA):
+            self.send(frame, deadline)
+
+    def promise(self, frame: Frame, deadline: float) -> bool:
+        """See `Outgoing.promise`; what lies in the arena."""
+        return self._lend(frame, deadline, _PROMISED)
+
+    def _lend(self, frame: Frame, deadline: float, place: int) -> bool:
         check_process()
         size = len(frame.payload)
-        if size >= arenas.LEND_BYTES:
-            found = self._arena.find(frame.address or np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
-            if found is not None and size <= MAX_PAYLOAD_BYTES:
-                segment, offset = found
-                if segment.number in self._announced or self._announce(segment):
-                    self._await_slot(deadline)
-                    self._lent_until = self.frames + 1
-                    self._publish(frame, size, _ARENA, segment.number, offset)
-                    return
-        self.send(frame, deadline)
+        if not arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
+            return False
+        found = self._arena.find(frame.address or np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
+        if found is None:
+            return False
+        segment, offset = found
+        if segment.number not in self._announced and not self._announce(segment):
+            return False
+        self._await_slot(deadline)
+        self._lent_until = self.frames + 1
+        self._publish(frame, size, place, segment.number, offset)
+        return True
+
+    def fulfil(self) -> None:
+        """See `Outgoing.fulfil`."""
+        if self._fault.failed or self._ended is not None:
+            self._check()
+        self._pieces += 1
+        self._told[1] = self._pieces
+        self._tell(PIECE)
+
+    def mark(self, number: int) -> bool:
+        """See `Outgoing.mark`."""
+        if self._fault.failed or self._ended is not None:
+            self._check()
+        self._marks[self._marked % MARKS] = number
+        self._marked += 1
+        self._tell(MARK)
+        return True
 
     def settle(self, deadline: float) -> None:
         """See `Outgoing.settle`."""
@@ -171,7 +209,7 @@ class ShmOutgoing(Outgoing):
         os.close(self._bell)
         self._room.close()
         self._segment.close()
-        del self._memory
+        del self._memory, self._told, self._marks
 
     def retired(self, number: int) -> None:
         """A segment of the arena is gone: the peer need not keep it. In any thread."""
@@ -193,13 +231,16 @@ class ShmOutgoing(Outgoing):
             number, _DATA, frame.part, frame.generation, frame.operation, place, words, size, segment, offset,
         )  # fmt: skip
         # In this order an interrupt loses no count; what was rung twice, the reader finds out by the frame's number.
-        self.frames = number + 1
+        self.frames = self._told[0] = number + 1
         self.sent_bytes += size
+        self._tell(FRAME * (number + 1 - self._rung))
+        self._rung = number + 1
+
+    def _tell(self, count: int) -> None:
         try:
-            os.eventfd_write(self._bell, number + 1 - self._rung)
+            os.eventfd_write(self._bell, count)
         except BlockingIOError:
             breach(self._fault, self._peer, "its bell counts more than can be")
-        self._rung = number + 1
 
     def _await_slot(self, deadline: float) -> None:
         if self._fault.failed or self._ended is not None:

@@ -1,0 +1,92 @@
+"""What an exchange makes of frames that it found while it looked around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import pytest
+
+from paceline.collectives.exchange import Exchange
+from paceline.links.base import Link, LinkTimeout, Mesh, Peer, Purpose
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, FrameKind
+
+
+def frame(operation: int) -> Frame:
+    return Frame(FrameKind.DATA, 1, operation, 0, b"all_reduce op=sum float32[4]", b"x" * 16)
+
+
+class Marking(Link):
+    """Marks and frames lie ready."""
+
+    kind = "test"
+
+    def __init__(self, rank: int, marks: list[int], frames: list[Frame], late: int = 0) -> None:
+        self.peer = Peer(rank, f"member-{rank}", "host")
+        self.marks, self.frames, self.late = marks, frames, late
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        pass
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        if not self.frames:
+            raise LinkTimeout("nothing")
+        return self.frames.pop(0)
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        self.late -= 1
+        if self.late >= 0 or not self.marks:
+            raise LinkTimeout("nothing")
+        return self.marks.pop(0)
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        pass
+
+    def close(self, deadline: float) -> None:
+        pass
+
+
+class Links(Mesh):
+    def __init__(self, *links: Marking) -> None:
+        self.generation, self.rank = 1, 0
+        self.links = {link.peer.rank: link for link in links}
+        self.peers = [Peer(0, "member-0", "host"), *(link.peer for link in links)]
+        self.fault = Fault(1, 0, 0.0)
+
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
+        return self.links[peer]
+
+    def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
+        return list(self.links)
+
+    def close(self, deadline: float) -> None:
+        pass
+
+    def close_group(self, group: str, deadline: float) -> None:
+        pass
+
+    @property
+    def bytes_sent(self) -> int:
+        return 0
+
+
+def test_a_frame_of_a_rank_that_is_ahead_does_not_hide_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes late to barrier 5; by then rank 2 has passed it, and its next operation's frame has come."""
+    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [5], [frame(6)])), lambda operation: None)
+    exchange.begin(5, b"barrier")
+    soon = monotonic() + 10.0
+    assert exchange.await_mark(1, soon) == 5
+    assert exchange.await_mark(2, soon) == 5
+    exchange.begin(6, frame(6).signature)
+    assert exchange.recv(2, soon) == frame(6)
+
+
+def test_a_frame_in_place_of_a_mark_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
+    exchange.begin(6, frame(6).signature)
+    soon = monotonic() + 10.0
+    assert exchange.await_mark(1, soon) == 5
+    assert exchange.await_mark(2, soon) == frame(6)
