@@ -2,7 +2,7 @@
 
     python suite.py paceline 2 [PATTERN ...]        # the last line is JSON: the tests by how they ended
 
-Processes are forked from this one, which has torch loaded and no thread: an interpreter for each would take minutes.
+Processes are forked from this one, which has loaded torch and Paceline and has no thread: else each would take seconds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ for feature in ("ddp", "subgroup", "plugin"):
 with mock.patch.object(os, "environ", {**os.environ, "BACKEND": AlsoGloo(BACKEND)}):
     from torch.testing._internal.distributed import distributed_test as theirs
 torch.set_num_threads(1)
+if BACKEND == "paceline":
+    import paceline.torch.backend  # noqa: F401
+    import paceline_server.app  # noqa: F401  of the coordinator that rank 0 starts
 
 
 class Suite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):  # type: ignore[misc]
