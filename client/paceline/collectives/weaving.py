@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Weaver", "Woven", "all_can_weave", "weave"]
 
-
 _SEGMENT_BYTES = 4 << 20
 """Of a frame: the longest there are, for nothing is copied to send them."""
 
@@ -104,7 +103,7 @@ class Weaver:
         Raises:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
-        promised = self._open(0, self._others)
+        promised = self._open(0)
         for j in range(max(map(len, self._segments))):
             promised = self._pass(j, promised)
         self._engine.finish(self._call)
@@ -120,7 +119,7 @@ class Weaver:
             for peer in rest:
                 self._engine.lend(self._call, peer, 2 * j + 1, *self._place(1, self._segments[self._rank][j]))
             blocks = []
-        ahead = self._open(j + 1, self._others)
+        ahead = self._open(j + 1)
         totals = self._totals(j)
         copies = max((len(self._blocks(peer, j)) for peer in totals), default=0)
         for b in range(max(len(blocks), copies) + 1):
@@ -131,10 +130,10 @@ class Weaver:
         self._engine.release()
         return ahead
 
-    def _open(self, j: int, peers: list[int]) -> set[int]:
+    def _open(self, j: int) -> set[int]:
         """Lends each its elements of the j-th segment, and promises it this rank's total; who needs no other word."""
         mine, promised = self._segment(self._rank, j), set()
-        for peer in peers:
+        for peer in self._others:
             theirs = self._segment(peer, j)
             if theirs is not None:
                 self._engine.lend(self._call, peer, 2 * j, *self._place(0, theirs))
