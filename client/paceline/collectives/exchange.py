@@ -91,14 +91,13 @@ class Exchange:
         link = self._links.get(peer) or self.link(peer)
         if lend:
             self.lent.add(peer)
-        send = link.lend if lend else link.send
-        self._patiently(lambda until: send(frame, until), deadline)
+        self._patiently(link.lend if lend else link.send, deadline, frame)
 
-    def _patiently(self, act: Callable[[float], M], deadline: float) -> M:
-        """Does something that may take long; looks around then."""
+    def _patiently(self, act: Callable[..., M], deadline: float, *args: object) -> M:
+        """Does something that may take long, `act(*args, until)`; looks around then."""
         while True:
             try:
-                return act(min(deadline, monotonic() + PATIENCE))
+                return act(*args, min(deadline, monotonic() + PATIENCE))
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -114,7 +113,7 @@ class Exchange:
             PacelineError: the generation has failed.
         """
         link = self._links.get(peer) or self.link(peer)
-        return self._receive(peer, link, lambda until: link.recv(until, into), deadline)
+        return self._receive(peer, link, link.recv, deadline, into)
 
     def promise(self, peer: int, frame: Frame, deadline: float) -> bool:
         """Promises a rank a frame (`Link.promise`); False if it must be sent when it is made.
@@ -124,7 +123,7 @@ class Exchange:
         """
         link = self._links.get(peer) or self.link(peer)
         self.lent.add(peer)
-        return self._patiently(lambda until: link.promise(frame, until), deadline)
+        return self._patiently(link.promise, deadline, frame)
 
     def fulfil(self, peer: int) -> None:
         """The next piece of what a rank was promised is there.
@@ -151,7 +150,7 @@ class Exchange:
             Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
         """
         link = self._links.get(peer) or self.link(peer)
-        return self._patiently(lambda until: link.mark(number, until), deadline)
+        return self._patiently(link.mark, deadline, number)
 
     def await_mark(self, peer: int, deadline: float) -> Frame | int:
         """The next mark of a rank, or a frame that came instead (`Link.await_mark`).
@@ -169,14 +168,14 @@ class Exchange:
         finally:
             self._early[peer] = early
 
-    def _receive(self, peer: int, link: Link, receive: Callable[[float], M], deadline: float) -> Frame | M:
+    def _receive(self, peer: int, link: Link, receive: Callable[..., M], deadline: float, *args: object) -> Frame | M:
         self._taken.append(link)  # before: an interrupt may come between a frame's arrival and the next line
         asked = False
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
                 return early
             try:
-                frame = receive(min(deadline, monotonic() + PATIENCE))
+                frame = receive(min(deadline, monotonic() + PATIENCE), *args)
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise

@@ -215,10 +215,11 @@ class Inbox:
 
     def get(self, deadline: float, fault: Fault, into: memoryview | None = None) -> Frame:
         """The next frame, see `Link.recv`."""
-        if self._half is None and (frame := self._next(deadline, fault)) is not None:
-            return frame
-        assert self._half is not None
-        return self._half.recv(deadline, into)
+        half = self._half
+        if half is not None:
+            return half.recv(deadline, into)
+        frame = self._next(deadline, fault)
+        return self.get(deadline, fault, into) if frame is None else frame
 
     def await_piece(self, deadline: float) -> None:
         """See `Link.await_piece`."""
@@ -227,10 +228,11 @@ class Inbox:
 
     def await_mark(self, deadline: float, fault: Fault) -> Frame | int:
         """See `Link.await_mark`; in place of a mark, frames come by gRPC."""
-        if self._half is None and (frame := self._next(deadline, fault)) is not None:
-            return frame
-        assert self._half is not None
-        return self._half.await_mark(deadline)
+        half = self._half
+        if half is not None:
+            return half.await_mark(deadline)
+        frame = self._next(deadline, fault)
+        return self.await_mark(deadline, fault) if frame is None else frame
 
     def _next(self, deadline: float, fault: Fault) -> Frame | None:
         """The next frame by gRPC; None once they come another way."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, TypeVar
 
 from paceline._wait import SLICE
 from paceline.errors import PacelineError
@@ -24,7 +24,6 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["MemberLink"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -68,7 +67,9 @@ class MemberLink(Link):
     def _send(self, frame: Frame, deadline: float, *, lend: bool) -> None:
         self._sending = True  # before the look at `_shut`: `shut` looks the other way round
         try:
-            half = self._way_out(deadline)
+            half = self._half
+            if half is None or self._shut or self.outbox.closing:
+                half = self._way_out(deadline)
             if half is None:
                 self.outbox.put(encode(frame), deadline, self._fault)
             elif lend:
@@ -160,13 +161,13 @@ class MemberLink(Link):
         """See `Link.await_mark`."""
         return self._receive(self.inbox.await_mark, deadline, self._fault)
 
-    def _receive(self, get: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def _receive(self, get: Callable[..., R], *args: object) -> R:
         self._receiving = True
         try:
             if self._shut:
                 self._fault.check()
                 raise LinkEnded("the link is closed", orderly=True)
-            return get(*args, **kwargs)
+            return get(*args)
         except Breach as breach:
             text = f"{self.peer} broke the protocol: {breach}"
             self._fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, self.peer.rank, 0, text))

@@ -203,26 +203,29 @@ class ShmIncoming(Incoming):
         When `words[at]`, in the peer's memory, is no longer what it was before, the bell is about to ring. It is looked
         at, while others run in between, for as long as is usually enough (`vigil`); then this sleeps.
         """
-        rung, started = self._rung, monotonic()
-        if words[at] == before and vigil.is_worth_it:
-            until, pause = min(deadline, started + vigil.most), os.sched_yield
-            while words[at] == before and monotonic() < until:
-                pause()
+        rung, started = self._rung, 0.0
+        if words[at] == before:
+            started, pause = monotonic(), os.sched_yield
+            if vigil.is_worth_it:
+                until = min(deadline, started + vigil.most)
+                while words[at] == before and monotonic() < until:
+                    pause()
         if words[at] != before:
             self._count(self._bell.read())
         while not rung[what] and not (what == _MARKS and rung[_FRAMES]):
             self._sleep(deadline)
-        vigil.note(monotonic() - started)
+        if started:
+            vigil.note(monotonic() - started)
 
     def _count(self, count: int) -> None:
         rung = self._rung
         rung[_FRAMES] += count % PIECE
-        rung[_PIECES] += count // PIECE % (MARK // PIECE)
-        rung[_MARKS] += count // MARK
-        for what, most in zip(rung, (SLOTS - self._held, _MAX_PIECES, MARKS), strict=True):
-            if what > most:
-                text = "it rang for {} frames, {} pieces and {} marks".format(*rung)
-                breach(self._fault, self._peer, f"{text}, where {SLOTS - self._held} frames fit")
+        if count >= PIECE:
+            rung[_PIECES] += count // PIECE % (MARK // PIECE)
+            rung[_MARKS] += count // MARK
+        if rung[_FRAMES] > SLOTS - self._held or rung[_PIECES] > _MAX_PIECES or rung[_MARKS] > MARKS:
+            text = "it rang for {} frames, {} pieces and {} marks".format(*rung)
+            breach(self._fault, self._peer, f"{text}, where {SLOTS - self._held} frames fit")
 
     def release(self) -> None:
         """See `Incoming.release`."""

@@ -255,10 +255,8 @@ class ShmOutgoing(Outgoing):
 
     def _await_release(self, deadline: float, why: str) -> None:
         """Takes in what the reader has released; waits a moment for it at most, and raises if it is in vain."""
-        if self._take_room(0.0):
-            return
-        self._check()  # before it sleeps: another call may have used up the wake
-        if self._take_room(deadline):
+        over = self._fault.failed or self._ended is not None  # before it sleeps: another call may have used up the wake
+        if self._take_room(0.0 if over else deadline):
             return
         self._check()
         if monotonic() >= deadline:
