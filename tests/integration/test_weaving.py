@@ -18,7 +18,7 @@ from paceline.collectives.tasks import reducing
 from paceline.links.shm.outgoing import ShmOutgoing
 
 reducing._WOVEN_BYTES = 1 << 18
-weaving._SEGMENT_BYTES = 1 << 20
+reducing.segment = lambda dtype, engine: (1 << 20) // dtype.itemsize
 os.cpu_count = lambda: 64
 WOVEN = []
 weave_on = weaving.Weaver.run
@@ -91,6 +91,29 @@ def grudging(self, frame, deadline):
     return left[0] >= 0 and promise(self, frame, deadline)
 ShmOutgoing.promise = grudging
 LENT = [lambda rank: left.__setitem__(0, {0: 0, 1: 2, 2: 10_000}[rank]) or True]
+"""
+        + SAME_BITS
+    )
+    with coordinator() as address, workers(3, code, COORDINATOR=address, MIN_WORKERS="3") as started:
+        for worker in started:
+            differing, times = wrong(worker)
+            assert not differing
+            assert times > 0
+
+
+def test_a_rank_that_can_hand_over_no_memory_copies_what_it_said_it_could_lend() -> None:
+    """Staging holds the six frames that it has room for among many neighbours too."""
+    code = (
+        PRELUDE
+        + """
+announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
+def small(self, *args):
+    init(self, *args)
+    self._ring = 6 << 20
+ShmOutgoing.__init__ = small
+ranks = []
+ShmOutgoing._announce = lambda self, segment: ranks[0] != 1 and announce(self, segment)
+LENT = [lambda rank: ranks.append(rank) or True]
 """
         + SAME_BITS
     )

@@ -141,7 +141,7 @@ class _Attempt:
         if self._name:
             try:
                 outcome = write_part(*self._place(), self._pieces)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  all ranks shall hear of it
                 outcome = error
         folder = self._close(outcome)
         remove(self._aside)
@@ -166,7 +166,7 @@ class _Attempt:
 
     def abandon(self, writer: PartWriter) -> None:
         if self._name:
-            with suppress(OSError):  # whatever came of it
+            with suppress(Exception):  # whatever came of it
                 writer.wait()
             discard(self._directory, self._tag, self._name)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -43,22 +44,33 @@ def write_part(directory: Path, tag: Tag, attempt: str, number: int, parts: int,
     checksums: list[str] = []
     blocks = _blocks([memoryview(header), *(piece.values.view(np.uint8).data for piece in pieces)])
     path = hidden_folder(directory, tag, attempt) / part_name(number, parts)
-    write_file(path, _checksummed(blocks, checksums))
+    with closing(_checksummed(blocks, checksums)) as checked:
+        write_file(path, checked)
     return Part(number, parts, len(header), entries, "".join(checksums))
 
 
-def _checksummed(blocks: Iterable[memoryview], checksums: list[str]) -> Iterator[memoryview]:
+def _checksummed(blocks: Iterable[memoryview], checksums: list[str]) -> Generator[memoryview, None, None]:
     """The same blocks; a second thread computes the checksums of each while it is being written.
 
-    In step, so that one block is read from memory once, and copies of no more than two wait.
+    In step, so that one block is read from memory once, and copies of no more than two wait. Where no thread can be
+    started (a limit is reached, or the interpreter is about to end) they are computed before the block is written.
 
     Measured (512 MiB, medians of 7, interleaved): checksums before each write 0.27 s, beside it 0.19 s, none 0.17 s.
     """
     with ThreadPoolExecutor(1, "paceline-checksums") as second:
+        starts = True
         for block in blocks:
-            found = second.submit(_checksums_of, block)
+            found: Future[list[str]] | None = None
+            if starts:
+                try:
+                    found = second.submit(_checksums_of, block)
+                except RuntimeError:
+                    starts = False
+            if found is None:
+                checksums.extend(_checksums_of(block))
             yield block
-            checksums.extend(found.result())
+            if found is not None:
+                checksums.extend(found.result())
 
 
 def _checksums_of(block: memoryview) -> list[str]:

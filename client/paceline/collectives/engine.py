@@ -174,18 +174,21 @@ class Engine:
 
     # For what is no program: frames one by one, each with its number among those to, or from, a peer.
 
-    def lend(self, call: Call, peer: int, part: int, payload: memoryview, address: int) -> None:
-        """Lends a rank a frame; address: where the payload lies in this process."""
+    def send(
+        self, call: Call, peer: int, part: int, payload: memoryview, address: int = 0, *, lend: bool = False
+    ) -> None:
+        """Sends a rank a frame, or lends it; address: where the payload lies in this process."""
         self._at = _moving(Do.SEND, peer, part)
-        self._exchange.send(peer, self._frame(call, part, payload, address), call.deadline, lend=True)
+        self._exchange.send(peer, self._frame(call, part, payload, address), call.deadline, lend=lend)
 
     def promise(self, call: Call, peer: int, part: int, payload: memoryview, address: int) -> bool:
         """Promises a rank a frame; False if it must be lent when it is made."""
         self._at = _moving(Do.SEND, peer, part)
         return self._exchange.promise(peer, self._frame(call, part, payload, address), call.deadline)
 
-    def fulfil(self, peer: int) -> None:
-        """The next piece of what a rank was promised is there."""
+    def fulfil(self, peer: int, part: int) -> None:
+        """The next piece of a frame that a rank was promised is there."""
+        self._at = _moving(Do.SEND, peer, part)
         self._exchange.fulfil(peer)
 
     def receive(self, call: Call, peer: int, part: int, nbytes: int) -> Frame:
@@ -362,7 +365,8 @@ class Engine:
         mesh, at = self.mesh, self._at
         assert at is not None, "a link failed outside a move"
         if isinstance(error, LinkEnded):
-            return blame.link_ended(mesh.peers, mesh.rank, at.peer, call.operation, str(call), error)
+            peer = at.peer if self._exchange.releasing is None else self._exchange.releasing
+            return blame.link_ended(mesh.peers, mesh.rank, peer, call.operation, str(call), error)
         return self._late(call, at)
 
     def _late(self, call: Call, at: Move) -> Suspicion:

@@ -57,12 +57,14 @@ class Exchange:
 
     Attributes:
         lent: ranks that may still read what was lent to them.
+        releasing: the rank whose frames are just being released, for blame.
     """
 
     def __init__(self, mesh: Mesh, history: History) -> None:
         self._mesh = mesh
         self._history = history
         self.lent: set[int] = set()
+        self.releasing: int | None = None
         self._taken: list[Link] = []  # on which a frame may have been received that is not released yet
         self._links: dict[int, Link] = {}
         self._early: dict[int, Frame] = {}  # found while looking around, to be read later; one from a rank at most
@@ -160,13 +162,13 @@ class Exchange:
         """
         link = self._links.get(peer) or self.link(peer)
         early = self._early.get(peer)
-        if early is None or early.operation <= self._call[0]:
-            return self._receive(peer, link, link.await_mark, deadline)
-        del self._early[peer]  # it is ahead already: its mark lies behind no frame
-        try:
-            return self._receive(peer, link, link.await_mark, deadline)
-        finally:
-            self._early[peer] = early
+        if early is not None and early.operation > self._call[0]:
+            self._taken.append(link)
+            try:  # it is ahead already: then its mark is there, or it never told one
+                return link.await_mark(monotonic())
+            except LinkTimeout:
+                pass
+        return self._receive(peer, link, link.await_mark, deadline)
 
     def _receive(self, peer: int, link: Link, receive: Callable[..., M], deadline: float, *args: object) -> Frame | M:
         self._taken.append(link)  # before: an interrupt may come between a frame's arrival and the next line
@@ -197,9 +199,16 @@ class Exchange:
 
     def release(self) -> None:
         """The payloads of all frames received so far are needed no longer."""
+        kept = []
         for link in self._taken:
+            early = self._early.get(link.peer.rank)
+            if early is not None and early.promised:  # it lies with its sender, and nobody has read it yet
+                kept.append(link)
+                continue
+            self.releasing = link.peer.rank
             link.release()
-        self._taken.clear()
+        self.releasing = None
+        self._taken[:] = kept
 
     def settle(self, peer: int, deadline: float) -> None:
         """Waits until a rank has released all that was lent to it.

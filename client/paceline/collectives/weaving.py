@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Weaver", "Woven", "all_can_weave", "weave"]
 
-_SEGMENT_BYTES = 4 << 20
-"""Of a frame: the longest there are, for nothing is copied to send them."""
-
 
 class Woven(NamedTuple):
     """What to weave.
@@ -51,9 +48,12 @@ class Woven(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def weave(world: int, n: int, itemsize: int) -> Woven:
-    """The plan for N elements at each of W ranks."""
-    chunks, segment = chunk_bounds(n, world), _SEGMENT_BYTES // itemsize
+def weave(world: int, n: int, segment: int, itemsize: int) -> Woven:
+    """The plan for N elements at each of W ranks, in frames of `segment` elements.
+
+    Up to four frames to a peer are on their way: no more than every link holds, should one have to copy them.
+    """
+    chunks = chunk_bounds(n, world)
     segments = (tuple((at, min(at + segment, hi)) for at in range(lo, hi, segment)) for lo, hi in chunks)
     return Woven(tuple(segments), PIECE_BYTES // itemsize)
 
@@ -65,7 +65,7 @@ def all_can_weave(engine: Engine, call: Call, base: Array, out: Array) -> bool:
     able = able and all(mesh.lends(address_of(x), x.nbytes) for x in (base, out))
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
     for peer in others:
-        engine.lend(call, peer, 0, memoryview(bytes([able])), 0)
+        engine.send(call, peer, 0, memoryview(bytes([able])))
     told = [bytes(engine.receive(call, peer, 0, 1).payload) for peer in others]
     engine.release()
     return able and all(word == b"\1" for word in told)
@@ -117,7 +117,8 @@ class Weaver:
             for block in blocks:
                 self._sum(terms, j, block, promised)
             for peer in rest:
-                self._engine.lend(self._call, peer, 2 * j + 1, *self._place(1, self._segments[self._rank][j]))
+                mine = self._segments[self._rank][j]
+                self._engine.send(self._call, peer, 2 * j + 1, *self._place(1, mine), lend=True)
             blocks = []
         ahead = self._open(j + 1)
         totals = self._totals(j)
@@ -136,7 +137,7 @@ class Weaver:
         for peer in self._others:
             theirs = self._segment(peer, j)
             if theirs is not None:
-                self._engine.lend(self._call, peer, 2 * j, *self._place(0, theirs))
+                self._engine.send(self._call, peer, 2 * j, *self._place(0, theirs), lend=True)
             if mine is None or self._engine.promise(self._call, peer, 2 * j + 1, *self._place(1, mine)):
                 promised.add(peer)
         return promised
@@ -167,7 +168,7 @@ class Weaver:
         found[self._rank] = self._base[start + lo : start + hi]
         self._arithmetic.fold(found, self._out[start + lo : start + hi])
         for peer in promised:
-            self._engine.fulfil(peer)
+            self._engine.fulfil(peer, 2 * j + 1)
 
     def _copy(self, totals: Mapping[int, Frame], j: int, b: int) -> None:
         """The b-th block of each other rank's j-th segment."""
@@ -177,7 +178,7 @@ class Weaver:
             lo, hi = b * PIECE_BYTES, min((b + 1) * PIECE_BYTES, len(frame.payload))
             if lo < hi:
                 if frame.promised:
-                    self._engine.await_piece(self._call, peer, frame.part)
+                    self._engine.await_piece(self._call, peer, 2 * j + 1)
                 copy_bytes(memoryview(frame.payload)[lo:hi], out[at + lo : at + hi])
 
     def _segment(self, rank: int, j: int) -> Bounds | None:

@@ -7,7 +7,7 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
    not before 4 frames of 1 MiB are on their way (`collectives.program.AHEAD`).
 3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed. A frame
    that is there is returned even if the deadline is past: `recv(0.0)` polls.
-4. A failure wakes a blocked `send` or `recv` within 100 ms (I7), and every later call raises at once.
+4. A failure wakes a blocked call within 100 ms (I7), and every later call raises at once.
 5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
 7. What was lent is the receiver's to read until it releases it, and the sender's again once `settle` or `recall` has

@@ -29,6 +29,9 @@ it raises, the link raises."""
 class FaultyMesh(Mesh):
     """Passes everything on to another mesh, each frame through `tamper`.
 
+    What this member tells are frames, never marks, and its arrays are not woven, so that `tamper` sees all of it; marks
+    of others are no frames, and pass.
+
     Args:
         mesh: the mesh that does the work.
         tamper: what befalls frames.
@@ -56,10 +59,6 @@ class FaultyMesh(Mesh):
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """An array of the mesh that does the work (`Mesh.empty`)."""
         return self.inner.empty(shape, dtype)
-
-    def lends(self, address: int, nbytes: int) -> bool:
-        """As the mesh that does the work says (`Mesh.lends`)."""
-        return self.inner.lends(address, nbytes)
 
     @property
     def bytes_sent(self) -> int:

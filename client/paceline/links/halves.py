@@ -4,7 +4,7 @@ A link's gRPC stream authenticates, watches the peer, passes on aborts and says 
 go there too, unless both sides have something faster: then they go through a half of another kind. The two directions
 of a link are negotiated apart, each by the side that writes.
 
-Rules for all kinds are those of `links.base`: 1, 2, 3, 4, 6 and 7 hold for the halves alike. One thread writes an
+Rules for all kinds are those of `links.base`: 1 to 4 and 6 to 9 hold for the halves alike. One thread writes an
 `Outgoing` and one reads an `Incoming` at a time; `wake`, `end` and `close` come from any thread. Every wait is woken by
 `wake` when the fault has failed (I7).
 """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from paceline.checkpoint.background import PartWriter
 from paceline.checkpoint.folder import open_folder, publish
 from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.reading import Reader
+from paceline.checkpoint.writing import write_part
 from paceline.errors import StepOrderError
 
 TAG = Tag(1, 1)
@@ -64,3 +68,34 @@ def test_an_error_is_told_once_and_the_writer_goes_on(tmp_path: Path) -> None:
     open_folder(tmp_path, TAG, "x")
     writer.begin(tmp_path, TAG, "x", 0, 1, pieces)
     assert writer.wait().nbytes > 80
+
+
+def test_where_no_thread_can_be_started_checksums_come_before_each_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {"x": np.arange(2_000_000), "y": np.ones(7, np.float16)}
+    pieces = pieces_of(arrays, 0, 1)
+    open_folder(tmp_path, TAG, "a")
+    usual = write_part(tmp_path, TAG, "a", 0, 1, pieces)
+    started = []
+
+    def start(self: ThreadPoolExecutor, call: Any, *args: Any) -> Any:
+        started.append(call)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", start)
+    open_folder(tmp_path, TAG, "b")
+    assert write_part(tmp_path, TAG, "b", 0, 1, pieces) == usual
+    assert len(started) == 1
+
+
+def test_an_error_of_the_disk_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    open_folder(tmp_path, TAG, "a")
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="no space") as raised:
+        write_part(tmp_path, TAG, "a", 0, 1, pieces_of({"x": np.arange(2_000_000)}, 0, 1))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("paceline-checksums")], f"while there is {raised.value}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 
 import pytest
@@ -25,6 +26,7 @@ class Marking(Link):
     def __init__(self, rank: int, marks: list[int], frames: list[Frame], late: int = 0) -> None:
         self.peer = Peer(rank, f"member-{rank}", "host")
         self.marks, self.frames, self.late = marks, frames, late
+        self.released = 0
 
     def send(self, frame: Frame, deadline: float) -> None:
         pass
@@ -39,6 +41,9 @@ class Marking(Link):
         if self.late >= 0 or not self.marks:
             raise LinkTimeout("nothing")
         return self.marks.pop(0)
+
+    def release(self) -> None:
+        self.released += 1
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         pass
@@ -90,3 +95,27 @@ def test_a_frame_in_place_of_a_mark_is_returned(monkeypatch: pytest.MonkeyPatch)
     soon = monotonic() + 10.0
     assert exchange.await_mark(1, soon) == 5
     assert exchange.await_mark(2, soon) == frame(6)
+
+
+def test_a_rank_that_is_ahead_and_told_no_mark_was_in_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
+    exchange.begin(5, b"barrier")
+    soon = monotonic() + 10.0
+    assert exchange.await_mark(1, soon) == 5
+    assert exchange.await_mark(2, soon) == frame(6)
+
+
+def test_a_promised_frame_that_was_found_is_not_given_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    promised = replace(frame(5), promised=True)
+    first, second = Marking(1, [5], [], late=1), Marking(2, [], [promised])
+    exchange = Exchange(Links(first, second), lambda operation: None)
+    exchange.begin(5, frame(5).signature)
+    soon = monotonic() + 10.0
+    assert exchange.await_mark(1, soon) == 5
+    exchange.release()
+    assert (first.released, second.released) == (1, 0)
+    assert exchange.recv(2, soon) is promised
+    exchange.release()
+    assert second.released > 0

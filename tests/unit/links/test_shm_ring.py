@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import LimitExceeded
-from paceline.links.base import LinkEnded, LinkTimeout
+from paceline.errors import LimitExceeded, PacelineError
+from paceline.links.base import PIECE_BYTES, LinkEnded, LinkTimeout
 from paceline.links.fault import Verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
 from paceline.links.shm.arena import Arena
-from paceline.links.shm.layout import INLINE_BYTES, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES
+from paceline.links.shm.layout import FRAME, INLINE_BYTES, MAX_PAYLOAD_BYTES, PIECE, SLOTS, STAGING_BYTES
 from paceline.links.staging import staging_bytes
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, halves
@@ -347,3 +347,47 @@ def test_staging_that_is_not_used_takes_no_memory(both: Halves) -> None:
     both.outgoing.send(frame(b"x" * MIB), soon())
     assert at_first < MIB
     assert os.fstat(both.outgoing._segment.fd).st_blocks * 512 <= at_first + MIB
+
+
+@pytest.mark.parametrize("wait", ["recv", "await_mark", "await_piece"])
+@pytest.mark.parametrize("beside", [0, FRAME, PIECE], ids=["alone", "with a frame", "with a piece"])
+def test_a_failure_is_noticed_though_its_wake_is_read_with_something_else(both: Halves, wait: str, beside: int) -> None:
+    errors: list[BaseException] = []
+    ended: list[float] = []
+
+    def waits() -> None:
+        try:
+            for _ in range(2):
+                getattr(both.incoming, wait)(soon())
+        except PacelineError as error:
+            errors.append(error)
+        ended.append(monotonic())
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    while both.incoming._bell.read():  # until it sleeps, or is about to
+        pass
+    both.outgoing._told[1] = 7  # a hint that nothing follows
+    both.reader.settle(LOST)
+    failed = monotonic()
+    os.eventfd_write(both.incoming._bell.fd, beside) if beside else None
+    both.incoming.wake()
+    thread.join(10.0)
+    assert errors or beside == FRAME
+    assert ended[0] - failed < 0.1
+
+
+def test_what_was_promised_and_taken_back_is_found_out_at_release(both: Halves) -> None:
+    arena = Arena()
+    both.outgoing._arena = arena
+    payload = in_arena(arena, 2 * PIECE_BYTES, 1)
+    assert both.outgoing.promise(frame(payload.data), soon())
+    got = both.incoming.recv(soon())
+    both.outgoing.fulfil()
+    both.incoming.await_piece(soon())
+    assert bytes(got.payload[:PIECE_BYTES]) == bytes(payload[:PIECE_BYTES])
+    both.writer.settle(LOST)
+    both.outgoing.recall()
+    payload[:] = 9  # the caller's again
+    with pytest.raises(LinkEnded, match="took back"):
+        both.incoming.release()

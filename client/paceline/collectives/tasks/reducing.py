@@ -90,7 +90,7 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
     woven = None
     if (collective, choice.schedule) == ("all_reduce", "direct") and _is_worth_weaving(engine, x.nbytes, reduce):
-        woven = weave(mesh.size, x.size, dtype.itemsize)
+        woven = weave(mesh.size, x.size, segment(dtype, engine), dtype.itemsize)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     plan = engine.plans[key] = _Plan(dtype, shape, reduce, signature, program, woven)

@@ -3,7 +3,8 @@
 Measured between two processes (x86, 2 cores): a reader that looks again and again, and lets others run in between, has
 a count after 3 to 7 us, one that sleeps in poll after 57 us. So it stays awake for as long as answers have come soon
 lately. Where ranks outnumber cores, whoever stays awake keeps those from their work that it waits for: it gives up as
-soon as it has lost what a sleeper loses (W=4 on 2 cores, medians: a barrier 123 us, not 270; 1 MiB 0.73 ms, not 1.08).
+soon as it has lost what a sleeper loses (W=4 on 2 cores, medians: 1 MiB 0.73 ms, not 1.08). Not so where it waits for a
+mark, for which nobody works.
 """
 
 from __future__ import annotations

@@ -192,6 +192,9 @@ class ShmIncoming(Incoming):
 
     def await_piece(self, deadline: float) -> None:
         """See `Incoming.await_piece`."""
+        check_process()
+        if self._fault.failed:
+            self._fault.check()
         if not self._rung[_PIECES]:
             self._await(_PIECES, self._told, 1, self._pieces, self._vigil, deadline)
         self._rung[_PIECES] -= 1
@@ -293,6 +296,8 @@ class ShmIncoming(Incoming):
 
     def _sleep(self, deadline: float) -> None:
         """Waits for the bell, or for a slice of time; raises if it is in vain."""
+        if self._fault.failed:  # before it sleeps: another read may have used up the wake
+            self._fault.check()
         ended = self._ended  # before the bell: what was rung before the end must not be missed
         count = self._bell.take(deadline if ended is None else 0.0)
         if count:

@@ -93,7 +93,7 @@ class Place(IntEnum):
     STAGING = 2
     ARENA = 3
     PROMISED = 4
-    """In an arena, and still being made: its pieces are counted on page 0."""
+    """In an arena, and still being made: the bell counts its pieces."""
 
 
 assert DESCRIPTOR.size == 64  # a cache line

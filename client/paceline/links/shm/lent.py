@@ -58,7 +58,7 @@ class LentSegments:
         for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
             try:
                 word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
-            except (BlockingIOError, ConnectionError):  # no more, or it hung up, as above
+            except (BlockingIOError, ConnectionError):  # no more; or it hung up, of which the control channel tells
                 return
             if not word:
                 return
