@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from paceline._grpc import hold_aio
-from paceline._wait import wait_in_slices
+from paceline._wait import Outcome
 
 __all__ = ["LoopThread", "loop_thread"]
 
@@ -48,21 +48,44 @@ class LoopThread:
         """Starts a coroutine on the loop; callable from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Runs a coroutine on the loop and waits for its result; the coroutine is cancelled if the wait ends early.
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None, *, keep: bool = False) -> T:
+        """Runs a coroutine on the loop and waits for its result.
 
         Args:
             work: the coroutine; it should bound its own time.
             timeout: seconds, or None for as long as the coroutine takes.
+            keep: it goes on if the wait ends early; else it is cancelled.
+
+        Raises:
+            TimeoutError: it took longer.
+            concurrent.futures.CancelledError: it was cancelled.
         """
         assert not self.is_current, "the loop cannot wait for itself"
-        future = self.start(work)
+        outcome: Outcome[T] = Outcome()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(work))
+            tasks[0].add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            tasks.clear()  # freed here: asyncio has a callback for that, in which an interrupt would be lost
+            if task.cancelled():
+                outcome.set_exception(futures.CancelledError())
+            elif (error := task.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
+
+        self.loop.call_soon_threadsafe(begin)
         try:
-            wait_in_slices(lambda seconds: futures.wait([future], seconds).done, timeout)
-            return future.result(0)
+            if not outcome.wait(timeout):
+                raise TimeoutError(f"no answer within {timeout} s")
         except BaseException:
-            future.cancel()
+            if not keep:
+                self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
+        return outcome.result()
 
 
 _lock = threading.Lock()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from paceline._wait import SLICE, wait_in_slices
+from paceline._wait import SLICE, Latch
 from paceline.errors import ConcurrentUse, SessionClosed
 
 __all__ = ["Lane", "Progress", "Work"]
@@ -49,7 +49,7 @@ class Work(Generic[T]):
         self.operation = operation
         self._abort = abort
         self._task: Callable[[], T] | None = task
-        self._over = threading.Event()
+        self._over = Latch()
         self._hearers: list[Callable[[], None]] = []
         self._result: T
         self._error: BaseException | None = None
@@ -92,7 +92,7 @@ class Work(Generic[T]):
         """
         if not self._over.is_set():
             try:
-                if not wait_in_slices(self._over.wait, timeout):
+                if not self._over.wait(timeout):
                     self._abort(self.operation, TimeoutError(f"not done after {timeout} s"))
                     self._over.wait()
             except BaseException as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
+import subprocess
+import sys
 import threading
 from time import monotonic
 from typing import Any
@@ -10,7 +13,8 @@ from unittest import mock
 
 import pytest
 
-from paceline._wait import SLICE, wait_in_slices
+from paceline._loop import loop_thread
+from paceline._wait import SLICE, Latch, Outcome, wait_in_slices
 from paceline.links.base import LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.grpc_queues import Inbox
@@ -52,9 +56,125 @@ def test_a_link_and_an_operation_are_waited_for_in_slices() -> None:
     with pytest.raises(LinkTimeout):
         inbox.get(monotonic() + 0.01, Fault(1, 0, verdict_timeout=0.0))
     work: Work[int] = Work(1, lambda: 7, lambda operation, error: None)
-    waits = iter([False, True])
-    with mock.patch.object(work._over, "wait", side_effect=lambda seconds: slept.append(seconds) or next(waits)):
-        work._result = 7
-        assert work.wait() == 7
     assert slept
     assert all(0 <= seconds <= SLICE for seconds in slept)
+    slept.clear()
+
+    def acquire(timeout: float) -> bool:
+        slept.append(timeout)
+        work._over._is_set = len(slept) == 2
+        return work._over._is_set
+
+    with mock.patch.object(work._over, "_gate", mock.Mock(acquire=acquire)):
+        work._result = 7
+        assert work.wait() == 7
+    assert len(slept) == 2
+    assert all(0 <= seconds <= SLICE for seconds in slept)
+
+
+STORM = """
+import asyncio, random, signal, threading, time
+from paceline._loop import loop_thread
+from paceline._wait import Latch
+
+class Interrupt(BaseException):
+    pass
+
+armed = False
+
+def interrupt(*_):
+    global armed
+    if armed:
+        armed = False
+        raise Interrupt
+
+async def work(seconds):
+    await asyncio.sleep(seconds)
+    return seconds
+
+def other_way(seconds):
+    # by a latch that the loop tells of
+    latch = Latch()
+    thread.loop.call_soon_threadsafe(thread.loop.call_later, seconds, latch.set)
+    latch.wait()
+    return seconds
+
+def loop_answers():
+    answered = threading.Event()
+    thread.loop.call_soon_threadsafe(answered.set)
+    return answered.wait(5.0)
+
+signal.signal(signal.SIGALRM, interrupt)
+thread, rng, runs, hits = loop_thread(), random.Random(0), 0, 0
+end = time.monotonic() + 2.0
+while time.monotonic() < end:
+    runs += 1
+    seconds = rng.choice([0, 2e-4])
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 4e-4))
+        assert (thread.run(work(seconds)) if runs % 2 else other_way(seconds)) == seconds
+        armed = False
+    except Interrupt:
+        hits += 1
+    if runs % 20 == 0:
+        armed = False
+        assert loop_answers(), f"the loop hangs after {hits} interrupts"
+armed = False
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert hits > 100, hits
+"""
+
+
+def test_an_interrupt_at_any_instruction_of_a_wait_leaves_the_loop_running() -> None:
+    done = subprocess.run([sys.executable, "-c", STORM], capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_all_who_wait_for_a_latch_go_on() -> None:
+    latch, passed = Latch(), []
+    threads = [threading.Thread(target=lambda: passed.append(latch.wait(10.0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not latch.wait(0.0)
+    latch.set()
+    latch.set()
+    for thread in threads:
+        thread.join(10.0)
+    assert passed == [True] * 4
+    assert latch.is_set()
+
+
+def test_an_outcome_is_told_once_and_waited_for() -> None:
+    outcome: Outcome[int] = Outcome()
+    assert not outcome.wait(0.0)
+    assert not outcome.done()
+    threading.Timer(0.01, outcome.set_result, (7,)).start()
+    assert wait_in_slices(outcome.wait, 10.0)
+    assert outcome.done()
+    assert outcome.wait(0.0)
+    assert outcome.result() == 7
+    failed: Outcome[int] = Outcome()
+    failed.set_exception(ValueError("so it ended"))
+    assert failed.wait(0.0)
+    with pytest.raises(ValueError, match="so it ended"):
+        failed.result()
+
+
+def test_what_is_waited_for_too_long_is_cancelled_unless_it_is_kept() -> None:
+    ended: list[str] = []
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(0.2)
+            ended.append(f"{name} done")
+        except asyncio.CancelledError:
+            ended.append(f"{name} cancelled")
+            raise
+
+    thread = loop_thread()
+    for name, keep in (("one", False), ("two", True)):
+        with pytest.raises(TimeoutError):
+            thread.run(work(name), 0.01, keep=keep)
+    thread.run(asyncio.sleep(0.3))
+    assert ended == ["one cancelled", "two done"]

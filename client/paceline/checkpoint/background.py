@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline._wait import Latch
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.pieces import Piece
 from paceline.checkpoint.tag import Tag
@@ -35,7 +36,7 @@ class PartWriter:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
-        self._settled = threading.Event()
+        self._settled = Latch()
         self._settled.set()
         self._part: Part | None = None
         self._error: Exception | None = None
@@ -48,7 +49,7 @@ class PartWriter:
         """
         if self._thread is not None:
             raise StepOrderError("a part of a checkpoint is still being written: wait() for it first")
-        self._settled.clear()
+        self._settled = Latch()
         self._part = self._error = None
         arguments = directory, tag, attempt, number, parts, pieces
         self._thread = threading.Thread(target=self._run, args=arguments, name="paceline-checkpoint")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from paceline import errors
 from paceline._fork import check_process
+from paceline._wait import Latch
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -103,7 +104,7 @@ class Fault:
         self._rank = rank
         self._verdict_timeout = verdict_timeout
         self._lock = threading.Lock()
-        self._settled = threading.Event()
+        self._settled = Latch()
         self._suspicion: Suspicion | None = None
         self._answer_by = 0.0  # `time.monotonic()` value until which a verdict is waited for
         self._verdict: Verdict | None = None

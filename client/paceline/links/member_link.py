@@ -7,13 +7,12 @@ gRPC is all that this member has.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, TypeVar
 
-from paceline._wait import SLICE
+from paceline._wait import SLICE, Latch
 from paceline.errors import PacelineError
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault, Suspicion
@@ -47,10 +46,10 @@ class MemberLink(Link):
         self.kind = "grpc"
         self.inbox = inbox
         self.outbox = outbox
-        self.drained = threading.Event()
+        self.drained = Latch()
         self._fault = fault
         self._half: Outgoing | None = None
-        self._settled = threading.Event()
+        self._settled = Latch()
         self._sending = self._receiving = self._shut = False
         fault.on_failure(self._wake)
 

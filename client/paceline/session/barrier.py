@@ -6,11 +6,10 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent import futures
 from contextlib import contextmanager
 
 from paceline import errors
-from paceline._wait import wait_in_slices
+from paceline._wait import Outcome
 from paceline.links.fault import error_type
 from paceline.session.wire import duration
 from pacelinepb.v1 import session_pb2 as pb
@@ -30,7 +29,7 @@ class Barriers:
         self._rounds: Counter[tuple[int, str]] = Counter()
         self._turns: dict[tuple[int, str], threading.Lock] = {}
         self._ended: errors.PacelineError | None = None
-        self._waiting: dict[int, tuple[pb.EnterBarrier, futures.Future[None]]] = {}
+        self._waiting: dict[int, tuple[pb.EnterBarrier, Outcome[None]]] = {}
 
     @contextmanager
     def turn(self, generation: int, name: str, timeout: float) -> Iterator[None]:
@@ -64,7 +63,7 @@ class Barriers:
                 round=self._rounds[generation, name],
                 timeout=duration(timeout),
             )
-            self._waiting[entry.call] = (entry, futures.Future())
+            self._waiting[entry.call] = (entry, Outcome())
         return entry
 
     def wait(self, entry: pb.EnterBarrier, timeout: float) -> None:
@@ -74,31 +73,30 @@ class Barriers:
             OperationTimeout: not all members arrived in time; the text lists who is missing.
             PacelineError: the generation failed, or the session ended.
         """
-        _, future = self._waiting[entry.call]
+        _, outcome = self._waiting[entry.call]
         try:
-            done = wait_in_slices(lambda seconds: futures.wait([future], seconds).done, timeout + _SLACK)
+            done = outcome.wait(timeout + _SLACK)
         finally:
             with self._lock:
                 self._waiting.pop(entry.call, None)
         if not done:
             text = f"barrier {entry.name!r}: the coordinator did not answer within {timeout + _SLACK:.1f} s"
             raise errors.OperationTimeout(text, generation=entry.generation)
-        future.result()
+        outcome.result()
         with self._lock:  # only a barrier that was passed counts: those who come late to a failed one meet the next try
             self._rounds[entry.generation, entry.name] += 1
 
     def answer(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """The coordinator's word on one call."""
-        with self._lock:
-            found = self._waiting.get(call)
-        if found is None or found[1].done():
-            return
-        entry, future = found
-        if failed is None:
-            future.set_result(None)
-            return
-        error = error_type(failed.reason)
-        future.set_exception(error(failed.text, ranks=tuple(failed.culprits), generation=entry.generation))
+        with self._lock:  # against `fail`: an outcome is told once
+            entry, outcome = self._waiting.get(call, (None, None))
+            if entry is None or outcome is None or outcome.done():
+                return
+            if failed is None:
+                outcome.set_result(None)
+                return
+            error = error_type(failed.reason)
+            outcome.set_exception(error(failed.text, ranks=tuple(failed.culprits), generation=entry.generation))
 
     def in_flight(self) -> list[pb.EnterBarrier]:
         """Arrivals without an answer: to be sent again after a reconnect."""
@@ -109,7 +107,6 @@ class Barriers:
         """The session is over: every wait ends, and nobody enters any more."""
         with self._lock:
             self._ended = self._ended or error
-            waiting = [future for _, future in self._waiting.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(error)
+            for _, outcome in self._waiting.values():
+                if not outcome.done():
+                    outcome.set_exception(error)

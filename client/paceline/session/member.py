@@ -11,12 +11,11 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
-from concurrent import futures
 from typing import Any, TypeVar
 
 from paceline import errors
 from paceline._loop import LoopThread
-from paceline._wait import wait_in_slices
+from paceline._wait import Outcome
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
@@ -96,7 +95,7 @@ class MemberConnection:
         self._thread = thread
         self._door = Door(wanted.job, credentials, config)
         self._barriers = Barriers()
-        self._joined: futures.Future[None] = futures.Future()
+        self._joined: Outcome[None] = Outcome()
         self._reason = f"no coordinator answers at {coordinator} yet"
         self._opened = time.monotonic()
         self._control: ControlStream | None = None
@@ -139,7 +138,7 @@ class MemberConnection:
         try:
             self._thread.run(self._register(timeout))
             left = max(0.0, deadline - time.monotonic())
-            if not wait_in_slices(lambda seconds: futures.wait([self._joined], seconds).done, left):
+            if not self._joined.wait(left):
                 text = f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
                 raise errors.OperationTimeout(text)
             self._joined.result()
@@ -185,7 +184,7 @@ class MemberConnection:
             if self._flight is not None:
                 self._flight.close()
             self._barriers.fail(errors.SessionClosed("the session has ended"))
-            self._thread.start(self._leave(cause)).result()
+            self._thread.run(self._leave(cause), keep=True)
 
     def start_line(self, source: StateSource) -> None:
         """From now on this member gives its state to others, and comes back as a new one if its session ends."""

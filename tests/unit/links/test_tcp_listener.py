@@ -274,7 +274,9 @@ def test_halves_leave_nothing_behind(folder: CertificateFolder) -> None:
                     half.close()
                     half.close()
             assert _descriptors() == before
-    assert not [thread for thread in threading.enumerate() if thread.name == "paceline-tcp"]
+    for thread in [thread for thread in threading.enumerate() if thread.name == "paceline-tcp"]:
+        thread.join(10.0)  # it has been told to end; nobody waits for that
+        assert not thread.is_alive()
 
 
 def test_a_forked_child_holds_nothing_open_and_may_not_use_it() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import Group
+from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
 from paceline.torch.arrays import Landing, elements_of
 from paceline.torch.errors import for_torch
@@ -42,7 +43,7 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
         self._act: Callable[[], int] | None = act
         self._line = line
         self._results = results
-        self._over = threading.Event()
+        self._over = Latch()
         self._error: BaseException | None = None
         self._source = -1
         self._hearers: list[Callable[[], None]] = []
