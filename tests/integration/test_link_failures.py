@@ -1,7 +1,8 @@
 """A member dies or freezes in the middle of a collective, over each kind of link: who is named, how soon, and whose the
 arrays are then (I7, I8).
 
-The culprit strikes itself between two frames of a large array, so the act falls in the middle whatever the machine.
+The culprit strikes itself between two frames of a large array, or two marks, so that the act falls in the middle
+whatever the machine.
 """
 
 from __future__ import annotations
@@ -75,9 +76,8 @@ def counted(call):
         return call(*args, **kwargs)
     return wrapped
 
-for name in ("send", "recv"):  # `recv` polls too, so the halfway mark is not a number of frames
+for name in ("send", "lend", "recv", "mark", "await_mark"):  # these poll too, so halfway is not a number of frames
     setattr(MemberLink, name, counted(getattr(MemberLink, name)))
-MemberLink.lend = counted(MemberLink.lend)
 
 with paceline.join() as session:
     group, rank = session.group, session.rank
