@@ -77,8 +77,8 @@ class LoopThread:
             else:
                 outcome.set_result(task.result())
 
-        self.loop.call_soon_threadsafe(begin)
         try:
+            self.loop.call_soon_threadsafe(begin)
             if not outcome.wait(timeout):
                 raise TimeoutError(f"no answer within {timeout} s")
         except BaseException:

@@ -40,7 +40,7 @@ def wait_in_slices(wait: Callable[[float], object], timeout: float | None) -> bo
 
 
 class Latch:
-    """An event that comes once, told by one thread to others that an interrupt may hit at any instruction.
+    """An event that comes once, whose waiters an interrupt may hit at any instruction.
 
     `threading.Event` has a lock that both sides take: a waiter who is interrupted just behind its acquisition keeps
     it, and whoever is to tell waits for ever (as a `Future` did within 213 interrupts). Here a waiter takes nothing

@@ -5,24 +5,22 @@ from __future__ import annotations
 import pytest
 
 from paceline.testing import coordinator
+from support.elastic.wrapping import WRAP, WRAPPERS
 from support.processes import Worker, workers
 
 pytestmark = pytest.mark.slow
 
-PRELUDE = """
+PRELUDE = (
+    WRAP
+    + """
 import contextlib
 
-WRAPPER = os.environ["PACELINE_WRAPPER"]
 rng = np.random.default_rng(0)
 model = paceline.nn.Linear(4, 4, rng=rng)
 x = np.ones((4, 4), np.float32)
 
 def build(session):
-    if WRAPPER == "ddp":
-        wrapped, trained = paceline.DDP(model, session.group), model
-    else:
-        nodes = 2 if WRAPPER == "hybrid_shard" else None
-        wrapped = trained = paceline.FSDP(model, session.group, paceline.ShardingStrategy[WRAPPER.upper()], nodes)
+    wrapped, trained = wrap(model, session.group)
     optimizer = paceline.optim.SGD(trained, lr=0.01)
     return wrapped, optimizer, paceline.TrainState(model=trained, optimizer=optimizer)
 
@@ -31,8 +29,7 @@ def compute(wrapped, optimizer):
     optimizer.zero_grad()
     wrapped.backward(y)
 """
-
-WRAPPERS = ["ddp", "full_shard", "shard_grad_op", "hybrid_shard"]
+)
 
 
 def outcomes(wrapper: str, code: str, *, least: int, world: int = 2) -> list[dict[str, object]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.testing import coordinator
+from support.elastic.wrapping import WRAP, WRAPPERS
 from support.processes import workers
 
 CODE = """
-WRAPPER = os.environ["PACELINE_WRAPPER"]
 from paceline.session.control import ControlStream
 
 rng = np.random.default_rng(0)
@@ -23,11 +23,7 @@ ControlStream.send = counted
 sent = {"elastic": [], "plain": []}
 frames = {"elastic": [], "plain": []}
 with paceline.join() as session:
-    if WRAPPER == "ddp":
-        wrapped, trained = paceline.DDP(model, session.group), model
-    else:
-        nodes = 2 if WRAPPER == "hybrid_shard" else None
-        wrapped = trained = paceline.FSDP(model, session.group, paceline.ShardingStrategy[WRAPPER.upper()], nodes)
+    wrapped, trained = wrap(model, session.group)
     optimizer = paceline.optim.SGD(trained, lr=0.01)
     state = paceline.TrainState(model=trained, optimizer=optimizer)
     bare = type(optimizer).step
@@ -60,12 +56,12 @@ WORDS_BYTES = 8 * (25 + 1)
 """Of both words of a step, from one of two members."""
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "full_shard", "shard_grad_op", "hybrid_shard"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_step_sends_what_its_gradients_need_and_not_a_byte_more(wrapper: str) -> None:
     """The word rides with DDP's; where the state is spread, it and the second word at the gate go by themselves."""
     with (
         coordinator() as address,
-        workers(2, CODE, COORDINATOR=address, MIN_WORKERS="2", WRAPPER=wrapper) as started,
+        workers(2, WRAP + CODE, COORDINATOR=address, MIN_WORKERS="2", WRAPPER=wrapper) as started,
     ):
         facts = [worker.expect("facts") for worker in started]
         assert [worker.wait() for worker in started] == [0, 0]

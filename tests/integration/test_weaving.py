@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from paceline.testing import coordinator
-from support.processes import Worker, workers
+from support.processes import workers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,10 +58,15 @@ with paceline.join() as session:
 """
 
 
-def wrong(worker: Worker) -> tuple[list[object], int]:
-    """What differs from the sums of another schedule, and how many operations were woven."""
-    told = worker.expect("found", timeout=60.0)
-    return [row for row in told["found"] if not (row[3] and row[4])], told["woven"]
+def check(world: int, prepare: str, *, woven: bool) -> None:
+    """Sums are those of another schedule, and some were woven, or none."""
+    code = PRELUDE + prepare + SAME_BITS
+    with coordinator() as address, workers(world, code, COORDINATOR=address, MIN_WORKERS=str(world)) as started:
+        for worker in started:
+            told = worker.expect("found", timeout=60.0)
+            assert [row for row in told["found"] if not (row[3] and row[4])] == []
+            assert (told["woven"] > 0) == woven
+        assert [worker.wait() for worker in started] == [0] * world
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -71,20 +76,12 @@ def wrong(worker: Worker) -> tuple[list[object], int]:
     ids=["all", "none", "not rank 1"],
 )
 def test_the_bits_are_those_of_rank_order(world: int, lent: str, woven: bool) -> None:
-    code = PRELUDE + f"LENT = [{lent}]" + SAME_BITS
-    with coordinator() as address, workers(world, code, COORDINATOR=address, MIN_WORKERS=str(world)) as started:
-        for worker in started:
-            differing, times = wrong(worker)
-            assert not differing
-            assert (times > 0) == woven
-        assert [worker.wait() for worker in started] == [0] * world
+    check(world, f"LENT = [{lent}]", woven=woven)
 
 
 def test_whom_nothing_can_be_promised_gets_it_when_it_is_made() -> None:
     """Of three, rank 0 promises nothing, and rank 1 nothing from its second segment on."""
-    code = (
-        PRELUDE
-        + """
+    prepare = """
 promise, left = ShmOutgoing.promise, [10_000]
 def grudging(self, frame, deadline):
     left[0] -= 1
@@ -92,20 +89,12 @@ def grudging(self, frame, deadline):
 ShmOutgoing.promise = grudging
 LENT = [lambda rank: left.__setitem__(0, {0: 0, 1: 2, 2: 10_000}[rank]) or True]
 """
-        + SAME_BITS
-    )
-    with coordinator() as address, workers(3, code, COORDINATOR=address, MIN_WORKERS="3") as started:
-        for worker in started:
-            differing, times = wrong(worker)
-            assert not differing
-            assert times > 0
+    check(3, prepare, woven=True)
 
 
 def test_a_rank_that_can_hand_over_no_memory_copies_what_it_said_it_could_lend() -> None:
     """Staging holds the six frames that it has room for among many neighbours too."""
-    code = (
-        PRELUDE
-        + """
+    prepare = """
 announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
 def small(self, *args):
     init(self, *args)
@@ -115,13 +104,7 @@ ranks = []
 ShmOutgoing._announce = lambda self, segment: ranks[0] != 1 and announce(self, segment)
 LENT = [lambda rank: ranks.append(rank) or True]
 """
-        + SAME_BITS
-    )
-    with coordinator() as address, workers(3, code, COORDINATOR=address, MIN_WORKERS="3") as started:
-        for worker in started:
-            differing, times = wrong(worker)
-            assert not differing
-            assert times > 0
+    check(3, prepare, woven=True)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])

@@ -166,7 +166,7 @@ class _Attempt:
 
     def abandon(self, writer: PartWriter) -> None:
         if self._name:
-            with suppress(Exception):  # whatever came of it
+            with suppress(OSError):  # whatever came of it
                 writer.wait()
             discard(self._directory, self._tag, self._name)
 

@@ -24,7 +24,7 @@ _LOST = 60e-6
 """Seconds that a sleeper loses."""
 
 AWAKE = 200e-6
-"""Seconds that a waiter with a core of its own stays awake at most."""
+"""Seconds that a waiter with a core of its own, or for a mark, stays awake at most."""
 
 _WAKE = 1 << 48
 """What a wake adds: no count comes near it, and one descriptor serves both."""
