@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import select
@@ -244,8 +245,16 @@ def test_tls_is_never_unverified(folder: CertificateFolder) -> None:
 
 
 def _descriptors() -> int:
+    gc.collect()  # what other tests have left
+    _join_writers()
     on_loop(lambda: None)  # what is closed on the loop is closed
     return len(os.listdir("/proc/self/fd"))
+
+
+def _join_writers() -> None:
+    for thread in [thread for thread in threading.enumerate() if thread.name == "paceline-tcp"]:
+        thread.join(10.0)  # it has been told to end, and holds descriptors until then
+        assert not thread.is_alive()
 
 
 def _fill(send: Callable[[], None]) -> None:
@@ -274,9 +283,7 @@ def test_halves_leave_nothing_behind(folder: CertificateFolder) -> None:
                     half.close()
                     half.close()
             assert _descriptors() == before
-    for thread in [thread for thread in threading.enumerate() if thread.name == "paceline-tcp"]:
-        thread.join(10.0)  # it has been told to end; nobody waits for that
-        assert not thread.is_alive()
+    _join_writers()
 
 
 def test_a_forked_child_holds_nothing_open_and_may_not_use_it() -> None:
