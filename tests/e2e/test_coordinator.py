@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.health import is_serving
+from paceline.cli.health import trouble_at
 from support.command import Command, command
 
 
@@ -28,7 +28,7 @@ def test_it_says_where_and_for_whom_and_ends_quietly(signum: signal.Signals, tmp
     with command("coordinator", "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state.db")) as coordinator:
         address = address_of(coordinator)
         coordinator.wait_for("only this machine can reach it")
-        assert is_serving(address)
+        assert not trouble_at(address)
         coordinator.signal(signum)
         assert coordinator.wait() == 0
     assert "Traceback" not in coordinator.stderr
@@ -98,4 +98,4 @@ def test_status_of_somebody_else() -> None:
         web.kill()
     assert status.stderr.startswith("paceline: ")
     assert status.stderr.count("\n") == 1
-    assert not is_serving(f"127.0.0.1:{found[1]}", timeout=0.5)
+    assert trouble_at(f"127.0.0.1:{found[1]}", timeout=0.5)

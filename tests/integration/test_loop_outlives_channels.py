@@ -10,6 +10,7 @@ import sys
 
 CODE = """
 import asyncio
+import socket
 import threading
 from asyncio.selector_events import BaseSelectorEventLoop
 
@@ -30,8 +31,10 @@ held = False
 from paceline._grpc import aio
 from paceline._loop import loop_thread
 
+nobody = socket.create_server(("127.0.0.1", 0))  # takes the call and never answers: only `end` ends it
+
 async def channel():
-    return aio.insecure_channel("127.0.0.1:1")
+    return aio.insecure_channel(f"127.0.0.1:{nobody.getsockname()[1]}")
 
 async def end(call):
     global held

@@ -21,7 +21,7 @@ import paceline
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
 from paceline.cli.app import app
-from paceline.cli.health import is_serving
+from paceline.cli.health import trouble_at
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.elastic.take import out_of_reach
@@ -190,11 +190,11 @@ def test_health_wants_tls_too(
     good: CertificateFolder, foreign: CertificateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with coordinator(**good.server(mutual=False)) as address:
-        assert not is_serving(address, timeout=0.5)
+        assert trouble_at(address, timeout=0.5)
         monkeypatch.setenv("PACELINE_TLS_CA", str(foreign.path / "ca.pem"))
-        assert not is_serving(address, timeout=0.5)
+        assert trouble_at(address, timeout=0.5)
         monkeypatch.setenv("PACELINE_TLS_CA", str(good.path / "ca.pem"))
-        assert is_serving(address)
+        assert not trouble_at(address)
 
 
 def fault(address: str, credentials: Credentials) -> str:

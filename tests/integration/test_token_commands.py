@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.cli.health import is_serving
+from paceline.cli.health import trouble_at
 from paceline.testing import coordinator
 from paceline_server.__main__ import main as serve_alone
 from support.command import command
@@ -55,7 +55,7 @@ def test_a_coordinator_that_cannot_start_says_why(
 def test_health_needs_no_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN_FILE", "/no/such/file")
     with coordinator(token=ALL) as address:
-        assert is_serving(address)
+        assert not trouble_at(address)
 
 
 def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from paceline.cli.health import is_serving
+from paceline.cli.health import trouble_at
 from pacelinepb.v1 import admin_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from support.processes import Worker
@@ -49,7 +49,7 @@ class Targets:
 
     def check(self) -> None:
         """Both serve, and neither has anything to complain of."""
-        assert is_serving(self.coordinator)
+        assert not trouble_at(self.coordinator)
         self.worker.go()
         assert self.worker.expect("sum")["value"] == 3.0
         assert self.worker.wait() == 0

@@ -1,10 +1,11 @@
-"""A TCP relay between clients and a server, whose connections a test can reset all at once."""
+"""A TCP relay between clients and a server, which a test can make a long way, and whose connections it can reset."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,15 +17,17 @@ class Relay:
 
     Args:
         target: where to, "host:port".
+        seconds: that what the server says is on its way.
 
     Attributes:
         address: where clients connect to.
         resets: connections that were reset so far, counted at the client's side.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, seconds: float = 0.0) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
+        self._seconds = seconds
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.resets = 0
@@ -51,6 +54,7 @@ class Relay:
         """Ends everything."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._threads[0].join(10)  # then no connection comes any more
         self.reset_all()
         for thread in self._threads:
             thread.join(10)
@@ -69,23 +73,24 @@ class Relay:
             server.settimeout(None)
             with self._lock:
                 self._pairs.append((client, server))
-            for source, sink in ((client, server), (server, client)):
-                thread = threading.Thread(target=_pass_on, args=(source, sink))
+            for source, sink, seconds in ((client, server, 0.0), (server, client, self._seconds)):
+                thread = threading.Thread(target=_pass_on, args=(source, sink, seconds))
                 self._threads.append(thread)
                 thread.start()
 
 
-def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+def _pass_on(source: socket.socket, sink: socket.socket, seconds: float) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
+            time.sleep(seconds)
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
-def relay(target: str) -> Iterator[Relay]:
+def relay(target: str, seconds: float = 0.0) -> Iterator[Relay]:
     """A relay for the block."""
-    made = Relay(target)
+    made = Relay(target, seconds)
     try:
         yield made
     finally:

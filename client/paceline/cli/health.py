@@ -1,7 +1,8 @@
 """A container's health check: python -m paceline.cli.health HOST:PORT.
 
-Asks the standard grpc.health.v1 service whether the server serves, with exit code 0 for yes. It needs no token; where
-the server has TLS, PACELINE_TLS_CA, and a certificate too if the server asks for one.
+Asks the standard grpc.health.v1 service whether the server serves, with exit code 0 for yes; otherwise it says why not,
+and Docker and Kubernetes show that beside the container. It needs no token; where the server has TLS, PACELINE_TLS_CA,
+and a certificate too if the server asks for one.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from paceline._grpc import grpc
 from paceline.credentials import Credentials
 from paceline.session.wire import CHANNEL_OPTIONS
 
-__all__ = ["is_serving", "main"]
+__all__ = ["main", "trouble_at"]
 
 _TIMEOUT_S = 3.0
 
 
-def is_serving(address: str, timeout: float = _TIMEOUT_S) -> bool:
-    """True if the server at the address answers that it serves, False for any other answer and for none.
+def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
+    """Why the server at the address does not serve; empty if it answers that it does.
 
     Raises:
         ValueError: the PACELINE_* variables for TLS cannot be used.
@@ -29,17 +30,20 @@ def is_serving(address: str, timeout: float = _TIMEOUT_S) -> bool:
     with Credentials.tls_from_environment().probe_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == HealthCheckResponse.SERVING)
+        except grpc.RpcError as error:
+            return f"{address} does not answer: {error.details()}"
+    if answer.status == HealthCheckResponse.SERVING:
+        return ""
+    return f"{address} answers {HealthCheckResponse.ServingStatus.Name(answer.status)}"
 
 
 def main() -> None:
-    """Exits with 0 or 1."""
+    """Exits with 0, or with 1 and why on stderr."""
     try:
-        sys.exit(0 if is_serving(sys.argv[1]) else 1)
+        trouble = trouble_at(sys.argv[1])
     except ValueError as error:
-        sys.exit(f"paceline: {error}")
+        trouble = str(error)
+    sys.exit(f"paceline: {trouble}" if trouble else 0)
 
 
 if __name__ == "__main__":

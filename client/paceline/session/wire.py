@@ -17,13 +17,14 @@ __all__ = ["CHANNEL_OPTIONS", "channel_options", "duration", "error_from_status"
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
 """Of every channel that Paceline opens: gRPC's own backoff grows to 120 s, which no recovery can wait for, and it would
-look for a coordinator that has moved to another address once in 30 s."""
+look for a coordinator that has moved to another address once in 30 s. What gRPC calls the least backoff is how long one
+try to connect may take (its doc/connection-backoff.md): a far or busy host takes its time, above all for TLS."""
 
 
 def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tuple[str, int]]:
@@ -34,12 +35,11 @@ def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tupl
 
     Args:
         failure_timeout: seconds.
-        alone: the channel shares nothing with others, so it tries to connect at once; and as it is soon given up for
-            the next, its first try lasts as long as the last of one that is kept: the other host may be far.
+        alone: the channel shares nothing with others, so it tries to connect at once.
     """
     most = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that comes back late is taken for lost
-    longest = ("max_reconnect", "min_reconnect") if alone else ("max_reconnect",)  # min: for how long to try (grpc)
-    reconnect = [(name, most if any(n in name for n in longest) else value) for name, value in CHANNEL_OPTIONS]
+    limits = ("grpc.max_reconnect_backoff_ms", "grpc.min_reconnect_backoff_ms")
+    reconnect = [(name, most if name in limits else value) for name, value in CHANNEL_OPTIONS]
     silence = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", round(failure_timeout * 1000))]
     return reconnect + silence + ([("grpc.use_local_subchannel_pool", 1)] if alone else [])
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.relay import relay
 
 JOB, TAG = "job", Tag(2, 5)
 PATIENCE = 8.0
@@ -113,6 +115,12 @@ def test_only_what_differs_travels() -> None:
 def test_state_without_arrays() -> None:
     with donors(1, {"n": 3, "e": np.zeros((0, 2))}) as givers:
         np.testing.assert_equal(take(givers, {"n": 4}), {"n": 3, "e": np.zeros((0, 2))})
+
+
+def test_from_a_far_host() -> None:
+    with donors(1) as givers, relay(givers[0].peer.address, seconds=0.3) as far:
+        givers[0].peer = replace(givers[0].peer, address=far.address)
+        np.testing.assert_equal(take(givers), state())
 
 
 def test_one_lies() -> None:
