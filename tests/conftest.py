@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
+
+from support.python_process import fresh
 
 # The loop thread and grpc's pollers live as long as the process; they are no leak.
 _LASTING = ("paceline-loop", "grpc", "asyncio_", "Thread-grpc", "_poll_wrapper")
@@ -18,6 +20,15 @@ def _extra(before: set[threading.Thread]) -> list[threading.Thread]:
         for thread in threading.enumerate()
         if thread not in before and thread.is_alive() and not any(word in thread.name for word in _LASTING)
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What is measured begins with nothing but the interpreter, as users' processes do."""
+    if item.get_closest_marker("benchmark") is None:
+        return (yield)
+    with fresh():
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from support.netns import Host
+from support.python_process import start_python
 
 __all__ = ["Worker", "workers"]
 
@@ -45,15 +43,7 @@ class Worker:
     """
 
     def __init__(self, code: str, environment: dict[str, str], host: Host | None = None) -> None:
-        command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
-        self.process = subprocess.Popen(
-            command if host is None else host.command(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **environment},
-        )
+        self.process = start_python(["-c", _PRELUDE + textwrap.dedent(code)], environment, host)
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._errors: list[str] = []
         self._threads = [

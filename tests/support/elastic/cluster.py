@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from support.elastic.brake import Brake
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
+from support.python_process import Process, start_python
 
 if TYPE_CHECKING:  # it needs the extra "tls"
     from support.certificates import CertificateFolder
@@ -50,16 +50,9 @@ class Trainer:
     ) -> None:
         self._brake, self._name = Brake(Path(plan["brake"])), str(next(_numbers))
         self._brake.press(self._name)
-        command = [sys.executable, str(_TESTS / plan.get("trainer", _TRAINER)), json.dumps(plan)]
+        command = [str(_TESTS / plan.get("trainer", _TRAINER)), json.dumps(plan)]
         self.host = host
-        self.process = subprocess.Popen(
-            command if host is None else host.command(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **environment},
-        )
+        self.process = start_python(command, environment, host)
         self.pid = self.process.pid
         self.events: list[dict[str, Any]] = []
         self.stderr = ""
@@ -168,7 +161,7 @@ class Cluster:
         credentials = IN_THE_CLEAR if certificates is None else certificates.credentials
         self._reports = ExitReports(self.address, "job", credentials)
         self._watchers: list[threading.Thread] = []
-        self.coordinator: subprocess.Popen[str] | None = None
+        self.coordinator: Process | None = None
         self.start_coordinator()
 
     # What a test does -------------------------------------------------------------------------------------------------
@@ -176,16 +169,13 @@ class Cluster:
     def start_coordinator(self) -> None:
         """Starts the coordinator on its state file, and waits until it listens. Its log is in the folder."""
         state = str(self.folder / "state.db")
-        command = [sys.executable, "-m", "paceline_server", "--listen", self.address, "--state", state]
+        command = ["-m", "paceline_server", "--listen", self.address, "--state", state]
         command += [] if self._certificates is None else self._certificates.arguments
         with (self.folder / "coordinator.log").open("a") as log:
-            self.coordinator = subprocess.Popen(
-                command if self._host is None else self._host.command(command),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            self.coordinator = start_python(command, {}, self._host, stderr=log.fileno())
+        assert self.coordinator.stdin is not None
         assert self.coordinator.stdout is not None
+        self.coordinator.stdin.close()
         with self.coordinator.stdout as said:
             assert "listening" in said.readline(), (self.folder / "coordinator.log").read_text()
 
