@@ -134,6 +134,8 @@ class Engine:
                         start = addresses[own_area]
                         if start is None:
                             start = addresses[own_area] = address_of(areas[own_area])
+                            if base is out:
+                                addresses = [start, start]
                         address = start + own_lo * size
                 exchange.send(peer, self._frame(call, part, payload, address), deadline, lend=lend)
                 continue
