@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 PEERS  := .venv-peers
 WHICH  := peers
 
-# Tests run side by side, on at most 8 cores; those marked `alone` after them, one by one (no unit test is).
-SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
+# Tests run side by side, two for each core, for most of them wait most of the time; at most 8. Those marked `alone` run
+# after them, one by one (no unit test is).
+SIDE_BY_SIDE := -n $(shell echo $$((2 * $$(nproc)))) --maxprocesses 8 --dist worksteal
 ONE_BY_ONE   := --ignore tests/unit
 FIGURES      := benchmark and not peers
 FAST         := not torch and not slow and not root and not containers and not benchmark

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,8 @@ if __name__ == "__main__":
     if kind == "-c":
         sys.argv = ["-c", *words[1:]]
         sys.path.insert(0, "")
-        exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+        whole = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[0], "<string>", "exec"), vars(whole))
     elif kind == "-m":
         sys.argv = words
         sys.path.insert(0, os.getcwd())
