@@ -71,6 +71,7 @@ class Taking:
         self._holders: Sequence[Holder] = ()
         self._told = self._own = b""  # fingerprints of the state at (0, 0): of the base, and of what is held
         self._failed = 0  # takes, in a row
+        self._failing_since = 0.0
         self._kept: _Kept | None = None
         self.read_a_checkpoint = False
 
@@ -84,7 +85,11 @@ class Taking:
         return self._own
 
     def carry_out(self, order: Meet | Take | None) -> Meet | None:
-        """Carries out what the place orders, and what follows from it; returns what is to be said then."""
+        """Carries out what the place orders, and what follows from it; returns what is to be said then.
+
+        Raises:
+            LinkUnavailable: for `step_timeout` nobody gave what was asked for: the others shall wait no longer.
+        """
         if self._place.prepared is None:
             self._kept = None  # nobody has applied that step: it counts for nothing here either
         while isinstance(order, Take):
@@ -98,9 +103,12 @@ class Taking:
                 found = self._saver.latest()
                 if self._place.stored and found == Tag(0, 0):
                     raise  # there were some, and all are damaged
+                if not self._failed:
+                    self._failing_since = began
+                self._failed += 1
+                self._give_up(order, error)
                 self._place.found(found)
                 order = self._place.meet()
-                self._failed += 1
                 if self._failed > 1:  # whoever failed it is gone, as a rule, and the others are there
                     pause = min(_MOST_S, _FIRST_S * 2.0 ** (self._failed - 2))
                     time.sleep(max(0.0, began + pause - time.monotonic()))
@@ -109,6 +117,12 @@ class Taking:
                 self._own = self._told
                 order = self._place.took()
         return order
+
+    def _give_up(self, order: Take, error: PacelineError) -> None:
+        seconds = time.monotonic() - self._failing_since
+        if seconds > self._port.config.step_timeout:
+            text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s (step_timeout)"
+            raise LinkUnavailable(f"{text}; this member leaves, for the others wait for it: {error}") from error
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
         """What this member has of the state is of no use; returns the step of the checkpoint, and what is to be said.

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from paceline import checkpoint
 
-__all__ = ["Fault", "abort", "fail", "freeze", "hold_gil", "inflict", "kill"]
+__all__ = ["Fault", "abort", "fail", "freeze", "hold_gil", "inflict", "kill", "take_nothing"]
 
 
 @dataclass
@@ -184,6 +184,17 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(Line, "close", lambda *_: strike("closing"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))
+
+
+def take_nothing() -> None:
+    """Nobody gives this process any state, now or ever."""
+    from paceline.elastic.port import CoordinatedPort
+    from paceline.errors import LinkUnavailable
+
+    def refuse(*_: Any) -> Any:
+        raise LinkUnavailable("nobody gave it, for a test")
+
+    CoordinatedPort.take = CoordinatedPort.take_shards = refuse  # type: ignore[method-assign]
 
 
 def _is_first(path: str) -> bool:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `sup
 import paceline
 from paceline.checkpoint.tree import split_shards
 from support.elastic.brake import Brake
-from support.elastic.faults import Fault, inflict
+from support.elastic.faults import Fault, inflict, take_nothing
 from support.elastic.problem import BATCH, SAMPLES, build, data
 
 _lock = threading.Lock()
@@ -47,6 +47,8 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s")
     faults = [Fault(**fault) for fault in plan["faults"]]
     inflict(faults, emit)
+    if plan.get("takes_nothing"):
+        take_nothing()
     x, t = data()
     brake = Brake(Path(plan["brake"]))
     if plan["wrapper"] == "torch":

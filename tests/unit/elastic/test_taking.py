@@ -36,7 +36,8 @@ class Scene:
         self.place.formed(ViewNews(2, 0, Tag(0, 0), frozenset(), 2))
         plan = SimpleNamespace(wanted=["run"])
         shelf = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
-        port: Any = SimpleNamespace(take=self._take, take_shards=self._take_shards, shelf=shelf)
+        config = SimpleNamespace(step_timeout=600.0)
+        port: Any = SimpleNamespace(take=self._take, take_shards=self._take_shards, shelf=shelf, config=config)
         state: Any = SimpleNamespace(
             spreads=True,
             shares=lambda: self.place.shares,
@@ -115,6 +116,22 @@ def test_what_nobody_gives_is_read_from_a_checkpoint(scene: Scene) -> None:
     assert scene.order(Tag(2, 4)).tag == Tag(2, 4)
     assert scene.did == ["plan", "read 4", "withdraw", "switch the disk's"]
     assert scene.taking.read_a_checkpoint
+
+
+def test_who_is_given_nothing_for_too_long_leaves(scene: Scene) -> None:
+    scene.fails, scene.takes = 4, 250.0
+    for _ in range(2):
+        scene.order(Tag(2, 4))
+    with pytest.raises(LinkUnavailable, match=r"s0000000004 could.* 3 times in 750 s .*leaves.*nobody gave it"):
+        scene.order(Tag(2, 4))
+
+
+def test_what_came_in_the_end_begins_the_count_anew(scene: Scene) -> None:
+    scene.fails, scene.takes = 2, 250.0
+    for _ in range(3):
+        scene.order(Tag(2, 4))
+    scene.fails = 1
+    assert scene.order(Tag(2, 6)).tag != Tag(2, 6)  # at 1,000 s, and no reason to leave
 
 
 def test_until_it_is_taken_nothing_changes(scene: Scene) -> None:
