@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_who_reads_elsewhere_is_told(tmp_path: Path) -> None:
                  checkpoint_every=2) as c:  # fmt: skip
         train_until_two_are_there(c, runs)
         (sees,) = c.start(1)
-        (other,) = c.start(1, checkpoint_dir=str(tmp_path / "elsewhere"))
+        (other,) = c.start(1, checkpoint_dir=str(tmp_path / "elsewhere"), visible_s=1.0)
         c.wait_until(lambda: bool(other.of("error")), "it ends")
         (error,) = other.of("error")
         assert error["type"] == "CheckpointFailed"
@@ -82,6 +83,20 @@ def test_who_reads_elsewhere_is_told(tmp_path: Path) -> None:
         c.wait()
         c.check(count=2)
         assert sees.of("done")
+
+
+def test_one_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
+    """As on a network file system, which shows what others have written when it asks again."""
+    runs, late = tmp_path / "runs", tmp_path / "late"
+    with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
+                 checkpoint_every=2, log=True) as c:  # fmt: skip
+        newest = train_until_two_are_there(c, runs)[-1]
+        c.start(1)
+        (other,) = c.start(1, checkpoint_dir=str(late))
+        c.wait_until(lambda: "waiting up to 60 s for it" in other.stderr, "it waits")
+        shutil.copytree(runs, late)
+        c.wait_until(lambda: bool(other.of("attempt")), "it has found it")
+        assert other.of("attempt")[0]["step"] == newest.step + 1, str(c)
 
 
 def test_drained_by_notice_all_keep_what_they_have(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline.group import Group
 
-__all__ = ["Saver"]
+__all__ = ["VISIBLE_S", "Saver"]
+
+VISIBLE_S = 60.0
+"""Seconds after which whatever one host has written is seen by others: a network file system keeps what it knows of a
+directory for so long (nfs(5), acdirmax)."""
+
+_LOOK_S = 0.2
+"""Seconds between two looks for it."""
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -86,15 +94,11 @@ class Saver:
 
         Raises:
             CheckpointDamaged: it is damaged, or was removed meanwhile; `latest` gives the one before.
-            CheckpointFailed: it is not on this member's disk, nor is a greater one.
+            CheckpointFailed: it is not on this member's disk, nor is a greater one, and for `VISIBLE_S` none came.
             SizeMismatch: it is of another model.
         """
         if not self.has(tag) and self.latest() <= tag:
-            where = self._directory or "a directory that this worker was not given"
-            raise CheckpointFailed(
-                f"others go on from the checkpoint {tag}, which is not in {where} here: where the state is spread, "
-                "checkpoint_dir must lie on a disk that all workers share"
-            )
+            self._wait_for(tag)
         assert self._directory is not None
         try:
             rest = plan.load(Path(self._directory) / str(tag))
@@ -104,6 +108,19 @@ class Saver:
             raise
         _log.info("read part %d of %d of the checkpoint %s", *plan.share, tag)
         return rest
+
+    def _wait_for(self, tag: Tag) -> None:
+        """Others go on from a checkpoint that is not here. To go on without it would be to begin from another state."""
+        where = self._directory or "a directory that this worker was not given"
+        text = f"others go on from the checkpoint {tag}, which is not in {where} here"
+        until = time.monotonic() + (0.0 if self._directory is None else VISIBLE_S)
+        if self._directory is not None:
+            _log.warning("%s; waiting up to %g s for it, as a network file system may", text, VISIBLE_S)
+        while not self.has(tag) and self.latest() <= tag:
+            if time.monotonic() >= until:
+                text += ": where the state is spread, checkpoint_dir must lie on a disk that all workers share"
+                raise CheckpointFailed(text)
+            time.sleep(_LOOK_S)
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """A step begins: what is held is copied if it is due."""

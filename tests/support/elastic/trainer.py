@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `sup
 
 import paceline
 from paceline.checkpoint.tree import split_shards
+from paceline.elastic import saver
 from support.elastic.brake import Brake
 from support.elastic.faults import Fault, inflict, take_nothing
 from support.elastic.problem import BATCH, SAMPLES, build, data
@@ -47,6 +48,8 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s")
     faults = [Fault(**fault) for fault in plan["faults"]]
     inflict(faults, emit)
+    if "visible_s" in plan:
+        saver.VISIBLE_S = plan["visible_s"]
     if plan.get("takes_nothing"):
         take_nothing()
     x, t = data()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from paceline import checkpoint
 from paceline.checkpoint import background, sharded_saving
 from paceline.checkpoint.tag import Tag
+from paceline.elastic import saver as saver_module
 from paceline.elastic.share import Share
 from paceline.elastic.spread_saver import SpreadSaver
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, PeerLost, SizeMismatch
@@ -248,7 +250,7 @@ def test_who_leaves_leaves_nothing_behind(world_of: Any, tmp_path: Path) -> None
     assert not any(thread.name == "paceline-checkpoint" for thread in threading.enumerate())
 
 
-def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any) -> None:
+def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of("full", 2, tmp_path, None)
     world.train(1)
     for step in (1, 2):
@@ -269,9 +271,12 @@ def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any) -> None:
     assert SpreadSaver(tmp_path, None).latest() == Tag(1, 2), "sizes alone do not tell"
     with pytest.raises(CheckpointDamaged, match="missing"):
         saver.read(Tag(1, 0), state.resharding(Share(0, 2), own=False))  # removed, for there are later ones
-    for directory in (tmp_path / "elsewhere", None):
+    slept: list[float] = []
+    monkeypatch.setattr(saver_module, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    for directory, seconds in ((None, 0.0), (tmp_path / "elsewhere", 60.0)):
         with pytest.raises(CheckpointFailed, match="must lie on a disk that all workers share"):
             SpreadSaver(directory, None).read(Tag(1, 2), state.resharding(Share(0, 2), own=False))
+        assert sum(slept) == pytest.approx(seconds, abs=0.3)
     checkpoint.save(tmp_path, {"step": 3, "parts": {}}, (2, 3))
     with pytest.raises(SizeMismatch, match="not there"):
         saver.read(Tag(2, 3), state.resharding(Share(0, 2), own=False))
