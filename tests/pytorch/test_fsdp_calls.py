@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from unit.parallel.sharding.models import strategies
 
+from paceline import ShardingStrategy
 from paceline.config import Config
+from paceline.errors import StepOrderError
 from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
@@ -147,3 +149,22 @@ def test_gradients_by_the_input() -> None:
     for gradient, trained in run_ranks(2, rank, config=HASTY):
         torch.testing.assert_close(gradient, x.grad)
         assert trained
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_an_optimizer_of_the_bare_module_says_that_it_trains_nothing(strategy: ShardingStrategy) -> None:
+    """One that was made before the module was wrapped; torch's would pass over parameters without gradients."""
+
+    def rank(group: Group) -> None:
+        net = made(lambda: Chain().double())
+        early, stranger = torch.optim.SGD(net.parameters(), lr=0.1), nn.Linear(2, 2)
+        size = 1 if strategy is ShardingStrategy.HYBRID_SHARD else None
+        model = FSDP(net, group, strategy, size, auto_wrap=Part)
+        for _ in range(2):
+            (model(X) ** 2).mean().backward()
+            with pytest.raises(StepOrderError, match=r"this SGD has: wrap the module first, then .*model.parameters"):
+                early.step()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            torch.optim.SGD(stranger.parameters(), lr=0.1).step()
+
+    run_ranks(2, rank, config=HASTY)

@@ -14,7 +14,7 @@ from paceline.parallel.sharding.strategy import ShardingStrategy
 from paceline.torch.sharding.engine import Engine
 from paceline.torch.sharding.mirror import Mirror, Piece
 from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
-from paceline.torch.sharding.optimizer import optimizer_of
+from paceline.torch.sharding.optimizer import optimizer_of, watch_optimizers
 from paceline.torch.tensors import array_of, tensor_of
 
 __all__ = ["FSDP"]
@@ -89,6 +89,7 @@ class FSDP(Wrapped):
         if mixed_precision not in (None, "bf16"):
             raise UnsupportedOp(f'mixed_precision is "bf16" or None, not {mixed_precision!r}')
         super().__init__()
+        watch_optimizers()
 
         def unit(part: Any) -> FSDP:
             return FSDP(part, group, strategy, intra_node_size, mixed_precision=mixed_precision, ahead=ahead)

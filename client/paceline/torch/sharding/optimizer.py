@@ -11,6 +11,7 @@ its first real step finds what it would have made.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel.fsdp import FSDP
@@ -26,7 +28,7 @@ from paceline.parallel.parameter import Parameter
 from paceline.torch.sharding.mirror import Piece, mirror_in, piece_of
 from paceline.torch.tensors import array_of, tensor_of
 
-__all__ = ["TorchOptimizer", "optimizer_of"]
+__all__ = ["TorchOptimizer", "optimizer_of", "watch_optimizers"]
 
 _KEPT = "_paceline_state"
 """Attribute of a torch optimizer that something stands for."""
@@ -215,12 +217,8 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
     """
     if not isinstance(thing, torch.optim.Optimizer):
         return None
+    _check_trains(thing)
     tensors = [tensor for group in thing.param_groups for tensor in group["params"]]
-    if any((mirror := mirror_in(tensor)) is not None and mirror.has_piece for tensor in tensors):
-        raise StepOrderError(
-            f"FSDP trains pieces of the parameters that this {type(thing).__name__} has: wrap the module first, then "
-            "give the optimizer model.parameters()"
-        )
     owners = [piece._owner for tensor in tensors if (piece := piece_of(tensor))]
     if not owners:
         return None
@@ -235,6 +233,26 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
         setattr(thing, _KEPT, found)
     assert isinstance(found, TorchOptimizer)
     return found
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on any optimizer's step fails if it would train nothing: a wrapped module's parameters get no gradients.
+
+    It would be a `StepOrderError` at once, where torch's optimizers pass over them without a word.
+    """
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_trains(optimizer))
+
+
+def _check_trains(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            mirror = mirror_in(tensor)
+            if mirror is not None and mirror.has_piece:
+                raise StepOrderError(
+                    f"FSDP trains pieces of the parameters that this {type(optimizer).__name__} has: wrap the module "
+                    "first, then give the optimizer model.parameters()"
+                )
 
 
 def _is_cut(name: str, value: Any) -> bool:
