@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.python_process import fresh
 from support.torch_ranks import finish
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
@@ -173,4 +174,5 @@ names = {event.name for event in seen.events()}
 assert {"paceline:all_reduce", "paceline:all_gather"} <= names, names
 assert dist.get_debug_level() == dist.DebugLevel.DETAIL
 """
-    finish(2, MODEL + code, 120, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    with fresh():  # torch reads that variable when it is loaded
+        finish(2, MODEL + code, 120, TORCH_DISTRIBUTED_DEBUG="DETAIL")
