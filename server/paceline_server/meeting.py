@@ -16,7 +16,8 @@ A state may be *spread*: each member holds a share of it. Then, in addition:
 
 - A tag counts only if those who are there hold all of it between them (`shares.lacking`), candidates that were members
   once included: equal tags are equal bits. What is lacking of the greatest tag is waited for if somebody silent may
-  have it; if all who had it are known to have ended, that state is lost.
+  have it; if all who had it are known to have ended, that state is lost. The state before the first step is never the
+  next best: whoever has seen a later one looks for it on a disk.
 - Whoever is prepared for a step that another has applied finishes it before anything else happens.
 - The seats of the next view are given out first, and each member takes the share of its seat inside the meeting,
   newcomers too; nobody drops what it had before the new generation runs. So whatever ends a meeting half way, all that
@@ -36,6 +37,9 @@ from paceline_server.shares import WHOLE, Share, lacking, share_of
 
 __all__ = ["Meeting", "convene", "way_out"]
 
+
+_BEGINNING = Tag(0, 0)
+"""The state before the first step, which members make for themselves."""
 
 _NAMED = 8
 """So many members are listed; a sentence is for people."""
@@ -253,6 +257,8 @@ def _whole_base(
     held = [(_met(session).tag, session) for session in [*reversed(everyone), *reversed(leaders)]]
     firsts = {tag: s for tag, s in held if tag is not None and (s in leaders or tag in prepared)}
     for tag, first in sorted(firsts.items(), key=lambda item: item[0], reverse=True):
+        if lost and view.base is None and tag == _BEGINNING:
+            break  # everyone can build it, and nobody shall who knows of more
         there = [s for s in everyone if _has_some(s, tag, _met(first).fingerprint)]
         lacks = _lacks([first, *there], tag)
         if not lacks:

@@ -179,6 +179,16 @@ def test_a_checkpoint_is_read_by_each_in_part() -> None:
     assert (targets(meeting), names(meeting.laggards)) == ({"m0": "0/2", "m1": "1/2"}, "m0 m1")
 
 
+def test_nobody_begins_at_step_0_who_knows_of_more() -> None:
+    """One has read its part of a checkpoint; the other cannot, and has what everyone begins with."""
+    reads, blind = part("0/2", BASE, holds_base=False), part("0/1", Tag(0, 0), holds_base=False)
+    meeting = convene(job([reads, blind], base=None))
+    assert (meeting.over, names(meeting.lost), meeting.members) == (True, "m0", ())
+    assert meeting.reason.startswith("part 1 of 2 of the state of step 4 is lost with")
+    meeting = convene(job([replace(reads, shares=(), stored=True), blind], base=None))
+    assert (meeting.base, meeting.over) == (BASE, False), "who finds it on the disk again leads"
+
+
 # What the membership makes of it --------------------------------------------------------------------------------------
 
 
