@@ -57,10 +57,12 @@ def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path, strategy: st
     command = [sys.executable, "-m", "paceline", "run", "-n", workers, "--min", "1", "--max", "4", "--restarts", "1"]
     script = (EXAMPLES / "digits_elastic.py").read_text()
     assert "with step:" in script
-    # The example itself, and one line more: a worker that dies in the middle of training.
+    # The example itself, and one line more: a worker that dies in the middle of training, when all have come; so they
+    # train slowly while somebody is on the way, whose interpreter starts.
     dying = script.replace("        with step:", "        die(step)\n        with step:").replace(
         "with paceline.join() as session:",
-        f"def die(step):\n    import os\n    once = {str(tmp_path / 'died')!r}\n"
+        f"def die(step):\n    import os, time\n    once = {str(tmp_path / 'died')!r}\n"
+        f"    time.sleep(0.1 * (step.number < 120 and session.size < {workers}))\n"
         "    if step.number == 120 and step.rank == 1 and not os.path.exists(once):\n"
         "        open(once, 'x').close()\n        os.kill(os.getpid(), 9)\n\nwith paceline.join() as session:",
     )
