@@ -33,8 +33,7 @@ def test_one_to_four_to_two_to_four(wrapper: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
 def test_one_that_nobody_gives_the_state_leaves_and_the_others_go_on(wrapper: str, tmp_path: Path) -> None:
-    with cluster(tmp_path, total=60, pace=0.04, wrapper=wrapper) as c:
-        c.environment["PACELINE_STEP_TIMEOUT"] = "2"
+    with cluster(tmp_path, total=60, pace=0.04, wrapper=wrapper, failure_timeout=0.5) as c:
         c.start(2)
         c.wait_for_step(3)
         (late,) = c.start(1, takes_nothing=True)
@@ -44,7 +43,7 @@ def test_one_that_nobody_gives_the_state_leaves_and_the_others_go_on(wrapper: st
         assert "could not be taken" in error["text"]
         assert set(c.wait().values()) == {0, 3}, str(c)
         c.check(count=2)
-        assert sum(c.redone().values()) <= 1, f"the step in which they waited for it\n{c}"
+        assert sum(c.redone().values()) <= 1, f"the step that began when it was to come\n{c}"
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])

@@ -5,21 +5,33 @@ from __future__ import annotations
 import socket
 import sys
 
+import numpy as np
 import pytest
 
+import paceline
 from paceline.cli.health import main, trouble_at
 from paceline.testing import coordinator
 from support.relay import relay
 
 
 def test_a_coordinator_that_is_far() -> None:
-    with coordinator() as address, relay(address, seconds=0.3) as far:
+    with coordinator() as address, relay(address, seconds=0.2) as far:
         assert not trouble_at(far.address)
 
 
+def test_a_worker_that_is_far_joins() -> None:
+    with (
+        coordinator() as address,
+        relay(address, seconds=0.2) as far,
+        paceline.join(far.address, job="far", min_workers=1) as session,
+    ):
+        assert session.group.all_reduce(np.ones(1)) == 1.0
+
+
 def test_where_none_is_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr(sys, "argv", ["health", address])
-    with pytest.raises(SystemExit, match=f"^paceline: {address} does not answer: .*refused"):
-        main()
+    with socket.socket() as taken:  # bound, so that nobody else gets it; and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr(sys, "argv", ["health", address])
+        with pytest.raises(SystemExit, match=f"^paceline: {address} does not answer: .*refused"):
+            main()

@@ -31,6 +31,7 @@ def main(fd: int, modules: list[str]) -> dict[str, Any]:
     for module in modules:
         importlib.import_module(module)
     loaded = {name: value for name, value in os.environ.items() if name not in before}  # grpc's settings, by Paceline
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests; children are as new processes are
     sock = socket.socket(fileno=fd)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
@@ -48,9 +49,11 @@ def main(fd: int, modules: list[str]) -> dict[str, Any]:
             if not data:
                 os._exit(0)
             *streams, status = fds
+            assert len(os.listdir("/proc/self/task")) == 1, "what was loaded has started threads: they are not forked"
             pid = os.fork()
             if not pid:
                 request: dict[str, Any] = json.loads(data)
+                sock.detach()
                 _become(request, streams, loaded)
                 return request
             pidfd = os.pidfd_open(pid)
@@ -84,7 +87,7 @@ if __name__ == "__main__":
         sys.argv = ["-c", *words[1:]]
         sys.path.insert(0, "")
         whole = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(words[0], "<string>", "exec"), vars(whole))
+        exec(compile(words[0], "<string>", "exec", dont_inherit=True), vars(whole))
     elif kind == "-m":
         sys.argv = words
         sys.path.insert(0, os.getcwd())

@@ -1,7 +1,8 @@
 """Python processes for tests, started in milliseconds: forked from a process that has loaded Paceline (`fork_server`).
 
-They are processes like any other: own pid, streams, environment and limits. Where that is measured, they are started by
-the interpreter (`fresh`).
+They have a pid, streams, environment, limit of files and cores of their own. What is read when the interpreter starts
+or a module is loaded is the server's: where that matters, and where something is measured, they are started by the
+interpreter (`fresh`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ class PythonProcess:
         """The exit code, None while it runs."""
         with self._lock:
             if self.returncode is None and self._has_ended(0.0):
-                self.returncode = int(os.read(self._status, 16))
+                code = os.read(self._status, 16)
+                if not code:
+                    raise RuntimeError(f"nobody knows how pid {self.pid} ended: the process it was forked from is gone")
+                self.returncode = int(code)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -136,7 +140,10 @@ class _Server:
         (ours_error, error) = rest[0] if rest else (None, stderr)
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [stdin, stdout, error, theirs])
-            answer, (pidfd,), _, _ = socket.recv_fds(self._socket, 16, 1)
+            answer, fds, _, _ = socket.recv_fds(self._socket, 16, 1)
+        if not answer:
+            raise RuntimeError("the process to fork from has ended; what it wrote to stderr says why")
+        (pidfd,) = fds
         for fd in (stdin, stdout, theirs, *([] if stderr is not None else [error])):
             os.close(fd)
         return PythonProcess(int(answer), pidfd, status, ours_in, ours_out, ours_error)

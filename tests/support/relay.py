@@ -17,7 +17,7 @@ class Relay:
 
     Args:
         target: where to, "host:port".
-        seconds: that what the server says is on its way.
+        seconds: for which each piece of what the server says is held back, one after another.
 
     Attributes:
         address: where clients connect to.

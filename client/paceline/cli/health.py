@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from paceline._grpc import grpc
 from paceline.credentials import Credentials
-from paceline.session.wire import CHANNEL_OPTIONS
+from paceline.session.wire import call_options
 
 __all__ = ["main", "trouble_at"]
 
@@ -27,7 +27,7 @@ def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
     Raises:
         ValueError: the PACELINE_* variables for TLS cannot be used.
     """
-    with Credentials.tls_from_environment().probe_channel(address, CHANNEL_OPTIONS) as channel:
+    with Credentials.tls_from_environment().probe_channel(address, call_options(timeout)) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
@@ -42,8 +42,9 @@ def main() -> None:
     try:
         trouble = trouble_at(sys.argv[1])
     except ValueError as error:
-        trouble = str(error)
-    sys.exit(f"paceline: {trouble}" if trouble else 0)
+        sys.exit(f"paceline: {error}")
+    if trouble:
+        sys.exit(f"paceline: {trouble}")
 
 
 if __name__ == "__main__":

@@ -232,6 +232,17 @@ class Place:
         self.held, self.shares, self.prepared = None, (), None
 
     @property
+    def takes_for_view(self) -> bool:
+        """True if it takes the state of a view that runs: the others have begun the first step, and wait there."""
+        return self.phase is Phase.TAKING and self._in_view
+
+    @property
+    def is_needed(self) -> bool:
+        """True if nobody else may have what it holds: its shares of a line's state, or what finishes a step."""
+        of_line = self.holds_base or self.held not in (None, Tag(0, 0))
+        return self.node_size != 1 and (self.prepared is not None or (of_line and bool(self.shares)))
+
+    @property
     def may_go_on(self) -> bool:
         """True if its generation can go on without the meeting that was asked for.
 

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ from paceline.group import Group
 
 __all__ = ["VISIBLE_S", "Saver"]
 
-VISIBLE_S = 60.0
+VISIBLE_S = 70.0
 """Seconds after which whatever one host has written is seen by others: a network file system keeps what it knows of a
-directory for so long (nfs(5), acdirmax)."""
+directory for a minute (nfs(5), acdirmax)."""
 
-_LOOK_S = 0.2
+_LOOK_S = 0.05
 """Seconds between two looks for it."""
 
+_SHARED = "where the state is spread, checkpoint_dir must lie on a disk that all workers share"
+
 _log = logging.getLogger("paceline.elastic")
+
+
+def _elsewhere(tag: Tag, where: object) -> str:
+    return f"others go on from the checkpoint {tag}, which is not in {where} here"
 
 
 class Saver:
@@ -60,6 +67,7 @@ class Saver:
         self._error: Exception | None = None
         self._last = Tag(0, 0)
         self._damaged: set[Tag] = set()
+        self._missing: tuple[Tag, float] | None = None  # what others see and this member does not, and since when
 
     def load(self, state: TrainState) -> None:
         """Takes up the greatest tag that is whole, if there is one.
@@ -89,17 +97,26 @@ class Saver:
         """True if the checkpoint of that tag is here, as far as sizes can tell."""
         return self._directory is not None and is_there(Path(self._directory) / str(tag))
 
-    def read(self, tag: Tag, plan: Resharding) -> Any:
+    def read(self, tag: Tag, plan: Resharding, interrupted: Callable[[], bool] = lambda: False) -> Any:
         """Fills a plan out of a checkpoint that other members can read; returns the rest of the state.
 
+        Waits for it if it is not to be seen here, up to `VISIBLE_S` since that was first found.
+
+        Args:
+            tag: the checkpoint's.
+            plan: what to read of it.
+            interrupted: true when there is something else to do than to wait.
+
         Raises:
-            CheckpointDamaged: it is damaged, or was removed meanwhile; `latest` gives the one before.
-            CheckpointFailed: it is not on this member's disk, nor is a greater one, and for `VISIBLE_S` none came.
+            CheckpointDamaged: it is damaged, was removed meanwhile, or the wait was interrupted; `latest` gives the one
+                before.
+            CheckpointFailed: it is not on this member's disk, nor is a greater one, and none came.
             SizeMismatch: it is of another model.
         """
+        if self._directory is None:
+            raise CheckpointFailed(f"{_elsewhere(tag, 'a directory that this worker was not given')}: {_SHARED}")
         if not self.has(tag) and self.latest() <= tag:
-            self._wait_for(tag)
-        assert self._directory is not None
+            self._wait_for(tag, interrupted)
         try:
             rest = plan.load(Path(self._directory) / str(tag))
         except CheckpointDamaged as damage:
@@ -109,17 +126,17 @@ class Saver:
         _log.info("read part %d of %d of the checkpoint %s", *plan.share, tag)
         return rest
 
-    def _wait_for(self, tag: Tag) -> None:
-        """Others go on from a checkpoint that is not here. To go on without it would be to begin from another state."""
-        where = self._directory or "a directory that this worker was not given"
-        text = f"others go on from the checkpoint {tag}, which is not in {where} here"
-        until = time.monotonic() + (0.0 if self._directory is None else VISIBLE_S)
-        if self._directory is not None:
+    def _wait_for(self, tag: Tag, interrupted: Callable[[], bool]) -> None:
+        """Others go on from a checkpoint that is not here."""
+        text = _elsewhere(tag, self._directory)
+        if self._missing is None or self._missing[0] != tag:
+            self._missing = tag, time.monotonic()
             _log.warning("%s; waiting up to %g s for it, as a network file system may", text, VISIBLE_S)
         while not self.has(tag) and self.latest() <= tag:
-            if time.monotonic() >= until:
-                text += ": where the state is spread, checkpoint_dir must lie on a disk that all workers share"
-                raise CheckpointFailed(text)
+            if time.monotonic() - self._missing[1] >= VISIBLE_S:
+                raise CheckpointFailed(f"{text}: {_SHARED}")
+            if interrupted():
+                raise CheckpointDamaged(f"{text} yet")
             time.sleep(_LOOK_S)
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:

@@ -17,7 +17,7 @@ from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_knock import Knocker, knock
-from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
+from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_status
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 
@@ -110,7 +110,7 @@ async def out_of_reach(
     shut_out: list[str] = []
 
     async def try_one(member: Peer) -> None:
-        async with at_once, credentials.member_channel(member.address, options=CHANNEL_OPTIONS) as channel:
+        async with at_once, credentials.member_channel(member.address, options=call_options(patience)) as channel:
             try:
                 trouble = await once_let_in(partial(knock, channel, job, member.member_id, own, patience), patience)
             except aio.AioRpcError as error:  # any other refusal came from the door: it has been reached

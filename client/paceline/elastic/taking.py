@@ -18,6 +18,7 @@ from paceline.elastic.share import Share
 from paceline.elastic.state import TrainState
 from paceline.elastic.take_shards import Holder
 from paceline.errors import (
+    CheckpointDamaged,
     CheckpointFailed,
     LinkUnavailable,
     OrphanedError,
@@ -26,7 +27,9 @@ from paceline.errors import (
     StepOrderError,
     UnsupportedOp,
 )
+from paceline.links.fault import Suspicion
 from paceline.parallel.parameter import Parameter
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Taking"]
 
@@ -34,6 +37,9 @@ _log = logging.getLogger("paceline.elastic")
 
 _FIRST_S, _MOST_S = 0.05, 1.0
 """Seconds between takes that fail in a row: the coordinator orders the next one as soon as it hears of it."""
+
+_TRIES, _PATIENCES = 3, 10
+"""Who has failed to take a state so often, for so many times `failure_timeout`, leaves: the others wait for it."""
 
 
 class _Kept(NamedTuple):
@@ -70,8 +76,9 @@ class Taking:
         self._saver = saver
         self._holders: Sequence[Holder] = ()
         self._told = self._own = b""  # fingerprints of the state at (0, 0): of the base, and of what is held
-        self._failed = 0  # takes, in a row
+        self._failing: Tag | None = None  # of which takes have failed lately
         self._failing_since = 0.0
+        self._failed = 0  # of them, in a row
         self._kept: _Kept | None = None
         self.read_a_checkpoint = False
 
@@ -88,7 +95,7 @@ class Taking:
         """Carries out what the place orders, and what follows from it; returns what is to be said then.
 
         Raises:
-            LinkUnavailable: for `step_timeout` nobody gave what was asked for: the others shall wait no longer.
+            LinkUnavailable: again and again nobody gave what was asked for, and others wait for this member.
         """
         if self._place.prepared is None:
             self._kept = None  # nobody has applied that step: it counts for nothing here either
@@ -100,29 +107,40 @@ class Taking:
                 raise
             except PacelineError as error:
                 _log.info("the state %s could not be taken: %s", order.base, error)
+                if self._place.takes_for_view:
+                    self._tell_view(order, error)
                 found = self._saver.latest()
                 if self._place.stored and found == Tag(0, 0):
                     raise  # there were some, and all are damaged
-                if not self._failed:
-                    self._failing_since = began
-                self._failed += 1
-                self._give_up(order, error)
+                self._failed_again(order, error, began)
                 self._place.found(found)
                 order = self._place.meet()
-                if self._failed > 1:  # whoever failed it is gone, as a rule, and the others are there
-                    pause = min(_MOST_S, _FIRST_S * 2.0 ** (self._failed - 2))
-                    time.sleep(max(0.0, began + pause - time.monotonic()))
             else:
-                self._failed = 0
+                self._failing = None
                 self._own = self._told
                 order = self._place.took()
         return order
 
-    def _give_up(self, order: Take, error: PacelineError) -> None:
-        seconds = time.monotonic() - self._failing_since
-        if seconds > self._port.config.step_timeout:
-            text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s (step_timeout)"
+    def _tell_view(self, order: Take, error: PacelineError) -> None:
+        """The others of the view are in its first step, and would wait there: the meeting is the place to try again."""
+        mesh = self._port.group.mesh
+        text = f"{mesh.peers[mesh.rank]} was not given the state {order.base}: {error}"[:2000]
+        mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text))
+
+    def _failed_again(self, order: Take, error: PacelineError, began: float) -> None:
+        """Pauses before the next try; raises if there were enough, and nobody needs what this member holds."""
+        now = time.monotonic()
+        if order.base != self._failing:
+            self._failing, self._failing_since, self._failed = order.base, now, 0
+        self._failed += 1
+        seconds, patience = now - self._failing_since, _PATIENCES * self._port.config.failure_timeout
+        tried = self._failed >= _TRIES and seconds > patience and not isinstance(error, CheckpointDamaged)
+        if tried and not self._place.is_needed:
+            text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s"
             raise LinkUnavailable(f"{text}; this member leaves, for the others wait for it: {error}") from error
+        if self._failed > 1:  # whoever failed it is gone, as a rule, and the others are there
+            pause = min(_MOST_S, _FIRST_S * 2.0 ** (self._failed - 2))
+            time.sleep(max(0.0, began + pause - now))
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
         """What this member has of the state is of no use; returns the step of the checkpoint, and what is to be said.
@@ -209,7 +227,8 @@ class Taking:
             else:
                 return rest
         self.read_a_checkpoint = True
-        return self._saver.read(order.base, plan)
+        mail = self._port.mail
+        return self._saver.read(order.base, plan, lambda: mail.has_come or bool(mail.draining))
 
     def _from_others(self, order: Take) -> Any:
         donors = [holder.peer for holder in self._holders]

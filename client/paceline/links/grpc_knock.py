@@ -15,7 +15,7 @@ from paceline.credentials import Credentials
 from paceline.links.grpc_methods import Requests
 from paceline.links.grpc_refusal import refuse, shown
 from paceline.session.address import parse_endpoint
-from paceline.session.wire import CHANNEL_OPTIONS
+from paceline.session.wire import call_options
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
@@ -92,7 +92,7 @@ class Knocks:
         seconds = _seconds_in_turn(context.time_remaining())
         self._under_way += 1
         try:
-            async with self._credentials.member_channel(request.address, options=CHANNEL_OPTIONS) as channel:
+            async with self._credentials.member_channel(request.address, options=call_options(seconds)) as channel:
                 await knock(channel, self._job, request.from_member, Knocker(own, ""), seconds)
         except aio.AioRpcError as error:
             return peer_pb2.KnockResponse(trouble=_words(error, seconds))

@@ -162,6 +162,11 @@ class Mail:
         """Adds a letter; from any thread."""
         self._letters.put(letter)
 
+    @property
+    def has_come(self) -> bool:
+        """True if there is a letter to read."""
+        return not self._letters.empty()
+
     def get(self, timeout: float) -> Letter | None:
         """The next letter; None if none came in so many seconds."""
         try:

@@ -118,7 +118,8 @@ class Session(abc.ABC):
             DivergenceError: members hold different bits.
             OrphanedError: the coordinator did not come back; or some of a spread state is lost, and there is no
                 checkpoint to go on from.
-            CheckpointFailed: the last checkpoint could not be written, or one that others see is not here.
+            CheckpointFailed: the last checkpoint could not be written, or one that others see does not come.
+            LinkUnavailable: nobody gave this worker the state, again and again.
             CheckpointDamaged: all checkpoints are.
             InvalidWorldSize: the model is spread over nodes that the workers of a fixed world do not make up.
             UnsupportedOp: the state cannot be given to another member.

@@ -13,18 +13,32 @@ from paceline.links.fault import error_type
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CHANNEL_OPTIONS", "channel_options", "duration", "error_from_status", "is_transient"]
+__all__ = ["CHANNEL_OPTIONS", "call_options", "channel_options", "duration", "error_from_status", "is_transient"]
+
+_PAUSE, _TRY = "grpc.max_reconnect_backoff_ms", "grpc.min_reconnect_backoff_ms"
+"""The longest pause between two tries to connect; and, whatever it is called, the time that one may take (grpc's
+doc/connection-backoff.md): a far or busy host needs it, above all for TLS."""
+
+_LONGEST_TRY_MS = 2000
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    (_TRY, _LONGEST_TRY_MS),
+    (_PAUSE, 1000),
     ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-"""Of every channel that Paceline opens: gRPC's own backoff grows to 120 s, which no recovery can wait for, and it would
-look for a coordinator that has moved to another address once in 30 s. What gRPC calls the least backoff is how long one
-try to connect may take (its doc/connection-backoff.md): a far or busy host takes its time, above all for TLS."""
+"""Of a channel for a few calls. grpc's own backoff grows to 120 s, which no recovery can wait for, and it would look for
+a coordinator that has moved to another address once in 30 s."""
+
+
+def call_options(seconds: float) -> list[tuple[str, int]]:
+    """Options of a channel for one call of so many seconds: half of them are for a try to connect, at most.
+
+    So there is time left to hear from grpc why it failed.
+    """
+    longest = max(100, min(_LONGEST_TRY_MS, round(seconds * 500)))
+    return [(name, longest if name == _TRY else value) for name, value in CHANNEL_OPTIONS]
 
 
 def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tuple[str, int]]:
@@ -37,9 +51,9 @@ def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tupl
         failure_timeout: seconds.
         alone: the channel shares nothing with others, so it tries to connect at once.
     """
-    most = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that comes back late is taken for lost
-    limits = ("grpc.max_reconnect_backoff_ms", "grpc.min_reconnect_backoff_ms")
-    reconnect = [(name, most if name in limits else value) for name, value in CHANNEL_OPTIONS]
+    pause = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that comes back late is taken for lost
+    limits = {_PAUSE: pause, _TRY: max(100, min(_LONGEST_TRY_MS, round(failure_timeout * 1000 / 3)))}
+    reconnect = [(name, limits.get(name, value)) for name, value in CHANNEL_OPTIONS]
     silence = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", round(failure_timeout * 1000))]
     return reconnect + silence + ([("grpc.use_local_subchannel_pool", 1)] if alone else [])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -71,8 +70,7 @@ class Trainer:
 
     def close(self) -> None:
         """Kills it if it still runs."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.wait()
         for thread in self._threads:

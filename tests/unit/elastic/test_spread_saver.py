@@ -273,10 +273,17 @@ def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any, monkeypatch: p
         saver.read(Tag(1, 0), state.resharding(Share(0, 2), own=False))  # removed, for there are later ones
     slept: list[float] = []
     monkeypatch.setattr(saver_module, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
-    for directory, seconds in ((None, 0.0), (tmp_path / "elsewhere", 60.0)):
+    for directory, seconds in ((None, 0.0), (tmp_path / "elsewhere", 70.0)):
         with pytest.raises(CheckpointFailed, match="must lie on a disk that all workers share"):
             SpreadSaver(directory, None).read(Tag(1, 2), state.resharding(Share(0, 2), own=False))
-        assert sum(slept) == pytest.approx(seconds, abs=0.3)
+        assert sum(slept) == pytest.approx(seconds, abs=0.1)
+    away, slept[:] = SpreadSaver(tmp_path / "elsewhere", None), []
+    for _ in range(2):
+        with pytest.raises(CheckpointDamaged, match=r"which is not in .*elsewhere here yet"):
+            away.read(Tag(1, 2), state.resharding(Share(0, 2), own=False), lambda: sum(slept) >= 60.0)
+    with pytest.raises(CheckpointFailed):
+        away.read(Tag(1, 2), state.resharding(Share(0, 2), own=False))
+    assert sum(slept) == pytest.approx(70.0, abs=0.1), "since it was first found missing"
     checkpoint.save(tmp_path, {"step": 3, "parts": {}}, (2, 3))
     with pytest.raises(SizeMismatch, match="not there"):
         saver.read(Tag(2, 3), state.resharding(Share(0, 2), own=False))

@@ -36,8 +36,11 @@ class Scene:
         self.place.formed(ViewNews(2, 0, Tag(0, 0), frozenset(), 2))
         plan = SimpleNamespace(wanted=["run"])
         shelf = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
-        config = SimpleNamespace(step_timeout=600.0)
-        port: Any = SimpleNamespace(take=self._take, take_shards=self._take_shards, shelf=shelf, config=config)
+        config = SimpleNamespace(failure_timeout=3.0)
+        mail = SimpleNamespace(has_come=False, draining="")
+        port: Any = SimpleNamespace(
+            take=self._take, take_shards=self._take_shards, shelf=shelf, config=config, mail=mail
+        )
         state: Any = SimpleNamespace(
             spreads=True,
             shares=lambda: self.place.shares,
@@ -53,7 +56,7 @@ class Scene:
         saver: Any = SimpleNamespace(
             latest=lambda: self.latest,
             has=lambda tag: self.has,
-            read=lambda tag, plan: self._note(f"read {tag.step}", "the disk's"),
+            read=lambda tag, plan, interrupted: self._note(f"read {tag.step}", "the disk's"),
         )
         self.taking = taking.Taking(port, self.place, state, saver)
         self.taking.learn([Holder(SimpleNamespace(), (FIRST,))])  # type: ignore[arg-type]
@@ -118,20 +121,39 @@ def test_what_nobody_gives_is_read_from_a_checkpoint(scene: Scene) -> None:
     assert scene.taking.read_a_checkpoint
 
 
-def test_who_is_given_nothing_for_too_long_leaves(scene: Scene) -> None:
-    scene.fails, scene.takes = 4, 250.0
-    for _ in range(2):
+def test_who_is_given_nothing_again_and_again_leaves(scene: Scene) -> None:
+    scene.place.holds_base = False  # a newcomer
+    scene.fails, scene.takes = 9, 10.0
+    for _ in range(4):  # 30 s after the first failure
         scene.order(Tag(2, 4))
-    with pytest.raises(LinkUnavailable, match=r"s0000000004 could.* 3 times in 750 s .*leaves.*nobody gave it"):
+    with pytest.raises(LinkUnavailable, match=r"s0000000004 could.* 5 times in 40 s.*leaves.*nobody gave it"):
         scene.order(Tag(2, 4))
 
 
-def test_what_came_in_the_end_begins_the_count_anew(scene: Scene) -> None:
-    scene.fails, scene.takes = 2, 250.0
+def test_one_long_failure_is_no_reason_to_leave(scene: Scene) -> None:
+    scene.place.holds_base = False  # a newcomer
+    scene.fails, scene.takes = 2, 1_000.0
     for _ in range(3):
         scene.order(Tag(2, 4))
-    scene.fails = 1
-    assert scene.order(Tag(2, 6)).tag != Tag(2, 6)  # at 1,000 s, and no reason to leave
+    assert scene.place.held == Tag(2, 4)
+
+
+def test_failures_of_another_state_do_not_count(scene: Scene) -> None:
+    scene.place.holds_base = False  # a newcomer
+    scene.fails, scene.takes = 9, 20.0
+    for step in range(4, 13):
+        scene.order(Tag(2, step))
+
+
+def test_who_holds_a_part_of_the_line_stays_whatever_fails(scene: Scene) -> None:
+    """Nobody else has it: the others, who wait, would lose the state."""
+    scene.order(Tag(2, 4))
+    assert scene.place.is_needed
+    scene.fails, scene.takes = 20, 20.0
+    for _ in range(20):
+        scene.order(Tag(2, 6))
+    scene.place.spoiled()
+    assert not scene.place.is_needed
 
 
 def test_until_it_is_taken_nothing_changes(scene: Scene) -> None:

@@ -237,9 +237,9 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on any optimizer's step fails if it would train nothing: a wrapped module's parameters get no gradients.
+    """From now on the step of an optimizer that has a parameter which FSDP has taken over is a `StepOrderError`.
 
-    It would be a `StepOrderError` at once, where torch's optimizers pass over them without a word.
+    Such a parameter gets no gradient any more, and torch's optimizers pass over those without a word.
     """
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_trains(optimizer))
 
