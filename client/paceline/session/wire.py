@@ -28,8 +28,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-"""Of a channel for a few calls. grpc's own backoff grows to 120 s, which no recovery can wait for, and it would look for
-a coordinator that has moved to another address once in 30 s."""
+"""Of a channel for a few calls. grpc's own backoff grows to 120 s, which no recovery can wait for, and it would look
+for a coordinator that has moved to another address once in 30 s."""
 
 
 def call_options(seconds: float) -> list[tuple[str, int]]:
