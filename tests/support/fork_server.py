@@ -8,6 +8,7 @@ with a pidfd. This process has no thread, opens no channel and ends when the oth
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -41,7 +42,9 @@ def main(fd: int, modules: list[str]) -> dict[str, Any]:
             if ready != fd:
                 poller.unregister(ready)
                 pid, status = children.pop(ready)
-                os.write(status, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+                    os.write(status, str(code).encode())
                 os.close(status)
                 os.close(ready)
                 continue
