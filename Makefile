@@ -5,10 +5,8 @@ BIN    := $(VENV)/bin
 PEERS  := .venv-peers
 WHICH  := peers
 
-# Tests run side by side, on at most 8 cores, and two for each core where they wait most of the time; those marked `alone`
-# after them, one by one (no unit test is).
+# Tests run side by side, on at most 8 cores; those marked `alone` after them, one by one (no unit test is).
 SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
-TWO_A_CORE   := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 ONE_BY_ONE   := --ignore tests/unit
 FIGURES      := benchmark and not peers
 FAST         := not torch and not slow and not root and not containers and not benchmark
@@ -50,11 +48,11 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
 test-slow: $(VENV)/.installed  ## the slow tests
-	$(BIN)/pytest $(TWO_A_CORE) -m '$(SLOW) and not alone'
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(SLOW) and not alone'
 	$(BIN)/pytest $(ONE_BY_ONE) -m '$(SLOW) and alone'
 
 test-root: $(VENV)/.installed  ## the tests that need root
-	$(BIN)/pytest $(TWO_A_CORE) -m '$(ROOT) and not alone'
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(ROOT) and not alone'
 	$(BIN)/pytest $(ONE_BY_ONE) -m '$(ROOT) and alone'
 
 test-containers: $(VENV)/.installed  ## the tests that need a Docker engine
@@ -82,7 +80,7 @@ bench-peers: $(PEERS)/.installed  ## measure beside Gloo and Open MPI (needs ope
 	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s tests/e2e/test_bench.py $(wildcard tests/benchmarks/test_peer_*.py)
 
 test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
-	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(TWO_A_CORE) -m '$(TORCH) and not alone' tests/pytorch
+	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m '$(TORCH) and alone' tests/pytorch
 
 image:           ## build the container image
