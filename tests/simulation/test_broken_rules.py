@@ -233,6 +233,7 @@ def test_who_holds_a_part_goes_on_without_the_coordinator(monkeypatch: pytest.Mo
     assert found(4000, replace(SPREAD, away=True)).startswith(("I1", "I2"))
 
 
+@pytest.mark.slow
 def test_all_leave_a_generation_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They cannot write a checkpoint together any more."""
     monkeypatch.setattr(meeting, "_is_to_be_kept", lambda *_: False)
