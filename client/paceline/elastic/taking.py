@@ -228,7 +228,7 @@ class Taking:
                 return rest
         self.read_a_checkpoint = True
         mail = self._port.mail
-        return self._saver.read(order.base, plan, lambda: mail.has_come or bool(mail.draining))
+        return self._saver.read(order.base, plan, lambda: mail.asks or bool(mail.draining))
 
     def _from_others(self, order: Take) -> Any:
         donors = [holder.peer for holder in self._holders]

@@ -157,19 +157,23 @@ class Mail:
         self.draining = ""
         self.connected = True
         self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+        self._put = self._got = 0  # letters that ask: each number is written by one thread
 
     def put(self, letter: Letter) -> None:
-        """Adds a letter; from any thread."""
+        """Adds a letter; from one thread, the loop's."""
+        self._put += not isinstance(letter, Waits | Runs)
         self._letters.put(letter)
 
     @property
-    def has_come(self) -> bool:
-        """True if there is a letter to read."""
-        return not self._letters.empty()
+    def asks(self) -> bool:
+        """True if there is a letter that asks for something, and does not merely tell how things are."""
+        return self._put != self._got
 
     def get(self, timeout: float) -> Letter | None:
         """The next letter; None if none came in so many seconds."""
         try:
-            return self._letters.get(timeout=timeout)
+            letter = self._letters.get(timeout=timeout)
         except queue.Empty:
             return None
+        self._got += not isinstance(letter, Waits | Runs)
+        return letter

@@ -37,7 +37,7 @@ class Scene:
         plan = SimpleNamespace(wanted=["run"])
         shelf = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
         config = SimpleNamespace(failure_timeout=3.0)
-        mail = SimpleNamespace(has_come=False, draining="")
+        mail = SimpleNamespace(asks=False, draining="")
         port: Any = SimpleNamespace(
             take=self._take, take_shards=self._take_shards, shelf=shelf, config=config, mail=mail
         )
