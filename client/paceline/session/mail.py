@@ -157,10 +157,10 @@ class Mail:
         self.draining = ""
         self.connected = True
         self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
-        self._put = self._got = 0  # letters that ask: each number is written by one thread
+        self._put = self._got = 0  # letters that ask; each number is one thread's to write
 
     def put(self, letter: Letter) -> None:
-        """Adds a letter; from one thread, the loop's."""
+        """Adds a letter, on the loop; the last one, that the session is over, from any thread."""
         self._put += not isinstance(letter, Waits | Runs)
         self._letters.put(letter)
 
