@@ -33,6 +33,8 @@ FILES = ("compose.yaml", "chaos.yaml")
 FAULTS = ("kill", "more", "coordinator", "fewer", "pause", "disconnect", "move", "drop")
 SILENCE_S = 3.0
 """Paceline's failure_timeout: so long nobody knows whether a worker that is silent is lost."""
+_AWAY_S = 2.0
+"""So much longer a worker is away: it has noticed by then, and has tried to come back where nobody can be reached."""
 
 
 class Fleet:
@@ -190,6 +192,8 @@ class Chaos:
         self._fleet.run(*commands[0])
         try:
             again = self._await(lambda: self._records.back(others, start), "the others committed again")
+            if commands[1] is not None:
+                time.sleep(_AWAY_S)
         finally:
             healed = time.time()
             if commands[1] is not None:

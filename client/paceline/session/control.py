@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 import time
 from collections.abc import Callable
 
@@ -16,9 +17,11 @@ from paceline import errors
 from paceline._grpc import EOF, aio, untyped
 from paceline.config import Config
 from paceline.credentials import Credentials
+from paceline.session.address import parse_endpoint
 from paceline.session.channel import CoordinatorChannel
 from paceline.session.handshake import check_tls
 from paceline.session.listener import Listener
+from paceline.session.lookup import look_up
 from paceline.session.wire import duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
@@ -29,7 +32,10 @@ __all__ = ["ControlStream"]
 _log = logging.getLogger("paceline.session")
 
 BACKOFF_FIRST, BACKOFF_MOST = 0.05, 1.0
-"""Seconds between attempts to connect: doubled each time, with full jitter."""
+"""Seconds from one attempt to connect to the next: doubled each time, with full jitter."""
+
+_ATTEMPT_S = 5.0
+"""For one of them, while a session is to be taken up again."""
 
 
 class ControlStream:
@@ -273,13 +279,18 @@ class ControlStream:
         start = time.monotonic()
         deadline = start + self._config.rejoin_timeout
         last = "no answer"
+        began = start
         for attempt in range(1 << 30):
-            await asyncio.sleep(min(_backoff(attempt), self._config.heartbeat_interval))
-            if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
-                self.channel.renew()
+            pause = min(_backoff(attempt), self._config.heartbeat_interval)
+            await asyncio.sleep(began + pause - time.monotonic())
+            began = time.monotonic()
+            give_up = min(deadline, began + _ATTEMPT_S)
             try:
-                request = await self._moved(request)
-                call = await self._connect(request, min(deadline, time.monotonic() + 5.0))
+                request = await self._moved(request, give_up)
+                if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
+                    await self._find(give_up)
+                    self.channel.renew()
+                call = await self._connect(request, give_up)
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
                 if self._may_rejoin(typed) and request.HasField("resume"):
@@ -308,7 +319,21 @@ class ControlStream:
                 return None
         return None
 
-    async def _moved(self, request: pb.SessionRequest) -> pb.SessionRequest:
+    async def _find(self, deadline: float) -> None:
+        """Waits until the coordinator's name resolves: a new channel asks but once, and for long if that gets lost.
+
+        Raises:
+            _Nowhere: it does not, yet.
+            TimeoutError: the resolver does not answer.
+        """
+        host = parse_endpoint(self.target).host
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await look_up(host)
+        except socket.gaierror as error:
+            raise _Nowhere(f"the name {host!r} does not resolve: {error.strerror}") from None
+
+    async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """How to introduce this member: anew if peers reach it at another address than before.
 
         A session cannot take its address along: other members have it in their view.
@@ -319,7 +344,7 @@ class ControlStream:
         if not self._may_be_new:
             return request
         try:
-            address = await self._listener.on_away()
+            address = await self._listener.on_away(deadline - time.monotonic())
         except (errors.CoordinatorUnreachable, errors.LinkUnavailable) as error:
             raise _Nowhere(str(error)) from error
         if not address:
@@ -334,7 +359,7 @@ class ControlStream:
 
 
 class _Nowhere(Exception):
-    """There is no address at which peers reach this worker; it may come."""
+    """There is no address of the coordinator, or none at which peers reach this worker; it may come."""
 
 
 _Call = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]

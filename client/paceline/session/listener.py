@@ -37,8 +37,11 @@ class Listener(Protocol):
     def on_new_session(self) -> None:
         """The old session had ended; this is a new member now, in no view."""
 
-    async def on_away(self) -> str:
+    async def on_away(self, timeout: float) -> str:
         """About to introduce this member again: where peers reach it if that has changed, "host:port"; else empty.
+
+        Args:
+            timeout: seconds to wait for an address that is in place of one that has gone.
 
         Raises:
             CoordinatorUnreachable, LinkUnavailable: nowhere yet.

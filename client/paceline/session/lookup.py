@@ -4,6 +4,10 @@ A resolver can stall for many seconds, and cannot be interrupted: in a container
 container has just died takes 5 to 10 s. asyncio would run it in the pool that transfers of state use too, so that a few
 such names held them up, and would wait for it when the process ends. Here each name has a daemon thread while it is
 looked up, and all who ask for it meanwhile share the answer; whoever gives up waiting leaves nothing behind.
+
+A question that is lost costs half a second: glibc asks a name server again after 5 s (resolv.conf(5), `timeout`), and
+for so long a host whose network is back would know nobody. While somebody waits for an answer, another thread asks anew
+each half second; the first answer counts.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -23,27 +28,38 @@ Found = list[tuple[socket.AddressFamily, tuple[Any, ...]]]
 _AT_ONCE = 32
 """So many names of one list are looked up at a time."""
 
-_lock = threading.Lock()
-_under_way: dict[str, Future[Found]] = {}
+_AGAIN_S = 0.5
+"""Between two questions for one name."""
+
+_THREADS = 12
+"""So many ask for one name at a time: the first asks its name server again when the last has begun."""
 
 
-async def look_up(host: str) -> Found:
+async def look_up(host: str, *, again: bool = True) -> Found:
     """The addresses of a host. An IP literal is its own, and needs no thread.
+
+    Args:
+        host: its name, or an IP address.
+        again: whether to ask anew while there is no answer.
 
     Raises:
         OSError: the name does not resolve; `socket.gaierror` says whether it is unknown or the resolver in trouble.
     """
     try:
-        return _ask(host, socket.AI_NUMERICHOST)
+        return _resolve(host, socket.AI_NUMERICHOST)
     except socket.gaierror:
         pass  # a name
     with _lock:
-        answer = _under_way.get(host)
-        if answer is None:
-            answer = _under_way[host] = Future()
-            answer.set_running_or_notify_cancel()  # whoever stops waiting must not take it from the others
-            threading.Thread(target=_run, args=(host, answer), name="paceline-lookup", daemon=True).start()
-    return await asyncio.wrap_future(answer)
+        question = _under_way.setdefault(host, _Question(host))
+        question.ask()
+    answer = asyncio.wrap_future(question.answer)
+    try:
+        while not (await asyncio.wait([answer], timeout=_AGAIN_S if again else None))[0]:
+            with _lock:
+                question.ask()
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
@@ -53,7 +69,7 @@ async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
     async def addresses(host: str) -> set[str]:
         async with turn:
             try:
-                return {str(target[0]) for _, target in await look_up(host)}
+                return {str(target[0]) for _, target in await look_up(host, again=False)}
             except OSError:
                 return set()
 
@@ -61,21 +77,52 @@ async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
     return dict(zip(names, await asyncio.gather(*map(addresses, names)), strict=True))
 
 
-def _run(host: str, answer: Future[Found]) -> None:
-    found: Found | BaseException
-    try:
-        found = _ask(host, 0)
-    except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
-        found = error
-    with _lock:
-        del _under_way[host]
-    if isinstance(found, BaseException):
-        answer.set_exception(found)
-    else:
-        answer.set_result(found)
+class _Question:
+    """For the addresses of a name, from the first who asks until there is an answer.
+
+    Attributes:
+        answer: the first; that a resolver was not reached is one only when no other thread asks any more.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.answer: Future[Found] = Future()
+        self.answer.set_running_or_notify_cancel()  # whoever stops waiting must not take it from the others
+        self._host = host
+        self._threads = 0
+        self._asked_at = float("-inf")
+
+    def ask(self) -> None:
+        """Puts the question, if that was not done just now. The caller holds the lock."""
+        now = time.monotonic()
+        if self.answer.done() or self._threads == _THREADS or now - self._asked_at < _AGAIN_S:
+            return
+        self._asked_at = now
+        self._threads += 1
+        threading.Thread(target=self._run, name="paceline-lookup", daemon=True).start()
+
+    def _run(self) -> None:
+        found: Found | BaseException
+        try:
+            found = _resolve(self._host, 0)
+        except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
+            found = error
+        with _lock:
+            self._threads -= 1
+            unreached = isinstance(found, socket.gaierror) and found.errno == socket.EAI_AGAIN
+            if self.answer.done() or (unreached and self._threads):
+                return
+            del _under_way[self._host]
+            if isinstance(found, BaseException):
+                self.answer.set_exception(found)
+            else:
+                self.answer.set_result(found)
 
 
-def _ask(host: str, flags: int) -> Found:
+_lock = threading.Lock()
+_under_way: dict[str, _Question] = {}
+
+
+def _resolve(host: str, flags: int) -> Found:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     except ValueError as error:  # no name at all: a label is empty or too long, or there is a null character

@@ -322,9 +322,9 @@ class MemberConnection:
             self._generations.outdate(text)
             self.mail.put(CaughtOut())
 
-    async def on_away(self) -> str:
+    async def on_away(self, timeout: float) -> str:
         """See `Listener`: an address that has gone does not come back while somebody waits for it."""
-        moved = await self._whereabouts.renew(self._generations.cut_off)
+        moved = await self._whereabouts.renew(timeout, self._generations.cut_off)
         return str(self._whereabouts.address) if moved else ""
 
     def on_line(self, message: pb.SessionResponse) -> None:

@@ -54,12 +54,13 @@ class Whereabouts:
         port = await self._door.start(listening_host(where, self._advertise), where.port)
         self._moved_in(where, port)
 
-    async def renew(self, leave: Callable[[str], None]) -> bool:
+    async def renew(self, timeout: float, leave: Callable[[str], None]) -> bool:
         """Finds another address if the one before has gone, and opens the door there.
 
         What was told to advertise stays: it may be an address of another machine, and the door is open to all.
 
         Args:
+            timeout: seconds to wait for it.
             leave: is told, in a sentence, that links to the old address are of no use, before they break off; not if
                 there is no other address to be had.
 
@@ -73,7 +74,7 @@ class Whereabouts:
         if self._advertise or is_here(self.address.host):
             return False
         try:
-            where = await reachable_endpoint(self._coordinator, None)
+            where = await reachable_endpoint(self._coordinator, None, timeout)
         except ValueError as error:  # the only address is one for this cable; the other may still come
             raise CoordinatorUnreachable(f"no way to the coordinator at {self._coordinator}: {error}") from error
         if where.host == self.address.host:  # it has come back this moment

@@ -1,4 +1,7 @@
-"""Look-ups: what they find, and that a stalled resolver holds up nobody but those who ask for that name."""
+"""Look-ups: what they find, and that a stalled resolver holds up nobody but those who ask for that name.
+
+Nor those, if it was only the question that was lost.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,42 @@ from paceline.session.lookup import look_up, look_up_all
 
 
 class Stall:
-    """A resolver that answers when it is told to: 10.0.0.1 for each name."""
+    """A resolver that answers when it is told to: 10.0.0.1 for each name.
+
+    Attributes:
+        asked: the names, in the order in which they came.
+        release: all questions are answered.
+        lost: so many are not, the first ones: whoever asked gives up when `late` says so.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
-        self.release = threading.Event()
+        self.lost = 0
+        self._another = threading.Condition()
+        self.release, self.late = threading.Event(), threading.Event()
         self._real = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
 
     def __call__(self, host: str, *arguments: Any, **options: Any) -> Any:
         if options.get("flags") == socket.AI_NUMERICHOST:
             return self._real(host, *arguments, **options)
-        self.asked.append(host)
+        with self._another:
+            self.asked.append(host)
+            self._another.notify_all()
+        if len(self.asked) <= self.lost:
+            assert self.late.wait(20)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         assert self.release.wait(20)
         return self._real("10.0.0.1", None, type=socket.SOCK_STREAM)
+
+    async def wait_for(self, host: str, count: int) -> None:
+        """Returns when the name was asked for so many times."""
+
+        def wait() -> bool:
+            with self._another:
+                return self._another.wait_for(lambda: self.asked.count(host) >= count, 20)
+
+        assert await asyncio.to_thread(wait)
 
 
 @pytest.fixture
@@ -37,6 +62,7 @@ def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
     made = Stall(monkeypatch)
     yield made
     made.release.set()
+    made.late.set()
     for thread in threading.enumerate():
         if thread.name == "paceline-lookup":
             thread.join(20)
@@ -69,6 +95,61 @@ def test_who_asks_for_the_same_name_shares_the_answer(stall: Stall) -> None:
 
     asyncio.run(ask())
     assert stall.asked == ["node"]
+
+
+def test_a_question_that_is_lost_is_put_again(stall: Stall) -> None:
+    stall.lost = 1
+    stall.release.set()
+    found = asyncio.run(look_up("node"))
+    assert [target[0] for _, target in found] == ["10.0.0.1"]
+    assert stall.asked == ["node"] * 2
+    assert not lookup._under_way
+
+
+def test_who_gives_up_answers_for_nobody_who_still_asks(stall: Stall) -> None:
+    stall.lost = 1
+
+    async def ask() -> None:
+        asking = asyncio.ensure_future(look_up("node"))
+        await stall.wait_for("node", 2)
+        first, *_ = (thread for thread in threading.enumerate() if thread.name == "paceline-lookup")
+        stall.late.set()
+        await asyncio.to_thread(first.join, 20)
+        await asyncio.sleep(0)
+        assert not asking.done()
+        stall.release.set()
+        assert await asking
+
+    asyncio.run(ask())
+
+
+def test_when_all_have_given_up_the_resolver_is_in_trouble(stall: Stall) -> None:
+    stall.lost = 100
+
+    async def ask() -> None:
+        asking = asyncio.ensure_future(look_up("node"))
+        await stall.wait_for("node", 3)
+        stall.late.set()
+        with pytest.raises(socket.gaierror, match="Temporary failure"):
+            await asking
+
+    asyncio.run(ask())
+    assert not lookup._under_way
+
+
+def test_one_name_has_a_few_threads_and_one_of_a_list_has_one(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_AGAIN_S", 0.001)
+
+    async def ask() -> None:
+        patient = asyncio.ensure_future(look_up_all(["a list's"]))
+        asking = asyncio.ensure_future(look_up("node"))
+        await stall.wait_for("node", lookup._THREADS)
+        await asyncio.sleep(0.1)
+        assert (stall.asked.count("node"), stall.asked.count("a list's")) == (lookup._THREADS, 1)
+        stall.release.set()
+        await asyncio.gather(patient, asking)
+
+    asyncio.run(ask())
 
 
 def test_stalled_names_hold_up_neither_others_nor_the_pool_nor_the_end(stall: Stall) -> None:

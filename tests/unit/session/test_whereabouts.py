@@ -75,7 +75,7 @@ class _World:
         asyncio.run(self.member.settle(0.0, lambda _: None))
 
     def renew(self) -> bool:
-        moved: bool = asyncio.run(self.member.renew(self.left.append))
+        moved: bool = asyncio.run(self.member.renew(0.0, self.left.append))
         return moved
 
 
