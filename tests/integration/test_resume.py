@@ -65,6 +65,45 @@ def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_
                 assert {event["generation"] for event in expect_all(later, "joined")} == {2}
 
 
+def test_a_session_resumes_though_look_ups_of_before_were_lost(tmp_path: Path) -> None:
+    code = """
+    import socket, threading
+    from contextlib import suppress
+
+    real, questions, lost = socket.getaddrinfo, threading.Semaphore(0), threading.Event()
+
+    def cut_off(host, *arguments, **options):
+        if host == "localhost" and options.get("flags") == 0:
+            questions.release()
+            if not lost.is_set():
+                lost.set()
+                raise socket.gaierror(socket.EAI_NONAME, "no such name for now")
+            threading.Event().wait()  # longer than anybody waits
+        return real(host, *arguments, **options)
+
+    with paceline.join() as session:
+        socket.getaddrinfo = cut_off
+        emit("joined")
+        for _ in range(3):
+            questions.acquire()
+        socket.getaddrinfo = real
+        emit("again")
+        session.barrier("b", timeout=20.0)
+        emit("passed")
+    """
+    state = tmp_path / "state.db"
+    with coordinator_process("127.0.0.1:0", state) as (first, address):
+        named = f"localhost:{address.rpartition(':')[2]}"
+        with workers(1, code, COORDINATOR=named, MIN_WORKERS="1") as (worker,):
+            worker.expect("joined")
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            worker.expect("again")
+            with coordinator_process(address, state):
+                worker.expect("passed")
+                assert worker.wait() == 0
+
+
 def test_without_the_coordinator_calls_to_it_end_as_orphaned_and_the_ring_goes_on(tmp_path: Path) -> None:
     code = """
     with paceline.join() as session:
