@@ -1,7 +1,8 @@
 """The channel to the coordinator: the newest of them, and calls that go over to it from one that is given up.
 
 grpc looks a name up again only after a pause, which grows to many seconds while it does not resolve and cannot be set.
-A new channel looks it up at once: so there is one for each attempt to reach a coordinator that stays away.
+A new channel looks it up at once: so there is one for each attempt to reach a coordinator that stays away. It asks but
+once, and for long if the question gets lost; so it is made when the name resolves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TypeVar
 
 from paceline._grpc import aio
 from paceline.credentials import Credentials
+from paceline.session.address import parse_endpoint
+from paceline.session.lookup import look_up
 from paceline.session.wire import channel_options
 
 __all__ = ["CoordinatorChannel"]
@@ -33,13 +36,21 @@ class CoordinatorChannel:
 
     def __init__(self, target: str, failure_timeout: float, credentials: Credentials) -> None:
         self._target = target
+        self._host = parse_endpoint(target).host
         self._failure_timeout = failure_timeout
         self._credentials = credentials
         self._closing: set[asyncio.Task[None]] = set()
         self.newest = credentials.coordinator_channel(target, channel_options(failure_timeout))
 
-    def renew(self) -> None:
-        """Gives the channel up for a new one, which looks the coordinator's name up at once."""
+    async def renew(self, timeout: float) -> None:
+        """Gives the channel up for a new one, which finds the coordinator where it is now.
+
+        Raises:
+            gaierror: its name does not resolve.
+            TimeoutError: the resolver does not answer within so many seconds.
+        """
+        async with asyncio.timeout(timeout):
+            await look_up(self._host)
         old = self.newest
         options = channel_options(self._failure_timeout, alone=True)
         self.newest = self._credentials.coordinator_channel(self._target, options)

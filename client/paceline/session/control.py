@@ -14,18 +14,16 @@ import time
 from collections.abc import Callable
 
 from paceline import errors
-from paceline._grpc import EOF, aio, untyped
+from paceline._grpc import aio
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline.session.address import parse_endpoint
 from paceline.session.channel import CoordinatorChannel
 from paceline.session.handshake import check_tls
 from paceline.session.listener import Listener
-from paceline.session.lookup import look_up
+from paceline.session.stream import SessionStream, open_stream
 from paceline.session.wire import duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
-from pacelinepb.v1 import session_pb2_grpc
 
 __all__ = ["ControlStream"]
 
@@ -125,21 +123,10 @@ class ControlStream:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.channel.close()
 
-    async def _connect(self, first: pb.SessionRequest, deadline: float) -> _Call:
+    async def _connect(self, first: pb.SessionRequest, deadline: float) -> SessionStream:
         """Opens a stream and introduces this member. Returns it with `registered` set."""
         metadata = await self._credentials.metadata()
-        call: _Call = untyped(session_pb2_grpc.SessionServiceStub(self.channel.newest).Session)(metadata=metadata)
-        try:
-            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                await call.write(first)
-                answer: object = await call.read()
-        except TimeoutError:
-            call.cancel()
-            raise
-        except asyncio.InvalidStateError:  # refused before the write: the status says why
-            answer = EOF
-        if not isinstance(answer, pb.SessionResponse):
-            raise await _status(call)
+        call, answer = await open_stream(self.channel.newest, first, metadata, deadline - time.monotonic())
         if not answer.HasField("registered"):
             call.cancel()
             raise errors.CoordinatorUnreachable(
@@ -148,7 +135,7 @@ class ControlStream:
         self.registered = answer.registered
         return call
 
-    async def _guard(self, call: _Call) -> None:
+    async def _guard(self, call: SessionStream) -> None:
         """A session must not die unseen, whatever goes wrong here."""
         try:
             await self._run(call)
@@ -156,7 +143,7 @@ class ControlStream:
             _log.exception("the session with %s failed in a way that it should not", self.target)
             self._end(errors.PacelineError(f"the session failed: {type(error).__name__}: {error}"))
 
-    async def _run(self, call: _Call) -> None:
+    async def _run(self, call: SessionStream) -> None:
         while not self._left.is_set():
             error = await self._serve(call)
             if self._left.is_set():
@@ -178,7 +165,7 @@ class ControlStream:
                 self._listener.on_new_session()
             self._listener.on_reconnected()
 
-    async def _serve(self, call: _Call) -> aio.AioRpcError | None:
+    async def _serve(self, call: SessionStream) -> aio.AioRpcError | None:
         """Serves one stream until it ends; returns the status it ended with, None for a plain end."""
         writer = asyncio.create_task(self._write(call))
         beat = asyncio.create_task(self._beat())
@@ -195,7 +182,7 @@ class ControlStream:
             call.cancel()
         return None
 
-    async def _write(self, call: _Call) -> None:
+    async def _write(self, call: SessionStream) -> None:
         while True:
             request = await self._outgoing.get()
             try:
@@ -273,7 +260,7 @@ class ControlStream:
             self._outgoing.get_nowait()
         return request
 
-    async def _reconnect(self, request: pb.SessionRequest) -> _Call | None:
+    async def _reconnect(self, request: pb.SessionRequest) -> SessionStream | None:
         """Takes the session up again, or a new one; None when that is over."""
         _log.warning("lost the stream to the coordinator at %s; reconnecting", self.target)
         start = time.monotonic()
@@ -288,8 +275,7 @@ class ControlStream:
             try:
                 request = await self._moved(request, give_up)
                 if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
-                    await self._find(give_up)
-                    self.channel.renew()
+                    await self.channel.renew(give_up - time.monotonic())
                 call = await self._connect(request, give_up)
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
@@ -303,6 +289,8 @@ class ControlStream:
                 pass  # this attempt; the deadline below ends them
             except _Nowhere as error:
                 last = str(error)
+            except socket.gaierror as error:
+                last = f"its name does not resolve: {error.strerror}"
             except errors.PacelineError as error:
                 self._end(error)
                 return None
@@ -318,20 +306,6 @@ class ControlStream:
                 )
                 return None
         return None
-
-    async def _find(self, deadline: float) -> None:
-        """Waits until the coordinator's name resolves: a new channel asks but once, and for long if that gets lost.
-
-        Raises:
-            _Nowhere: it does not, yet.
-            TimeoutError: the resolver does not answer.
-        """
-        host = parse_endpoint(self.target).host
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await look_up(host)
-        except socket.gaierror as error:
-            raise _Nowhere(f"the name {host!r} does not resolve: {error.strerror}") from None
 
     async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """How to introduce this member: anew if peers reach it at another address than before.
@@ -359,16 +333,7 @@ class ControlStream:
 
 
 class _Nowhere(Exception):
-    """There is no address of the coordinator, or none at which peers reach this worker; it may come."""
-
-
-_Call = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
-
-
-async def _status(call: _Call) -> aio.AioRpcError:
-    """The status of a call that ended without an answer, as the exception that grpc would raise."""
-    leading, trailing = await call.initial_metadata(), await call.trailing_metadata()
-    return aio.AioRpcError(await call.code(), leading, trailing, await call.details(), None)
+    """There is no address at which peers reach this worker; it may come."""
 
 
 def _backoff(attempt: int) -> float:
