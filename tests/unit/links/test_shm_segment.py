@@ -47,7 +47,7 @@ def test_a_peer_can_neither_write_nor_cut_nor_seal(segment: Segment, theirs: int
     with pytest.raises(TypeError):
         attached.view[0:1] = b"x"
     with pytest.raises(TypeError):
-        attached.memory[0] = 1
+        attached.view[0] = 1
     for breach in (
         lambda: mmap.mmap(theirs, SIZE),
         lambda: os.write(theirs, b"x"),

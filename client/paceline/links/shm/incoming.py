@@ -96,7 +96,7 @@ class ShmIncoming(Incoming):
         self._loop = loop
         self._segments = LentSegments(fault, peer, sock)
         self._control = control
-        self._memory = control.memory
+        self._memory = control.view
         self._told = control.view[TOLD_AT : PIECES_AT + 8].cast("Q")
         self._pieces = 0  # that were read
         self._marks = control.view[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
@@ -138,12 +138,12 @@ class ShmIncoming(Incoming):
         ):
             text = f"frame {number} of {kind=} and {generation=}, {words} + {size} bytes"
             breach(self._fault, self._peer, f"{text}, where frame {self._frames} was due")
-        signature = memory[at + SIGNATURE_AT : at + SIGNATURE_AT + words] if words else b""
+        signature = bytes(memory[at + SIGNATURE_AT : at + SIGNATURE_AT + words]) if words else b""
         payload: bytes | memoryview
         if place == _SLOT:
             if size > INLINE_BYTES:
                 breach(self._fault, self._peer, f"{size} bytes in a slot of {INLINE_BYTES}")
-            payload = memory[at + INLINE_AT : at + INLINE_AT + size]
+            payload = bytes(memory[at + INLINE_AT : at + INLINE_AT + size])
             in_place = False
         else:
             payload = self._locate(place, segment, offset, size)

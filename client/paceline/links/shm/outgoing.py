@@ -85,9 +85,9 @@ class ShmOutgoing(Outgoing):
         self._sock = sock
         self._segment = segment
         self._memory = segment.memory
-        self._told = memoryview(segment.memory)[TOLD_AT : PIECES_AT + 8].cast("Q")
+        self._told = segment.memory[TOLD_AT : PIECES_AT + 8].cast("Q")
         self._pieces = 0
-        self._marks = memoryview(segment.memory)[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
+        self._marks = segment.memory[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
         self._marked = 0
         self._bell = bell
         self._rung = 0  # frames that the bell has been told of

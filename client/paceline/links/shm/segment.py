@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.arrays import Array
 from paceline.links.shm.host import check_available
+from paceline.links.shm.huge import collapse, huge_page_bytes, map_aligned
 
 __all__ = ["MAX_SEGMENT_BYTES", "Attached", "Segment", "SegmentError", "attach"]
 
@@ -47,7 +48,7 @@ class Segment:
     Attributes:
         size: bytes.
         fd: what others attach; -1 once closed.
-        memory: the bytes, writable.
+        memory: the bytes, writable; from a huge page's size on, they begin where one can.
         array: the same, shape [size], uint8.
         address: where they begin in this process.
 
@@ -73,16 +74,24 @@ class Segment:
         self.array: Array = np.frombuffer(self.memory, np.uint8)
         self.address: int = self.array.ctypes.data
         self._backed = 0
+        self._huge = _huge(size)
 
     def back(self, end: int) -> None:
         """Makes sure that there is memory behind the first `end` bytes: else a write could end in SIGBUS.
 
+        It is in huge pages where they fit.
+
         Raises:
             OSError: no memory is left.
         """
-        if end > self._backed:
-            os.posix_fallocate(self.fd, self._backed, end - self._backed)
-            self._backed = end
+        if end <= self._backed:
+            return
+        if self._huge:
+            first, last = -(-self._backed // self._huge) * self._huge, end // self._huge * self._huge
+            if first < last and not collapse(self.fd, self.address, first, last):
+                self._huge = 0
+        os.posix_fallocate(self.fd, self._backed, end - self._backed)
+        self._backed = end
 
     def close(self) -> None:
         """Closes the descriptor, and lets go of the mapping, which goes with the last view of it. Idempotent."""
@@ -98,14 +107,12 @@ class Attached:
 
     Attributes:
         size: bytes.
-        memory: the bytes, read-only.
-        view: the same; slices of it keep the mapping.
+        view: the bytes, read-only; slices of it keep the mapping.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.size = len(memory)
-        self.memory = memory
-        self.view = memoryview(memory)
+    def __init__(self, view: memoryview) -> None:
+        self.size = len(view)
+        self.view = view
 
 
 def attach(fd: int, size: int) -> Attached:
@@ -144,9 +151,17 @@ def _create() -> int:
     return os.memfd_create("paceline", flags)  # Linux before 6.3
 
 
-def _map(fd: int, size: int, *, writable: bool) -> mmap.mmap:
+def _map(fd: int, size: int, *, writable: bool) -> memoryview:
+    if _huge(size):
+        return map_aligned(fd, size, writable=writable)
     options: dict[str, Any] = {}
     if sys.version_info >= (3, 13):
         options["trackfd"] = False  # before, each mapping keeps a duplicate of its descriptor
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    return mmap.mmap(fd, size, mmap.MAP_SHARED, access, **options)
+    return memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access, **options))
+
+
+def _huge(size: int) -> int:
+    """Size of the huge pages that so many bytes can lie in; 0 if they are too few for one."""
+    step = huge_page_bytes()
+    return step if size >= step else 0
