@@ -34,7 +34,7 @@ FAULTS = ("kill", "more", "coordinator", "fewer", "pause", "disconnect", "move",
 SILENCE_S = 3.0
 """Paceline's failure_timeout: so long nobody knows whether a worker that is silent is lost."""
 _AWAY_S = 2.0
-"""So much longer a worker is away: it has noticed by then, and has tried to come back where nobody can be reached."""
+"""So much longer a worker is away: one that is cut off has noticed by then, and has tried in vain to come back."""
 
 
 class Fleet:

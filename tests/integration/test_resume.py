@@ -67,24 +67,23 @@ def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_
 
 def test_a_session_resumes_though_look_ups_of_before_were_lost(tmp_path: Path) -> None:
     code = """
-    import socket, threading
-    from contextlib import suppress
+    import errno, socket, threading
 
-    real, questions, lost = socket.getaddrinfo, threading.Semaphore(0), threading.Event()
+    real, questions = socket.getaddrinfo, threading.Semaphore(0)
+    trouble = [socket.gaierror(socket.EAI_NONAME, "no such name for now"), OSError(errno.EMFILE, "too many files")]
 
     def cut_off(host, *arguments, **options):
         if host == "localhost" and options.get("flags") == 0:
             questions.release()
-            if not lost.is_set():
-                lost.set()
-                raise socket.gaierror(socket.EAI_NONAME, "no such name for now")
+            if trouble:
+                raise trouble.pop()
             threading.Event().wait()  # longer than anybody waits
         return real(host, *arguments, **options)
 
     with paceline.join() as session:
         socket.getaddrinfo = cut_off
         emit("joined")
-        for _ in range(3):
+        for _ in range(4):
             questions.acquire()
         socket.getaddrinfo = real
         emit("again")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineError
-from paceline.session.lookup import Found, look_up
+from paceline.session.lookup import Found, look_up, look_up_within
 
 __all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "listening_host", "parse_endpoint", "reachable_endpoint"]
 
@@ -165,25 +165,14 @@ class _Patience:
         self._said = ""
 
     async def look_up(self, host: str) -> Found:
-        """As `lookup.look_up`, within the time that is left.
-
-        Raises:
-            OSError: it does not resolve, or the resolver does not answer.
-        """
-        asking = asyncio.ensure_future(look_up(host))
+        """As `lookup.look_up_within`, for the time that is left."""
         patient = asyncio.get_running_loop().call_later(
             _SLOW, lambda: self.say(f"the name {host!r} is being looked up: the resolver has not answered yet")
         )
         try:
-            async with asyncio.timeout(max(_SLOW, self._start + self._timeout - time.monotonic())):
-                return await asking
-        except TimeoutError:
-            raise OSError(f"the name {host!r} does not resolve: the resolver does not answer") from None
-        except socket.gaierror as error:
-            raise OSError(f"the name {host!r} does not resolve: {error.strerror}") from None
+            return await look_up_within(host, max(_SLOW, self._start + self._timeout - time.monotonic()))
         finally:
             patient.cancel()
-            asking.cancel()
 
     async def wait(self, problem: PacelineError) -> None:
         """Says what is in the way and waits until the next try.

@@ -14,7 +14,7 @@ from typing import TypeVar
 from paceline._grpc import aio
 from paceline.credentials import Credentials
 from paceline.session.address import parse_endpoint
-from paceline.session.lookup import look_up
+from paceline.session.lookup import look_up_within
 from paceline.session.wire import channel_options
 
 __all__ = ["CoordinatorChannel"]
@@ -46,11 +46,9 @@ class CoordinatorChannel:
         """Gives the channel up for a new one, which finds the coordinator where it is now.
 
         Raises:
-            gaierror: its name does not resolve.
-            TimeoutError: the resolver does not answer within so many seconds.
+            OSError: its name does not resolve within so many seconds.
         """
-        async with asyncio.timeout(timeout):
-            await look_up(self._host)
+        await look_up_within(self._host, timeout)
         old = self.newest
         options = channel_options(self._failure_timeout, alone=True)
         self.newest = self._credentials.coordinator_channel(self._target, options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
 import time
 from collections.abc import Callable
 
@@ -30,7 +29,7 @@ __all__ = ["ControlStream"]
 _log = logging.getLogger("paceline.session")
 
 BACKOFF_FIRST, BACKOFF_MOST = 0.05, 1.0
-"""Seconds from one attempt to connect to the next: doubled each time, with full jitter."""
+"""Seconds from one attempt to connect to the next: doubled each time, with jitter."""
 
 _ATTEMPT_S = 5.0
 """For one of them, while a session is to be taken up again."""
@@ -289,11 +288,11 @@ class ControlStream:
                 pass  # this attempt; the deadline below ends them
             except _Nowhere as error:
                 last = str(error)
-            except socket.gaierror as error:
-                last = f"its name does not resolve: {error.strerror}"
             except errors.PacelineError as error:
                 self._end(error)
                 return None
+            except OSError as error:  # its name does not resolve
+                last = str(error)
             else:
                 _log.warning("reconnected to the coordinator after %.1f s", time.monotonic() - start)
                 return call

@@ -3,16 +3,17 @@
 A resolver can stall for many seconds, and cannot be interrupted: in a container network a look-up of a name whose
 container has just died takes 5 to 10 s. asyncio would run it in the pool that transfers of state use too, so that a few
 such names held them up, and would wait for it when the process ends. Here each name has a daemon thread while it is
-looked up, and all who ask for it meanwhile share the answer; whoever gives up waiting leaves nothing behind.
+looked up, and all who ask for it meanwhile share the answer; whoever gives up waiting takes it from nobody.
 
 A question that is lost costs half a second: glibc asks a name server again after 5 s (resolv.conf(5), `timeout`), and
 for so long a host whose network is back would know nobody. While somebody waits for an answer, another thread asks anew
-each half second; the first answer counts.
+each half second; the first answer counts, a name server's trouble too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["Found", "look_up", "look_up_all"]
+__all__ = ["Found", "look_up", "look_up_all", "look_up_within"]
 
 Found = list[tuple[socket.AddressFamily, tuple[Any, ...]]]
 """Addresses in the order in which they should be tried: family, and what sockets take, with port 0."""
@@ -30,6 +31,9 @@ _AT_ONCE = 32
 
 _AGAIN_S = 0.5
 """Between two questions for one name."""
+
+_SILENCE_S = 4.5
+"""Who says after so long that the name server is in trouble has not heard from it: glibc waits for 5 s."""
 
 _THREADS = 12
 """So many ask for one name at a time: the first asks its name server again when the last has begun."""
@@ -62,6 +66,21 @@ async def look_up(host: str, *, again: bool = True) -> Found:
         answer.cancel()
 
 
+async def look_up_within(host: str, timeout: float) -> Found:
+    """As `look_up`, for so many seconds.
+
+    Raises:
+        OSError: there is no answer, or none with an address; its text says whose name that is.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            return await look_up(host)
+    except TimeoutError:
+        raise OSError(f"the name {host!r} does not resolve: the resolver does not answer") from None
+    except socket.gaierror as error:
+        raise OSError(f"the name {host!r} does not resolve: {error.strerror}") from None
+
+
 async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
     """The IP addresses of each host; none for a name that does not resolve."""
     turn = asyncio.Semaphore(_AT_ONCE)
@@ -81,7 +100,7 @@ class _Question:
     """For the addresses of a name, from the first who asks until there is an answer.
 
     Attributes:
-        answer: the first; that a resolver was not reached is one only when no other thread asks any more.
+        answer: the first; silence is one when no other thread asks any more.
     """
 
     def __init__(self, host: str) -> None:
@@ -97,25 +116,33 @@ class _Question:
         if self.answer.done() or self._threads == _THREADS or now - self._asked_at < _AGAIN_S:
             return
         self._asked_at = now
-        self._threads += 1
-        threading.Thread(target=self._run, name="paceline-lookup", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(now,), name="paceline-lookup", daemon=True).start()
+        except RuntimeError as error:  # this user or container may have no more of them
+            if not self._threads:
+                self._settle(OSError(errno.EAGAIN, f"no thread to look {self._host!r} up: {error}"))
+        else:
+            self._threads += 1
 
-    def _run(self) -> None:
+    def _run(self, began: float) -> None:
         found: Found | BaseException
         try:
             found = _resolve(self._host, 0)
         except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
             found = error
+        silence = isinstance(found, socket.gaierror) and found.errno == socket.EAI_AGAIN
+        silence = silence and time.monotonic() - began > _SILENCE_S
         with _lock:
             self._threads -= 1
-            unreached = isinstance(found, socket.gaierror) and found.errno == socket.EAI_AGAIN
-            if self.answer.done() or (unreached and self._threads):
-                return
-            del _under_way[self._host]
-            if isinstance(found, BaseException):
-                self.answer.set_exception(found)
-            else:
-                self.answer.set_result(found)
+            if not (self.answer.done() or (silence and self._threads)):
+                self._settle(found)
+
+    def _settle(self, found: Found | BaseException) -> None:
+        del _under_way[self._host]
+        if isinstance(found, BaseException):
+            self.answer.set_exception(found)
+        else:
+            self.answer.set_result(found)
 
 
 _lock = threading.Lock()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.session import lookup
-from paceline.session.lookup import look_up, look_up_all
+from paceline.session.lookup import look_up, look_up_all, look_up_within
 
 
 class Stall:
@@ -34,14 +34,17 @@ class Stall:
         self.release, self.late = threading.Event(), threading.Event()
         self._real = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
+        monkeypatch.setattr(lookup, "_AGAIN_S", 0.01)
+        monkeypatch.setattr(lookup, "_SILENCE_S", 0.0)
 
     def __call__(self, host: str, *arguments: Any, **options: Any) -> Any:
         if options.get("flags") == socket.AI_NUMERICHOST:
             return self._real(host, *arguments, **options)
         with self._another:
             self.asked.append(host)
+            lost = len(self.asked) <= self.lost
             self._another.notify_all()
-        if len(self.asked) <= self.lost:
+        if lost:
             assert self.late.wait(20)
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         assert self.release.wait(20)
@@ -115,8 +118,7 @@ def test_who_gives_up_answers_for_nobody_who_still_asks(stall: Stall) -> None:
         first, *_ = (thread for thread in threading.enumerate() if thread.name == "paceline-lookup")
         stall.late.set()
         await asyncio.to_thread(first.join, 20)
-        await asyncio.sleep(0)
-        assert not asking.done()
+        assert not lookup._under_way["node"].answer.done()
         stall.release.set()
         assert await asking
 
@@ -137,19 +139,73 @@ def test_when_all_have_given_up_the_resolver_is_in_trouble(stall: Stall) -> None
     assert not lookup._under_way
 
 
-def test_one_name_has_a_few_threads_and_one_of_a_list_has_one(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "_AGAIN_S", 0.001)
+def test_a_name_server_that_says_it_is_in_trouble_is_heard(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody else asks it meanwhile: silence takes longer."""
+    monkeypatch.setattr(lookup, "_SILENCE_S", 60.0)
+    stall.lost = 1
 
+    async def ask() -> None:
+        asking = asyncio.ensure_future(look_up("node"))
+        await stall.wait_for("node", 2)
+        stall.late.set()
+        with pytest.raises(socket.gaierror, match="Temporary failure"):
+            await asking
+
+    asyncio.run(ask())
+
+
+def test_one_name_has_a_few_threads_and_one_of_a_list_has_one(stall: Stall) -> None:
     async def ask() -> None:
         patient = asyncio.ensure_future(look_up_all(["a list's"]))
         asking = asyncio.ensure_future(look_up("node"))
         await stall.wait_for("node", lookup._THREADS)
-        await asyncio.sleep(0.1)
-        assert (stall.asked.count("node"), stall.asked.count("a list's")) == (lookup._THREADS, 1)
+        question = lookup._under_way["node"]
+        question._asked_at = float("-inf")
+        with lookup._lock:
+            question.ask()
+        assert (question._threads, stall.asked.count("a list's")) == (lookup._THREADS, 1)
         stall.release.set()
         await asyncio.gather(patient, asking)
 
     asyncio.run(ask())
+    assert stall.asked.count("node") == lookup._THREADS
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_where_no_thread_is_left_it_is_said_unless_another_asks(
+    others: int, stall: Stall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, left, refused = threading.Thread.start, [others], threading.Event()
+
+    def none_left(thread: threading.Thread) -> None:
+        if thread.name == "paceline-lookup":
+            left[0] -= 1
+            if left[0] < 0:
+                refused.set()
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+
+    async def ask() -> None:
+        asking = asyncio.ensure_future(look_up("node"))
+        if others:
+            assert await asyncio.to_thread(refused.wait, 20)
+            stall.release.set()
+            assert await asking
+        else:
+            with pytest.raises(OSError, match="no thread to look 'node' up"):
+                await asking
+
+    asyncio.run(ask())
+    assert not lookup._under_way
+
+
+def test_within_a_time(stall: Stall) -> None:
+    with pytest.raises(OSError, match="the name 'node' does not resolve: the resolver does not answer"):
+        asyncio.run(look_up_within("node", 0.05))
+    stall.release.set()
+    assert asyncio.run(look_up_within("node", 20.0))
 
 
 def test_stalled_names_hold_up_neither_others_nor_the_pool_nor_the_end(stall: Stall) -> None:

@@ -1,9 +1,9 @@
 """Huge pages behind large segments.
 
 The kernel gives shared memory small pages unless an administrator has said otherwise (`shmem_enabled`), but makes huge
-ones of a region on request: MADV_COLLAPSE, Linux 6.1 (madvise(2)). Of a region that holds nothing yet it takes a fifth
-of the time that the small pages would (4 ms in place of 20 for 64 MiB), and large arrays are folded and copied 15 %
-faster, for the processor has fewer addresses to translate.
+ones of a region on request: MADV_COLLAPSE, Linux 6.1 (madvise(2)). Of a region that holds nothing yet it does so faster
+than it would give the small ones, and large arrays are folded and copied faster, for the processor has fewer addresses
+to translate (figures: DESIGN.md, 7).
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MOST = 32 << 20
 """With pages of 64 KiB a huge one has 512 MiB: more than most arrays."""
 
+_WORTHWHILE = 32 << 20
+"""Smaller arrays are no faster for it."""
+
 _MADV_COLLAPSE = 25  # asm-generic/mman-common.h
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
 
+def huge_page_bytes(size: int) -> int:
+    """Of the huge pages in which so many bytes should lie; 0 if in none."""
+    return _huge_page_bytes() if size >= _WORTHWHILE else 0
+
+
 @cache
-def huge_page_bytes() -> int:
-    """Size of a huge page; 0 if none are to be had."""
+def _huge_page_bytes() -> int:
     try:
         size = int(_SIZE.read_text()) if sys.platform == "linux" else 0
     except (OSError, ValueError):  # a kernel without them
@@ -53,8 +60,9 @@ def map_aligned(fd: int, size: int, *, writable: bool) -> memoryview:
         OSError: there is no address space left.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    step = huge_page_bytes()
-    # Room for it wherever it begins; Python unmaps all of that, and what was put there with it.
+    step = _huge_page_bytes()
+    # Room for it wherever it begins; Python unmaps all of that, and what was put there with it. (Where memory may not
+    # be overcommitted, the writer's room counts in full until the file lies there.)
     room = mmap.mmap(-1, size + step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, access)
     address = np.frombuffer(room, np.uint8).ctypes.data
     start = -address % step
@@ -76,7 +84,7 @@ def collapse(fd: int, address: int, begin: int, end: int) -> bool:
     Raises:
         OSError: no memory is left.
     """
-    for offset in range(begin, end, huge_page_bytes()):
+    for offset in range(begin, end, _huge_page_bytes()):
         os.posix_fallocate(fd, offset, mmap.PAGESIZE)  # of nothing at all nothing can be made
     return not _libc().madvise(address + begin, end - begin, _MADV_COLLAPSE)  # without the GIL
 

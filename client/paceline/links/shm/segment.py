@@ -48,7 +48,7 @@ class Segment:
     Attributes:
         size: bytes.
         fd: what others attach; -1 once closed.
-        memory: the bytes, writable; from a huge page's size on, they begin where one can.
+        memory: the bytes, writable.
         array: the same, shape [size], uint8.
         address: where they begin in this process.
 
@@ -74,7 +74,7 @@ class Segment:
         self.array: Array = np.frombuffer(self.memory, np.uint8)
         self.address: int = self.array.ctypes.data
         self._backed = 0
-        self._huge = _huge(size)
+        self._step = huge_page_bytes(size)
 
     def back(self, end: int) -> None:
         """Makes sure that there is memory behind the first `end` bytes: else a write could end in SIGBUS.
@@ -86,10 +86,10 @@ class Segment:
         """
         if end <= self._backed:
             return
-        if self._huge:
-            first, last = -(-self._backed // self._huge) * self._huge, end // self._huge * self._huge
+        if step := self._step:
+            first, last = -(-self._backed // step) * step, end // step * step
             if first < last and not collapse(self.fd, self.address, first, last):
-                self._huge = 0
+                self._step = 0
         os.posix_fallocate(self.fd, self._backed, end - self._backed)
         self._backed = end
 
@@ -152,16 +152,10 @@ def _create() -> int:
 
 
 def _map(fd: int, size: int, *, writable: bool) -> memoryview:
-    if _huge(size):
+    if huge_page_bytes(size):
         return map_aligned(fd, size, writable=writable)
     options: dict[str, Any] = {}
     if sys.version_info >= (3, 13):
         options["trackfd"] = False  # before, each mapping keeps a duplicate of its descriptor
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     return memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access, **options))
-
-
-def _huge(size: int) -> int:
-    """Size of the huge pages that so many bytes can lie in; 0 if they are too few for one."""
-    step = huge_page_bytes()
-    return step if size >= step else 0
