@@ -13,7 +13,6 @@ each half second; the first answer counts, a name server's trouble too.
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 import threading
 import time
@@ -33,7 +32,8 @@ _AGAIN_S = 0.5
 """Between two questions for one name."""
 
 _SILENCE_S = 4.5
-"""Who says after so long that the name server is in trouble has not heard from it: glibc waits for 5 s."""
+"""Who says after so long that the name server is in trouble has not heard from it: glibc waits for 5 s, or for less if
+told so; then silence counts as a word, and whoever waits asks again."""
 
 _THREADS = 12
 """So many ask for one name at a time: the first asks its name server again when the last has begun."""
@@ -77,8 +77,8 @@ async def look_up_within(host: str, timeout: float) -> Found:
             return await look_up(host)
     except TimeoutError:
         raise OSError(f"the name {host!r} does not resolve: the resolver does not answer") from None
-    except socket.gaierror as error:
-        raise OSError(f"the name {host!r} does not resolve: {error.strerror}") from None
+    except OSError as error:
+        raise OSError(f"the name {host!r} does not resolve: {error.strerror or error}") from None
 
 
 async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
@@ -116,13 +116,13 @@ class _Question:
         if self.answer.done() or self._threads == _THREADS or now - self._asked_at < _AGAIN_S:
             return
         self._asked_at = now
+        self._threads += 1
         try:
             threading.Thread(target=self._run, args=(now,), name="paceline-lookup", daemon=True).start()
         except RuntimeError as error:  # this user or container may have no more of them
+            self._threads -= 1
             if not self._threads:
-                self._settle(OSError(errno.EAGAIN, f"no thread to look {self._host!r} up: {error}"))
-        else:
-            self._threads += 1
+                self._settle(OSError(f"no thread is left to ask: {error}"))
 
     def _run(self, began: float) -> None:
         found: Found | BaseException

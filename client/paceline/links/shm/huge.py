@@ -24,7 +24,7 @@ _MOST = 32 << 20
 """With pages of 64 KiB a huge one has 512 MiB: more than most arrays."""
 
 _WORTHWHILE = 32 << 20
-"""Smaller arrays are no faster for it."""
+"""Arenas have larger segments. What is copied to peers lies in smaller ones, and is no faster for it."""
 
 _MADV_COLLAPSE = 25  # asm-generic/mman-common.h
 _MAP_FIXED = 0x10
@@ -32,7 +32,7 @@ _MAP_NORESERVE = 0x4000
 
 
 def huge_page_bytes(size: int) -> int:
-    """Of the huge pages in which so many bytes should lie; 0 if in none."""
+    """Size of the huge pages in which a segment of so many bytes should lie; 0 if in none."""
     return _huge_page_bytes() if size >= _WORTHWHILE else 0
 
 

@@ -79,7 +79,7 @@ class Segment:
     def back(self, end: int) -> None:
         """Makes sure that there is memory behind the first `end` bytes: else a write could end in SIGBUS.
 
-        It is in huge pages where they fit.
+        In a large segment it is in huge pages, where they fit.
 
         Raises:
             OSError: no memory is left.
