@@ -35,7 +35,7 @@ def _gives_them() -> bool:
     asked = setting.exists() and ("[never]" in setting.read_text() or "[advise]" in setting.read_text())
     if release < (6, 1) or not asked or huge.huge_page_bytes(SIZE) != HUGE:
         return False
-    with mmap.mmap(-1, 2 * HUGE) as probe:
+    with mmap.mmap(-1, 2 * HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:
         start = -np.frombuffer(probe, np.uint8).ctypes.data % HUGE
         probe[start] = 1
         try:
