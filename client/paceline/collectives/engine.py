@@ -193,11 +193,11 @@ class Engine:
         self._at = _moving(Do.SEND, peer, part)
         self._exchange.fulfil(peer)
 
-    def receive(self, call: Call, peer: int, part: int, nbytes: int, promised: int | None = None) -> Frame:
-        """The next frame of a rank, which must be this one; promised: so many bytes, if that is what it is."""
+    def receive(self, call: Call, peer: int, part: int, nbytes: int) -> Frame:
+        """The next frame of a rank, which must be this one."""
         self._at = _moving(Do.STORE, peer, part)
         frame = self._exchange.recv(peer, call.deadline)
-        self._check(call, peer, part, nbytes if promised is None or not frame.promised else promised, frame)
+        self._check(call, peer, part, nbytes, frame)
         return frame
 
     def await_piece(self, call: Call, peer: int, part: int) -> None:

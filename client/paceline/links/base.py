@@ -15,9 +15,8 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 8. A mark is the number of an operation, each above the one before: cheaper to tell than an empty frame. Up to `MARKS`
    of them wait to be read. Frames of earlier operations come before a mark. A link that has no marks says so, and
    tells nothing.
-9. What was promised is lent before it is made: the receiver may read a piece once that piece was fulfilled, and what it
-   held before at once. Pieces are fulfilled in the order of the frames and of their bytes. A link that cannot promise
-   says so, and sends nothing.
+9. What was promised is lent before it is made: the receiver may read a piece once that piece was fulfilled. Pieces are
+   fulfilled in the order of the frames and of their bytes. A link that cannot promise says so, and sends nothing.
 """
 
 from __future__ import annotations
@@ -165,9 +164,7 @@ class Link(abc.ABC):
         return self.recv(deadline)
 
     def promise(self, frame: Frame, deadline: float) -> bool:
-        """Lends a frame whose payload is still being made: each piece of it needs a `fulfil`.
-
-        Both sides know how it is cut, into no more pieces than of `PIECE_BYTES`.
+        """Lends a frame whose payload is still being made: each piece of it (`PIECE_BYTES`) needs a `fulfil`.
 
         Returns:
             False if this link cannot, or not now: nothing was sent.

@@ -21,7 +21,6 @@ from paceline.collectives.programs import all_reduce_program, reduce_program, re
 from paceline.collectives.rows import Sums
 from paceline.collectives.tasks.task import Chooser, Task, segment
 from paceline.collectives.weaving import Weaver, Woven, all_can_weave, weave
-from paceline.collectives.whole import MOST_BYTES, reduce_whole
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 __all__ = ["reduce_task", "reducing_task"]
@@ -30,9 +29,6 @@ ORDERS = ("fastest", "rank")
 
 _Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, str, Chooser]
 """Collective, op, dtype, shape, order, detail, chooser."""
-
-_Way: TypeAlias = Woven | Literal["whole"]
-"""What takes the place of a schedule's program."""
 
 _WOVEN_BYTES = 32 << 20
 """Less than that lies in the caches anyway. Source: W=2 on 2 cores that share 32 MiB; 16 MiB gained nothing."""
@@ -64,7 +60,7 @@ def reducing_task(
     def body(call: Call) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
         how = arithmetic(plan.reduce, engine.mesh.size, None if divisor is None else divisor())
-        _reduce(engine, call, plan.program, x, result, plan.reduce, how, plan.way)
+        _reduce(engine, call, plan.program, x, result, plan.reduce, how, plan.woven)
         return deliver(result, out)
 
     return Task(plan.signature, body)
@@ -78,7 +74,7 @@ class _Plan(NamedTuple):
     reduce: Reduction
     signature: bytes
     program: Program
-    way: _Way | None
+    woven: Woven | None
 
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
@@ -92,22 +88,20 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
     at = choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype, engine)
     program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
-    way: _Way | None = None
-    if (collective, choice.schedule) == ("all_reduce", "direct") and _shares_all(engine, reduce):
-        if x.nbytes >= _WOVEN_BYTES:
-            way = weave(mesh.size, x.size, segment(dtype, engine), dtype.itemsize)
-        elif x.nbytes <= MOST_BYTES and -(-x.size // mesh.size) <= segment(dtype, engine):
-            way = "whole"
+    woven = None
+    if (collective, choice.schedule) == ("all_reduce", "direct") and _is_worth_weaving(engine, x.nbytes, reduce):
+        woven = weave(mesh.size, x.size, segment(dtype, engine), dtype.itemsize)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, signature, program, way)
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, signature, program, woven)
     return plan
 
 
-def _shares_all(engine: Engine, reduce: Reduction) -> bool:
-    """True if ranks may read each other's values as they are; the same at all ranks."""
+def _is_worth_weaving(engine: Engine, nbytes: int, reduce: Reduction) -> bool:
+    """The same at all ranks."""
     world = engine.mesh.size
-    return world > 1 and where_of(engine.nodes) == "one_node" and reduce.scale(world) is None
+    shared = world > 1 and where_of(engine.nodes) == "one_node"
+    return shared and nbytes >= _WOVEN_BYTES and reduce.scale(world) is None
 
 
 def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
@@ -153,7 +147,7 @@ def _reduce(
     result: Array,
     reduce: Reduction,
     how: Arithmetic | None = None,
-    way: _Way | None = None,
+    woven: Woven | None = None,
 ) -> None:
     flat = result.reshape(-1)
     base = flat if x is result else as_flat(x)
@@ -161,31 +155,22 @@ def _reduce(
         base = flat
     how = how or arithmetic(reduce, engine.mesh.size)
     if reduce.dtype.kind in "biu":
-        _run(engine, call, program, way, base, flat, how)
+        _run(engine, call, program, woven, base, flat, how)
         return
     with np.errstate(all="ignore"):  # infinities are values here; a warning on one rank would help nobody
-        _run(engine, call, program, way, base, flat, how)
+        _run(engine, call, program, woven, base, flat, how)
         if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
             how.finish(flat)
 
 
 def _run(
-    engine: Engine,
-    call: Call,
-    program: Program,
-    way: _Way | None,
-    base: Array,
-    out: Array,
-    how: Arithmetic,
+    engine: Engine, call: Call, program: Program, woven: Woven | None, base: Array, out: Array, how: Arithmetic
 ) -> None:
-    if way == "whole":
-        reduce_whole(engine, call, base, out, how)
-        return
-    if way is not None:
+    if woven is not None:
         able = all_can_weave(engine, call, base, out)
         call = replace(call, phase=1)
         if able:
-            Weaver(engine, call, way, base, out, how).run()
+            Weaver(engine, call, woven, base, out, how).run()
             return
     engine.run(call, program, base, out, how)
 
