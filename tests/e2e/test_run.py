@@ -121,6 +121,17 @@ def test_ctrl_c_leaves_no_orphan_and_no_stack_trace(loop: str, signum: signal.Si
     assert run.stderr == "paceline: stopping 3 workers\n"
 
 
+def test_ctrl_c_reaches_all_before_any_is_missed(loop: str, tmp_path: Path) -> None:
+    """A launcher that has to wait for a core between two signals: no worker complains of one that went before it."""
+    slow = "import os, time\nkillpg = os.killpg\nos.killpg = lambda *args: (killpg(*args), time.sleep(0.2))\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    with command("run", "-n", "3", loop, PYTHONPATH=str(tmp_path)) as run:
+        run.wait_for("in the loop", 3)
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, str(run)
+    assert run.stderr == "paceline: stopping 3 workers\n"
+
+
 def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
     with (
         command("coordinator", "--listen", "127.0.0.1:0") as coordinator,

@@ -255,8 +255,11 @@ class Launcher:
             self._listener.say(f"{verb} {count}: {self._ordered}")
         else:
             self._listener.say(f"{verb} {', '.join(map(str, running))}, still there after the first failure")
-        for worker in running:
-            worker.signal(signum)
+        # All stand still until each has been told: who outlived another by a moment would complain of its loss. And one
+        # that was frozen hears of SIGTERM only when it goes on.
+        for number in (signal.SIGSTOP, signum, signal.SIGCONT):
+            for worker in running:
+                worker.signal(number)
 
     def _abandon(self) -> None:
         """Leaves nothing behind, whatever happened: no process, no descriptor, no line."""

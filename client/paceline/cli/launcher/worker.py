@@ -187,9 +187,7 @@ class Worker:
         """Signals the worker and all in its process group."""
         if not self.running:
             return
-        # A worker that is frozen (SIGSTOP) hears of SIGTERM only when it goes on.
-        for number in (signum, signal.SIGCONT):
-            try:
-                os.killpg(self.pid, number)
-            except ProcessLookupError:  # in the instant between fork and setsid there is no such group yet
-                os.kill(self.pid, number)
+        try:
+            os.killpg(self.pid, signum)
+        except ProcessLookupError:  # in the instant between fork and setsid there is no such group yet
+            os.kill(self.pid, signum)
