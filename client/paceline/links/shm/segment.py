@@ -74,7 +74,7 @@ class Segment:
         self.array: Array = np.frombuffer(self.memory, np.uint8)
         self.address: int = self.array.ctypes.data
         self._backed = 0
-        self._step = huge_page_bytes(size)
+        self._huge_page = huge_page_bytes(size)
 
     def back(self, end: int) -> None:
         """Makes sure that there is memory behind the first `end` bytes: else a write could end in SIGBUS.
@@ -86,10 +86,10 @@ class Segment:
         """
         if end <= self._backed:
             return
-        if step := self._step:
-            first, last = -(-self._backed // step) * step, end // step * step
+        if page := self._huge_page:
+            first, last = -(-self._backed // page) * page, end // page * page
             if first < last and not collapse(self.fd, self.address, first, last):
-                self._step = 0
+                self._huge_page = 0
         os.posix_fallocate(self.fd, self._backed, end - self._backed)
         self._backed = end
 
