@@ -67,6 +67,9 @@ class ShmLink(Link):
     def recall(self) -> None:
         self._outgoing.recall()
 
+    def verify(self) -> None:
+        self._incoming.verify()
+
     def release(self) -> None:
         self._incoming.release()
 

@@ -205,6 +205,11 @@ class Engine:
         self._at = _moving(Do.STORE, peer, part)
         self._exchange.await_piece(peer, call.deadline)
 
+    def verify(self, peer: int, part: int) -> None:
+        """What was read of a rank's frames, and is not released yet, may be passed on."""
+        self._at = _moving(Do.STORE, peer, part)
+        self._exchange.verify(peer)
+
     def release(self) -> None:
         """The payloads of all frames received so far are needed no longer."""
         self._exchange.release()

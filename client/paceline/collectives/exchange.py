@@ -145,6 +145,15 @@ class Exchange:
         link = self._links[peer]
         self._patiently(link.await_piece, deadline)
 
+    def verify(self, peer: int) -> None:
+        """Returns if what was read of a rank's frames may be passed on (`Link.verify`).
+
+        Raises:
+            LinkEnded: the rank has taken it back, or the link is gone.
+            PacelineError: the generation has failed.
+        """
+        self._links[peer].verify()
+
     def mark(self, peer: int, number: int, deadline: float) -> bool:
         """Tells a rank a mark; False if it must be sent a frame (`Link.mark`).
 

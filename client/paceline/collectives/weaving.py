@@ -167,6 +167,8 @@ class Weaver:
         found = {peer: term[lo:hi] for peer, term in terms.items()}
         found[self._rank] = self._base[start + lo : start + hi]
         self._arithmetic.fold(found, self._out[start + lo : start + hi])
+        for peer in terms:  # before anybody is told: what is made of a term that was taken back is void
+            self._engine.verify(peer, 2 * j)
         for peer in promised:
             self._engine.fulfil(peer, 2 * j + 1)
 

@@ -11,7 +11,8 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
 7. What was lent is the receiver's to read until it releases it, and the sender's again once `settle` or `recall` has
-   returned. A link that cannot lend sends copies.
+   returned. Whether something was recalled while it was read, `verify` and `release` tell. A link that cannot lend
+   sends copies.
 8. A mark is the number of an operation, each above the one before: cheaper to tell than an empty frame. Up to `MARKS`
    of them wait to be read. Frames of earlier operations come before a mark. A link that has no marks says so, and
    tells nothing.
@@ -204,8 +205,20 @@ class Link(abc.ABC):
         """Takes back all that was lent, when this link is used no more; waits only for what is being read just now."""
         return
 
+    def verify(self) -> None:
+        """Returns if what was read of frames that are not released yet may be passed on: none was taken back so far.
+
+        Raises:
+            LinkEnded: one was; what was made of it is void.
+        """
+        return
+
     def release(self) -> None:
-        """The reader needs the payloads of the frames that it has received no longer."""
+        """The reader needs the payloads of the frames that it has received no longer.
+
+        Raises:
+            LinkEnded: as `verify`.
+        """
         return
 
     @abc.abstractmethod

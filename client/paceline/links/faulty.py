@@ -97,6 +97,9 @@ class _FaultyLink(Link):
     def recall(self) -> None:
         self._link.recall()
 
+    def verify(self) -> None:
+        self._link.verify()
+
     def release(self) -> None:
         self._link.release()
 

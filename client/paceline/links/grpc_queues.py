@@ -200,6 +200,11 @@ class Inbox:
         self._items.put(None)
         self._on_item()
 
+    def verify(self) -> None:
+        """See `Link.verify`."""
+        if self._half is not None:
+            self._half.verify()
+
     def release(self) -> None:
         """See `Link.release`."""
         if self._half is not None:

@@ -130,6 +130,10 @@ class Incoming(abc.ABC):
         """See `Link.await_mark`."""
         return self.recv(deadline)
 
+    def verify(self) -> None:
+        """See `Link.verify`."""
+        return
+
     @abc.abstractmethod
     def release(self) -> None:
         """The payloads received so far are needed no longer.

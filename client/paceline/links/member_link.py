@@ -179,6 +179,10 @@ class MemberLink(Link):
         if self._shut:
             self.inbox.close()
 
+    def verify(self) -> None:
+        """See `Link.verify`."""
+        self._receive(self.inbox.verify)
+
     def release(self) -> None:
         """See `Link.release`."""
         self._receiving = True

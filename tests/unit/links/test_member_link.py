@@ -85,6 +85,9 @@ class In(Incoming):
         self.first = False
         return FRAME
 
+    def verify(self) -> None:
+        self.at.hold()
+
     def release(self) -> None:
         self.at.hold()
 
@@ -101,10 +104,10 @@ class In(Incoming):
         self.at.shut_down()
 
 
-@pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "release"])
+@pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "verify", "release"])
 def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     out, into, loop = Waiting(), Waiting(), loop_thread().loop
-    at = into if call in ("recv", "release") else out
+    at = into if call in ("recv", "verify", "release") else out
     link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
     link.settle_on(Out(out))
     link.inbox.turn_to(In(into))
@@ -116,6 +119,7 @@ def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
         "settle": lambda: link.settle(later),
         "recall": link.recall,
         "recv": lambda: link.recv(later),
+        "verify": link.verify,
         "release": link.release,
     }
     thread = threading.Thread(target=calls[call])

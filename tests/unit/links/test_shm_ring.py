@@ -265,6 +265,24 @@ def test_what_was_taken_back_is_never_believed(read_before: bool) -> None:
         both.incoming.release()
 
 
+def test_what_is_made_of_lent_memory_is_verified_before_it_is_passed_on() -> None:
+    arena = Arena()
+    x = in_arena(arena, MIB, 1)
+    with halves(arena) as both:
+        both.incoming.release()
+        both.outgoing.lend(frame(x.data), soon())
+        payload = both.incoming.recv(0.0).payload
+        both.incoming.verify()
+        assert payload == bytes([1]) * MIB, "it is still held"
+        both.writer.settle(LOST)
+        both.outgoing.recall()
+        x[:] = 9
+        for look in (both.incoming.verify, both.incoming.verify, both.incoming.release):
+            with pytest.raises(LinkEnded, match="took back"):
+                look()
+        both.incoming.verify()  # nothing is held
+
+
 def test_recall_leaves_alone_what_was_released_or_copied() -> None:
     arena = Arena()
     x = in_arena(arena, MIB, 1)

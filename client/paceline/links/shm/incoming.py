@@ -230,6 +230,11 @@ class ShmIncoming(Incoming):
             text = "it rang for {} frames, {} pieces and {} marks".format(*rung)
             breach(self._fault, self._peer, f"{text}, where {SLOTS - self._held} frames fit")
 
+    def verify(self) -> None:
+        """See `Incoming.verify`."""
+        if self._lent:
+            self._check_void()
+
     def release(self) -> None:
         """See `Incoming.release`."""
         self._releases = True
