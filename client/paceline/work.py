@@ -163,12 +163,12 @@ class Lane:
         work: Work[T] | None = None
         try:
             with self._lock:
-                self._check()
+                caller = self._check()
                 numbered = True
                 operation, task = self._number(begin)
                 mine = self._busy is None and not self._queue
                 if mine:
-                    self._busy = threading.current_thread()
+                    self._busy = caller
                 else:
                     work = self._enqueue(operation, task)
             if work is not None:
@@ -247,7 +247,8 @@ class Lane:
         """True while another thread has an operation under way, or some are in line for the group's."""
         return self._busy not in (None, me) or bool(self._queue)
 
-    def _check(self) -> None:
+    def _check(self) -> threading.Thread:
+        """The caller, if it may issue an operation now."""
         if self._closed:
             raise SessionClosed("the group is closed")
         caller, owner = threading.current_thread(), self._owner
@@ -264,6 +265,7 @@ class Lane:
                     operation=self._issued,
                 )
             self._owner = caller
+        return caller
 
     def _number(self, begin: Begin[T]) -> tuple[int, Callable[[], T]]:
         self._issued += 1

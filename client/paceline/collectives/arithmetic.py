@@ -59,7 +59,7 @@ class Arithmetic:
 
         In the wide dtype, if there is one, and rounded once.
         """
-        first, second, *rest = (terms[rank] for rank in sorted(terms))
+        first, second, *rest = map(terms.__getitem__, sorted(terms))
         if self._wide is None:
             # What stands further behind must not be overwritten before its turn.
             rest = [term.copy() if np.may_share_memory(term, target) else term for term in rest]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 PHASE = 1 << 28
 """Parts of phase p of an operation are numbered from here times p."""
 
-_NOTHING = memoryview(b"")
+_NOTHING = memoryview(bytearray())
 
 _SETTLING = -1
 """In place of a part's number: all frames are sent, and the last of them are still being read."""
@@ -112,10 +112,10 @@ class Engine:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
         exchange, deadline, size = self._exchange, call.deadline, base.itemsize
-        out_bytes = as_bytes(out)
         scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
-        areas = (base, out, scratch)
-        data = (out_bytes if base is out else as_bytes(base), out_bytes, as_bytes(scratch))
+        areas, out_bytes = (base, out, scratch), as_bytes(out)
+        base_bytes = out_bytes if base is out else as_bytes(base)
+        data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
         addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}
@@ -133,7 +133,7 @@ class Engine:
                     if lend:
                         start = addresses[own_area]
                         if start is None:
-                            start = addresses[own_area] = address_of(areas[own_area])
+                            start = addresses[own_area] = address_of(data[own_area])
                             if base is out:
                                 addresses = [start, start]
                         address = start + own_lo * size

@@ -98,8 +98,9 @@ class Exchange:
     def _patiently(self, act: Callable[..., M], deadline: float, *args: object) -> M:
         """Does something that may take long, `act(*args, until)`; looks around then."""
         while True:
+            until = monotonic() + PATIENCE
             try:
-                return act(*args, min(deadline, monotonic() + PATIENCE))
+                return act(*args, until if until < deadline else deadline)
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -185,8 +186,9 @@ class Exchange:
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
                 return early
+            until = monotonic() + PATIENCE
             try:
-                frame = receive(min(deadline, monotonic() + PATIENCE), *args)
+                frame = receive(until if until < deadline else deadline, *args)
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
@@ -208,13 +210,13 @@ class Exchange:
 
     def release(self) -> None:
         """The payloads of all frames received so far are needed no longer."""
-        kept = []
+        kept, early = [], self._early
         for link in self._taken:
-            early = self._early.get(link.peer.rank)
-            if early is not None and early.promised:  # it lies with its sender, and nobody has read it yet
+            peer = link.peer.rank
+            if early and peer in early and early[peer].promised:  # it lies with its sender, and nobody has read it yet
                 kept.append(link)
                 continue
-            self.releasing = link.peer.rank
+            self.releasing = peer
             link.release()
         self.releasing = None
         self._taken[:] = kept

@@ -62,7 +62,7 @@ def all_can_weave(engine: Engine, call: Call, base: Array, out: Array) -> bool:
     """True if all ranks can lend their arrays, and none waits for a core; asked of all, so that all find the same."""
     mesh = engine.mesh
     able = mesh.neighbours < (os.cpu_count() or 1)
-    able = able and all(mesh.lends(address_of(x), x.nbytes) for x in (base, out))
+    able = able and all(mesh.lends(address_of(as_bytes(x)), x.nbytes) for x in (base, out))
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
     for peer in others:
         engine.send(call, peer, 0, memoryview(bytes([able])))
@@ -93,7 +93,7 @@ class Weaver:
         self._segments, self._piece = woven
         self._base, self._out = base, out
         self._bytes = as_bytes(base), as_bytes(out)
-        self._at = address_of(base), address_of(out)
+        self._at = address_of(self._bytes[0]), address_of(self._bytes[1])
         self._arithmetic = arithmetic
         self._size = base.itemsize
 

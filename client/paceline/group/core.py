@@ -65,6 +65,7 @@ class GroupCore:
         recorder: FlightRecorder | None = None,
     ) -> None:
         self._config = config
+        self._step_timeout = checked_timeout(config.step_timeout)
         self.choose = choose
         self._label = label
         self._lock = threading.Lock()
@@ -234,8 +235,8 @@ class GroupCore:
             raise
         return bound
 
-    def _deadline(self, timeout: float | None) -> float:
-        return monotonic() + checked_timeout(self._config.step_timeout if timeout is None else timeout)
+    def _deadline(self, timeout: float | None, started: float) -> float:
+        return started + (self._step_timeout if timeout is None else checked_timeout(timeout))
 
     def _check_rank(self, what: str, rank: object) -> None:
         if not self.size:
@@ -251,7 +252,8 @@ class GroupCore:
         """Makes a task, and runs it in its turn."""
         bound = self._enter()
         task = make(bound)
-        started, deadline = monotonic(), self._deadline(timeout)
+        started = monotonic()
+        deadline = self._deadline(timeout, started)
 
         def begin(operation: int) -> Callable[[], T]:
             entry = self.recorder.issue(bound.name, operation, task.signature, bound.mesh.generation)

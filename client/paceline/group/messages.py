@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ class Messages(GroupCore):
         array, tag = as_array(x), _check_tag(tag)
         detail = f"to={dst} tag={tag}"
         with self._recorded(bound, Signature("send", detail, native(array.dtype), array.shape)):
-            bound.mailbox.send(array, dst, tag, self._deadline(timeout))
+            bound.mailbox.send(array, dst, tag, self._deadline(timeout, monotonic()))
 
     def recv(
         self, src: int | None = None, *, tag: int = 0, out: Array | None = None, timeout: float | None = None
@@ -73,7 +74,7 @@ class Messages(GroupCore):
         tag = _check_tag(tag)
         detail = f"from={'any' if src is None else src} tag={tag}"
         with self._recorded(bound, Signature("recv", detail)):
-            return bound.mailbox.recv(src, tag, out, self._deadline(timeout))
+            return bound.mailbox.recv(src, tag, out, self._deadline(timeout, monotonic()))
 
     @contextmanager
     def _recorded(self, bound: Binding, signature: Signature) -> Iterator[None]:

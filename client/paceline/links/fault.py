@@ -97,10 +97,15 @@ class Fault:
         generation: the generation.
         rank: this member's rank.
         verdict_timeout: seconds that `error` waits for the verdict, counted from the first suspicion.
+
+    Attributes:
+        generation: as given.
+        failed: True from the first suspicion or the verdict on.
     """
 
     def __init__(self, generation: int, rank: int, verdict_timeout: float) -> None:
         self.generation = generation
+        self.failed = False  # plain, for every step of every operation looks here
         self._rank = rank
         self._verdict_timeout = verdict_timeout
         self._lock = threading.Lock()
@@ -116,11 +121,6 @@ class Fault:
         """True if this member's own error was the first thing to go wrong that it knows of."""
         suspicion = self._suspicion
         return suspicion is not None and suspicion.accused is None and not suspicion.relayed
-
-    @property
-    def failed(self) -> bool:
-        """True from the first suspicion or the verdict on."""
-        return self._suspicion is not None or self._verdict is not None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -149,9 +149,10 @@ class Fault:
         with self._lock:
             if self.failed:
                 return
-            # In this order: whoever sees the suspicion, without the lock, waits for the verdict.
+            # In this order: whoever sees that it has failed, without the lock, waits for the verdict.
             self._answer_by = time.monotonic() + self._verdict_timeout
             self._suspicion = suspicion
+            self.failed = True
         self._wake()
         for report in self._reporters:
             report(suspicion)
@@ -162,6 +163,7 @@ class Fault:
             if self._verdict is not None:
                 return
             self._verdict = verdict
+            self.failed = True
         self._settled.set()
         self._wake()
 

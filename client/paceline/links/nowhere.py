@@ -22,11 +22,7 @@ class _Outside(Fault):
     def __init__(self, reason: str) -> None:
         super().__init__(0, -1, 0.0)
         self._reason = reason
-
-    @property
-    def failed(self) -> bool:
-        """True: nothing can be done here."""
-        return True
+        self.failed = True  # nothing can be done here
 
     def error(self) -> PacelineError:
         """Says why."""

@@ -336,9 +336,10 @@ class ShmIncoming(Incoming):
         return segment.view[offset : offset + size]
 
     def _check_void(self) -> None:
-        for _ in range(2):  # a full barrier: all that was read was read before the mark is
-            with self._lock:
-                pass
+        with self._lock:  # twice, a full barrier: all that was read was read before the mark is
+            pass
+        with self._lock:
+            pass
         if self._memory[VOID_AT]:
             raise self._void()
 

@@ -16,6 +16,7 @@ from time import monotonic
 import numpy as np
 
 from paceline._fork import check_process
+from paceline.arrays import address_of
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
@@ -135,7 +136,7 @@ class ShmOutgoing(Outgoing):
         size = len(frame.payload)
         if not arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
             return False
-        found = self._arena.find(frame.address or np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
+        found = self._arena.find(frame.address or address_of(memoryview(frame.payload)), size)
         if found is None:
             return False
         segment, offset = found
