@@ -61,11 +61,12 @@ def measured(
     memory: str = "any",
     vs: str = "gloo,openmpi",
     seconds: float = 1.0,
+    place: str = "usual",
 ) -> Rows:
     """One run, in shared memory; links must be what they were asked to be."""
     need_peers()
     options = ["-n", str(world), "--sizes", sizes, "--links", "shm", "--memory", memory]
-    options += ["--vs", vs, "--seconds", str(seconds)]
+    options += ["--vs", vs, "--seconds", str(seconds), "--place", place]
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "bench", collective, *options, "--json"], capture_output=True, text=True
     )
@@ -74,7 +75,7 @@ def measured(
     assert said.get("notes", []) == []
     rows = {(row["link"] if row["impl"] == "paceline" else row["impl"], row["bytes"]): row for row in said["rows"]}
     found = Rows(rows)
-    found.told(f"{collective}, {memory} memory")
+    found.told(f"{collective}, {memory} memory, place {place}")
     return found
 
 
@@ -84,6 +85,20 @@ def test_all_reduce_of_the_group_s_arrays(size: int) -> None:
     rows = measured("all-reduce", 2, LARGE_SIZES, memory="group", seconds=2.0)
     assert rows.times_as_fast(size, "gloo") >= at_least(6)
     assert rows.times_as_fast(size, "openmpi") >= at_least(1.3 if size < 4 * MIB else 2)
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_all_reduce_of_the_group_s_arrays_into_another(size: int) -> None:
+    """W=2, in shared memory; so Open MPI is called if nothing is said, and Gloo cannot be."""
+    rows = measured("all-reduce", 2, LARGE_SIZES, memory="group", vs="openmpi", seconds=2.0, place="out")
+    assert rows.times_as_fast(size, "openmpi") >= at_least(1.3 if size < 4 * MIB else 2)
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_all_reduce_of_the_group_s_arrays_in_place_at_both(size: int) -> None:
+    """W=2, in shared memory; 1.0 at 1 MiB and 1.8 above were found, nothing was asked."""
+    rows = measured("all-reduce", 2, LARGE_SIZES, memory="group", vs="openmpi", seconds=2.0, place="in")
+    assert rows.times_as_fast(size, "openmpi") >= at_least(0.9)
 
 
 @pytest.mark.parametrize("size", LARGE)

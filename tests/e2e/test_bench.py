@@ -142,6 +142,18 @@ def test_other_implementations_have_rows_of_their_own(impl: str) -> None:
         assert row["link"] == {"paceline": "grpc", "gloo": "tcp", "openmpi": "shm"}[row["impl"]]
 
 
+@pytest.mark.parametrize("place", ["in", "out"])
+@pytest.mark.peers
+def test_sums_in_place_and_into_another_array(place: str) -> None:
+    """Results are checked in each."""
+    need_peers()
+    said = told("all-reduce", "--sizes", "1MiB", "--links", "shm", "--vs", "gloo,openmpi", "--place", place)
+    impls = ["paceline", *(["gloo"] if place == "in" else []), "openmpi"]
+    assert [row["impl"] for row in said["rows"]] == impls
+    missing = [] if place == "in" else ["all_reduce is not in gloo: torch.distributed sums in place only"]
+    assert said.get("notes", []) == missing
+
+
 @pytest.mark.peers
 def test_all_of_them_in_one_run_and_a_picture(tmp_path: Path) -> None:
     need_peers()

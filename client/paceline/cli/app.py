@@ -213,8 +213,12 @@ def bench(
         typer.Option(metavar="NAME[,NAME]", help="Measure these beside it, turn about: gloo, openmpi."),
     ] = None,
     memory: Annotated[
-        str, typer.Option(help="any: arrays of NumPy; group: those of group.empty, all-reduce and broadcast in place.")
+        str, typer.Option(help="Whose the arrays are: any of NumPy's, or those of group.empty (group).")
     ] = "any",
+    place: Annotated[
+        str,
+        typer.Option(help="Where an all-reduce's sum goes: in place, out (another array), or as is usual with each."),
+    ] = "usual",
     seconds: Annotated[float, typer.Option(min=0.001, help="Measure for so long for each row, about.")] = 2.0,
     plot: Annotated[
         Path | None,
@@ -238,6 +242,7 @@ def bench(
             schedule,
             vs=vs,
             memory=memory,
+            place=place,
             seconds=seconds,
             plot=plot,
             tune=tune,

@@ -15,7 +15,7 @@ import pytest
 from paceline.cli.bench.calls import MEMORIES, Call, make_call
 from paceline.cli.bench.ensemble import ContenderFailed, Ensemble
 from paceline.cli.bench.measure import Turn, measure
-from paceline.cli.bench.plan import COLLECTIVES, Job
+from paceline.cli.bench.plan import COLLECTIVES, PLACES, Job
 from paceline.cli.bench.rank import Lacking, Ranks, serve, time_calls
 from paceline.cli.bench.values import check_result, given, result_parts
 from paceline.cli.bench.worker import PacelineRanks, forced
@@ -42,17 +42,18 @@ RESULTS: dict[str, list[list[float] | None]] = {
 NAMES = [name.replace("-", "_") for name in COLLECTIVES]
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("collective", NAMES)
-def test_a_call_is_the_collective_and_can_be_made_again(collective: str, memory: str) -> None:
+def test_a_call_is_the_collective_and_can_be_made_again(collective: str, memory: str, place: str) -> None:
     def rank(group: Group) -> list[float] | None:
-        call = make_call(group, collective, 0 if collective == "barrier" else 6 * 4, memory)
+        call = make_call(group, collective, 0 if collective == "barrier" else 6 * 4, memory, place)
         call.run()
         check_result(call.result, result_parts(collective, group.rank, WORLD, in_place=call.in_place))
         call.run()
         return None if call.result is None else call.result.tolist()
 
-    in_place = collective == "all_reduce"
+    in_place = collective == "all_reduce" and place != "out"
     assert run_ranks(WORLD, rank) == ([[0.0] * 6] * 3 if in_place else RESULTS[collective])
 
 
@@ -124,7 +125,7 @@ class Alone(Ranks):
     def __init__(self, rank: int, call: Callable[[], object] = lambda: None) -> None:
         self.rank, self.world, self._call = rank, 2, call
 
-    def make_call(self, collective: str, size: int) -> Call:
+    def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
         if collective == "gather":
             raise Lacking("there is no gather")
         return Call(self._call, None)

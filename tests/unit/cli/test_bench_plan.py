@@ -52,6 +52,7 @@ def test_every_schedule_of_all_collectives_that_have_some() -> None:
         (["all-reduce", "--links", ""], "--links names no link"),
         (["all-reduce", "--vs", "nccl"], "there is no 'nccl' to compare with: choose of gloo, openmpi"),
         (["all-reduce", "--memory", "mine"], "there is no memory 'mine': choose one of any, group"),
+        (["all-reduce", "--place", "elsewhere"], "there is no place 'elsewhere': choose one of usual, in, out"),
         (["all-reduce", "--plot", "picture.gif"], "--plot makes .png, .svg or .pdf, not picture.gif"),
         (["all-reduce", "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder for --plot"),
         (["all-reduce", "--tune-out", "/no/such/folder/a.json"], "there is no folder /no/such/folder for --tune-out"),

@@ -18,7 +18,7 @@ SEPARATE = frozenset({"reduce", "broadcast", "scatter", "gather", "send_recv"})
 """Collectives that some rank can leave before another has come: calls in a row would run into each other."""
 
 MEMORIES = ("any", "group")
-"""Whose the arrays are: any of NumPy's, or those of `Group.empty`. In both all_reduce and broadcast are in place."""
+"""Whose the arrays are: any of NumPy's, or those of `Group.empty`."""
 
 
 class Call(NamedTuple):
@@ -35,7 +35,7 @@ class Call(NamedTuple):
     in_place: bool = False
 
 
-def make_call(group: Group, collective: str, size: int, memory: str = "any") -> Call:
+def make_call(group: Group, collective: str, size: int, memory: str = "any", place: str = "usual") -> Call:
     """What makes one call of a collective. Ranks give the values of `values.given`.
 
     Args:
@@ -43,6 +43,7 @@ def make_call(group: Group, collective: str, size: int, memory: str = "any") -> 
         collective: as its methods spell it; or "send_recv": to the next rank, and from the one before.
         size: bytes of the whole array, see `measured_size`.
         memory: one of `MEMORIES`.
+        place: of an all_reduce's sum, one of `plan.PLACES`; usually in place. A broadcast always is.
     """
     world, at_root = group.size, group.rank == ROOT
     n = size // ELEMENT_BYTES
@@ -58,6 +59,9 @@ def make_call(group: Group, collective: str, size: int, memory: str = "any") -> 
         return array
 
     match collective:
+        case "all_reduce" if place == "out":
+            x, out = full(n), empty(n)
+            return Call(lambda: group.all_reduce(x, out=out), out)
         case "all_reduce":
             x = full(n, given(group.rank, world, in_place=True))
             return Call(lambda: group.all_reduce(x, out=x), x, in_place=True)

@@ -38,6 +38,7 @@ class Asked:
         schedule: names with commas, measured turn about, and then named in the rows; None for what is chosen.
         vs: other implementations, with commas, of `recipes.PEERS`; None for none.
         memory: one of `calls.MEMORIES`.
+        place: of an all_reduce's sum, one of `plan.PLACES`.
         seconds: to measure for each row, about.
         plot: file for a picture.
         tune: measure all schedules, and make a table of rules.
@@ -52,6 +53,7 @@ class Asked:
     schedule: str | None = None
     vs: str | None = None
     memory: str = "any"
+    place: str = "usual"
     seconds: float = BUDGET_S
     plot: Path | None = None
     tune: bool = False
@@ -98,7 +100,8 @@ def _jobs(asked: Asked) -> list[Job]:
     if asked.memory not in MEMORIES:
         raise UsageError(f"there is no memory {asked.memory!r}: choose one of {', '.join(MEMORIES)}")
     try:
-        return plan(asked.collective, asked.workers, asked.sizes, asked.schedule, every_schedule=asked.tunes)
+        what = asked.collective, asked.workers, asked.sizes, asked.schedule
+        return plan(*what, every_schedule=asked.tunes, place=asked.place)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

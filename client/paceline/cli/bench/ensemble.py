@@ -58,7 +58,7 @@ class Ensemble:
         Raises:
             ContenderFailed: a rank is gone.
         """
-        answers = self._ask({"do": "prepare", "collective": job.collective, "bytes": job.bytes})
+        answers = self._ask({"do": "prepare", "collective": job.collective, "bytes": job.bytes, "place": job.place})
         return next((answer["lacks"] for answer in answers if "lacks" in answer), None)
 
     def run(self, calls: int, schedule: str | None) -> Turn:

@@ -42,7 +42,7 @@ class GlooRanks(Ranks):
         """What a version's Gloo does not have it refuses, at all ranks and before anything is sent."""
         return isinstance(error, NotImplementedError) or "not support" in str(error)
 
-    def make_call(self, collective: str, size: int) -> Call:
+    def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
         """all_reduce, reduce and broadcast are in place: torch.distributed has no others."""
         torch, dist = self._torch, self._dist
         # The older names warn at every call, which costs as much as a small collective.
@@ -59,6 +59,8 @@ class GlooRanks(Ranks):
             return torch.zeros(n, dtype=torch.float32)
 
         match collective:
+            case "all_reduce" if place == "out":
+                raise Lacking("torch.distributed sums in place only")
             case "all_reduce":
                 x = full(n, in_place=True)
                 return Call(lambda: dist.all_reduce(x), x.numpy(), in_place=True)

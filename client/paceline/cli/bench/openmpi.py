@@ -33,7 +33,7 @@ class OpenMpiRanks(Ranks):
     def __init__(self) -> None:
         from mpi4py import MPI  # starts MPI, which only a rank may do
 
-        self._comm = MPI.COMM_WORLD
+        self._comm, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
         self.rank, self.world = self._comm.Get_rank(), self._comm.Get_size()
         if (cores := share_of_cores(self.rank, self.world, allowed_cores())) is not None:
             os.sched_setaffinity(0, cores)
@@ -46,8 +46,8 @@ class OpenMpiRanks(Ranks):
         """Processes of one host share memory (the vader BTL)."""
         return ["shm"]
 
-    def make_call(self, collective: str, size: int) -> Call:
-        """None is in place, but for Bcast, which is never otherwise."""
+    def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
+        """None is in place, but for Bcast, which is never otherwise, and an Allreduce that is asked to be."""
         comm, rank, world, at_root = self._comm, self.rank, self.world, self.rank == ROOT
         n = size // ELEMENT_BYTES
         part = n // world
@@ -59,6 +59,9 @@ class OpenMpiRanks(Ranks):
             return np.full(n, 0.0, np.float32)  # written to at once, as in `calls.make_call`
 
         match collective:
+            case "all_reduce" if place == "in":
+                out = np.full(n, given(rank, world, in_place=True), np.float32)
+                return Call(lambda: comm.Allreduce(self._in_place, out), out, in_place=True)
             case "all_reduce":
                 x, out = full(n), empty(n)
                 return Call(lambda: comm.Allreduce(x, out), out)

@@ -3,8 +3,8 @@
 Every rank has a socket of its own and waits in a read of it, not in a collective: Open MPI's ranks spin while they wait
 for each other, and would take the processor from whoever has the turn.
 
-One JSON object on a line, each way. Orders: {"do": "prepare", "collective", "bytes"}, answered by {} or by {"lacks":
-why}; {"do": "run", "calls", "schedule"}, answered by {"ns", "took_ns", "schedule", "links"}; {"do": "end"}.
+One JSON object on a line, each way. Orders: {"do": "prepare", "collective", "bytes", "place"}, answered by {} or by
+{"lacks": why}; {"do": "run", "calls", "schedule"}, answered by {"ns", "took_ns", "schedule", "links"}; {"do": "end"}.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Ranks(abc.ABC):
     world: int
 
     @abc.abstractmethod
-    def make_call(self, collective: str, size: int) -> Call:
-        """A collective at a size in bytes, see `measured_size`.
+    def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
+        """A collective at a size in bytes, see `measured_size`; place: of a sum, one of `plan.PLACES`.
 
         Raises:
             Lacking: the implementation does not have it.
@@ -88,7 +88,7 @@ def serve(path: str, name: str, ranks: Ranks) -> None:
                 if order["do"] == "prepare":
                     job = None  # gives its memory back first
                     try:
-                        job = _Job(ranks, order["collective"], order["bytes"])
+                        job = _Job(ranks, order["collective"], order["bytes"], order["place"])
                     except Lacking as reason:
                         _say(lines, {"lacks": str(reason)})
                     else:
@@ -125,9 +125,9 @@ def time_calls(barrier: Callable[[], object], call: Callable[[], object], count:
 class _Job:
     """A collective at a size, its arrays made and one call done."""
 
-    def __init__(self, ranks: Ranks, collective: str, size: int) -> None:
+    def __init__(self, ranks: Ranks, collective: str, size: int, place: str) -> None:
         self._ranks, self._collective, self._size = ranks, collective, size
-        self._call = ranks.make_call(collective, size)
+        self._call = ranks.make_call(collective, size, place)
         try:
             self._call.run()
         except RuntimeError as error:

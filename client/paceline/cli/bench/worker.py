@@ -39,9 +39,9 @@ class PacelineRanks(Ranks):
         self.rank, self.world = group.rank, group.size
         self._group, self._memory = group, memory
 
-    def make_call(self, collective: str, size: int) -> Call:
+    def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
         """See `calls.make_call`."""
-        return make_call(self._group, collective, size, self._memory)
+        return make_call(self._group, collective, size, self._memory, place)
 
     def barrier(self) -> None:
         """The group's own."""
