@@ -32,10 +32,14 @@ WAIT = """
 
 ONCE = """
     import os, signal, sys
+    from pathlib import Path
     print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "rank", os.environ["RANK"])
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(sys.argv[1]):
+        fifo = Path(__file__).with_suffix(".there")
         if os.environ["RANK"] == "1":
+            fifo.read_text()  # rank 0 has said what it is, and will not be ended before
             sys.exit(4)
+        fifo.write_text("")
         signal.pause()  # it takes the launcher to end it
 """
 
@@ -56,6 +60,7 @@ def coordinator() -> Iterator[str]:
 
 def write(script: Path, code: str) -> str:
     script.write_text(textwrap.dedent(code))
+    os.mkfifo(script.with_suffix(".there"))
     return str(script)
 
 

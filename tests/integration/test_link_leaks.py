@@ -27,6 +27,7 @@ from paceline.links.fault import Fault
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.shm import handover
+from support.reference import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -120,11 +121,13 @@ class Members:
                 group.all_reduce(x)
 
         task = self._pool.submit(work, groups[0])
-        link = meshes[1].link(0, Purpose.COLLECTIVE)
+        link, inbox = meshes[1].link(0, Purpose.COLLECTIVE), meshes[0].inbox(1, Purpose.COLLECTIVE, "")
         link.release()  # this reader gives back what it has read, so it gets views
         frame = link.recv(time.monotonic() + 10.0)
         assert len(frame.payload) >= 1 << 20
         link.send(frame, time.monotonic() + 10.0)
+        # Else nobody is told of its end: this member's door, unlike that of one that has died, stays open.
+        wait_for(lambda: inbox is not None and inbox._claimed)
         self._thread.run(meshes[1].end())
         task.result(10.0)
 
