@@ -163,7 +163,7 @@ class Lane:
         work: Work[T] | None = None
         try:
             with self._lock:
-                caller = self._check()
+                caller = self._admit()
                 numbered = True
                 operation, task = self._number(begin)
                 mine = self._busy is None and not self._queue
@@ -196,7 +196,7 @@ class Lane:
         numbered = False
         try:
             with self._lock:
-                self._check()
+                self._admit()
                 numbered = True
                 return self._enqueue(*self._number(begin))
         except BaseException as error:
@@ -247,7 +247,7 @@ class Lane:
         """True while another thread has an operation under way, or some are in line for the group's."""
         return self._busy not in (None, me) or bool(self._queue)
 
-    def _check(self) -> threading.Thread:
+    def _admit(self) -> threading.Thread:
         """The caller, if it may issue an operation now."""
         if self._closed:
             raise SessionClosed("the group is closed")

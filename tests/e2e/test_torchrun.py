@@ -39,7 +39,8 @@ ONCE = """
         if os.environ["RANK"] == "1":
             fifo.read_text()  # rank 0 has said what it is, and will not be ended before
             sys.exit(4)
-        fifo.write_text("")
+        if os.environ["RANK"] == "0":
+            fifo.write_text("")
         signal.pause()  # it takes the launcher to end it
 """
 

@@ -61,6 +61,24 @@ def test_every_member_is_replaced(wrapper: str, tmp_path: Path) -> None:
         assert not c.redone(), str(c)
 
 
+def test_who_waits_for_a_seat_leaves_at_once(tmp_path: Path) -> None:
+    """All are taken: it would wait until the job is done."""
+    with cluster(tmp_path, least=2, most=2, total=300, pace=0.03) as c:
+        members = c.start(2)
+        c.wait_for_step(3)
+        (spare,) = c.start(1)
+        c.wait_until(lambda: bool(spare.of("joined")), "it waits")
+        seen = max(e["step"] for e in members[0].of("applied"))
+        c.wait_for_step(seen + 30)  # long enough to have shown that it can reach all
+        spare.signal(signal.SIGTERM)
+        assert spare.process.wait(5) == 0, str(c)
+        assert spare.of("dismissed")[0]["reason"] == "SIGTERM", str(c)
+        for member in members:
+            member.signal(signal.SIGTERM)
+        assert set(c.wait().values()) == {0}, str(c)
+        assert not c.redone(), str(c)
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "full_shard", "hybrid_shard"])
 def test_a_drain_of_all_keeps_the_state(wrapper: str, tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")

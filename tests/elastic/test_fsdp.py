@@ -127,9 +127,10 @@ def test_a_drain_of_all_keeps_the_state_though_one_is_killed(tmp_path: Path) -> 
             trainer.signal(signal.SIGTERM)
         assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
         last = max(e["step"] for t in c.trainers for e in t.of("applied"))
-        c.start(2, model_seed=99)
-        c.wait()
-        assert min(e["step"] for t in c.trainers[4:] for e in t.of("applied")) == last + 1, str(c)
+        again = c.start(2, model_seed=99)
+        codes = c.wait()
+        assert [codes[trainer.pid] for trainer in again] == [0, 0], str(c)
+        assert min((e["step"] for t in again for e in t.of("applied")), default=None) == last + 1, str(c)
         c.check(count=2)
 
 

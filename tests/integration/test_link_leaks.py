@@ -127,7 +127,8 @@ class Members:
         assert len(frame.payload) >= 1 << 20
         link.send(frame, time.monotonic() + 10.0)
         # Else nobody is told of its end: this member's door, unlike that of one that has died, stays open.
-        wait_for(lambda: inbox is not None and inbox._claimed)
+        assert inbox is not None
+        wait_for(lambda: inbox._claimed)
         self._thread.run(meshes[1].end())
         task.result(10.0)
 

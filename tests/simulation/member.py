@@ -96,12 +96,18 @@ class Member(Taker):
                     self._start_taking(take, ids, in_view=False)
             case PushSpare():
                 self._let_go_of_view()
-                self.say_meet(self.place.cast_out())
+                meet = self.place.cast_out()
+                if self.place.leaving:
+                    self._go()
+                else:
+                    self.say_meet(meet)
             case PushStateLost():
                 self._start_from_checkpoint()
             case PushDrain():
                 self.place.leaving = True
-                if self.place.phase is Phase.MEETING and self.last_meet is not None:
+                if self.place.phase is Phase.MEETING and self.place.generation == 0:
+                    self._go()
+                elif self.place.phase is Phase.MEETING and self.last_meet is not None:
                     self.say_meet(self.place.meet())  # what it said before does not say so
             case PushDismissed(_, last):
                 self.world.note(self.name, f"is dismissed (last: {last})")

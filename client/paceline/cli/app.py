@@ -217,7 +217,9 @@ def bench(
     ] = "any",
     place: Annotated[
         str,
-        typer.Option(help="Where an all-reduce's sum goes: in place, out (another array), or as is usual with each."),
+        typer.Option(
+            help="Where an all-reduce's sum goes: in (place), out (another array), usual (each as by default)."
+        ),
     ] = "usual",
     seconds: Annotated[float, typer.Option(min=0.001, help="Measure for so long for each row, about.")] = 2.0,
     plot: Annotated[

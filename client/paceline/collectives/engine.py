@@ -35,7 +35,7 @@ T = TypeVar("T")
 PHASE = 1 << 28
 """Parts of phase p of an operation are numbered from here times p."""
 
-_NOTHING = memoryview(bytearray())
+_NOTHING = memoryview(bytearray())  # as a place for an empty frame it is written to
 
 _SETTLING = -1
 """In place of a part's number: all frames are sent, and the last of them are still being read."""
@@ -206,7 +206,7 @@ class Engine:
         self._exchange.await_piece(peer, call.deadline)
 
     def verify(self, peer: int, part: int) -> None:
-        """What was read of a rank's frames, and is not released yet, may be passed on."""
+        """Returns if what was made of a rank's frames may be passed on; raises if the rank has taken them back."""
         self._at = _moving(Do.STORE, peer, part)
         self._exchange.verify(peer)
 

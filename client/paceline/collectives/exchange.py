@@ -57,7 +57,7 @@ class Exchange:
 
     Attributes:
         lent: ranks that may still read what was lent to them.
-        releasing: the rank whose frames are just being released, for blame.
+        releasing: the rank that had taken back what was read of it, once this was found out, for blame.
     """
 
     def __init__(self, mesh: Mesh, history: History) -> None:
@@ -65,7 +65,7 @@ class Exchange:
         self._history = history
         self.lent: set[int] = set()
         self.releasing: int | None = None
-        self._taken: list[Link] = []  # on which a frame may have been received that is not released yet
+        self._taken: dict[int, None] = {}  # ranks of which a frame may have been received that is not released yet
         self._links: dict[int, Link] = {}
         self._early: dict[int, Frame] = {}  # found while looking around, to be read later; one from a rank at most
         self._call = (0, b"")  # operation and signature
@@ -173,7 +173,7 @@ class Exchange:
         link = self._links.get(peer) or self.link(peer)
         early = self._early.get(peer)
         if early is not None and early.operation > self._call[0]:
-            self._taken.append(link)
+            self._taken[peer] = None
             try:  # it is ahead already: then its mark is there, or it never told one
                 return link.await_mark(monotonic())
             except LinkTimeout:
@@ -181,7 +181,7 @@ class Exchange:
         return self._receive(peer, link, link.await_mark, deadline)
 
     def _receive(self, peer: int, link: Link, receive: Callable[..., M], deadline: float, *args: object) -> Frame | M:
-        self._taken.append(link)  # before: an interrupt may come between a frame's arrival and the next line
+        self._taken[peer] = None  # before: an interrupt may come between a frame's arrival and the next line
         asked = False
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
@@ -209,17 +209,30 @@ class Exchange:
         return bool(self._taken)
 
     def release(self) -> None:
-        """The payloads of all frames received so far are needed no longer."""
-        kept, early = [], self._early
-        for link in self._taken:
-            peer = link.peer.rank
-            if early and peer in early and early[peer].promised:  # it lies with its sender, and nobody has read it yet
-                kept.append(link)
+        """The payloads of all frames received so far are needed no longer.
+
+        Raises:
+            LinkEnded: a rank, `releasing`, had taken back what was being read. Those of all others are released.
+        """
+        taken_back: LinkEnded | None = None
+        for peer in [*self._taken]:
+            unread = self._early.get(peer) if self._early else None
+            if unread is not None and unread.promised:  # it lies with its sender
                 continue
-            self.releasing = peer
-            link.release()
-        self.releasing = None
-        self._taken[:] = kept
+            try:
+                self._release(peer)
+            except LinkEnded as error:
+                taken_back = taken_back or error
+            del self._taken[peer]
+        if taken_back is not None:
+            raise taken_back
+
+    def _release(self, peer: int) -> None:
+        try:
+            self._links[peer].release()
+        except LinkEnded:
+            self.releasing = peer if self.releasing is None else self.releasing
+            raise
 
     def settle(self, peer: int, deadline: float) -> None:
         """Waits until a rank has released all that was lent to it.
@@ -274,14 +287,14 @@ class Exchange:
                 frame = self._first_of(peer, link)
                 if frame is not None:
                     if frame.promised:  # not made yet: to be read where it lies
-                        self._taken.append(link)
+                        self._taken[peer] = None
                         self._early[peer] = frame
                     else:  # copied: its sender need not wait for our turn
                         self._early[peer] = replace(frame, payload=bytes(frame.payload))
                     self.compare(peer, frame)
             finally:
-                if link not in self._taken:  # else it may hold a frame that is still needed
-                    link.release()
+                if peer not in self._taken:  # else it may hold a frame that is still needed
+                    self._release(peer)
 
     def _first_of(self, peer: int, link: Link) -> Frame | None:
         """What has come from a rank, behind notes, which are compared; None for nothing."""

@@ -1,8 +1,9 @@
 """The direct all_reduce between members that share memory, woven: sums and copies turn and turn about, block by block.
 
 Done one after the other, both go through main memory: what one rank has summed has left the caches before the others
-copy it. Here each rank promises the total of its chunk before it sums it (`Link.promise`), sums a piece, says that the
-piece is there, and copies the piece before from the others, whose cores have just written it.
+copy it. Here each rank promises the total of its chunk before it sums it (`Link.promise`), sums a piece, looks whether
+its terms were taken back meanwhile, says that the piece is there, and copies the piece before from the others, whose
+cores have just written it.
 
     rank 0   sum 0a      sum 0b, copy 1a      sum 0c, copy 1b      copy 1c
     rank 1   sum 1a      sum 1b, copy 0a      sum 1c, copy 0b      copy 0c

@@ -93,10 +93,10 @@ class Waiting:
         now, mail = time.monotonic(), self._port.mail
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
+        if mail.draining and self._place.generation == 0:
+            raise Dismissed(mail.draining)  # nobody has to be told: without a seat there is none to give up
         if mail.draining and not self._place.leaving:
             self._place.leaving = True
-            if self._reach is not None:
-                raise Dismissed(mail.draining)
             self._say(self._place.meet())
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):

@@ -209,7 +209,8 @@ class Link(abc.ABC):
         """Returns if what was read of frames that are not released yet may be passed on: none was taken back so far.
 
         Raises:
-            LinkEnded: one was; what was made of it is void.
+            LinkEnded: one was; what was made of it is void. Or the link is closed.
+            PacelineError: the generation has failed, and the link is closed.
         """
         return
 

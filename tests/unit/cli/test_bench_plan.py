@@ -36,6 +36,11 @@ def test_schedules_once_each_in_the_order_they_are_named() -> None:
     assert plan("all-reduce", 2, "4", "ring, star,ring") == [Job("all_reduce", 4, ("ring", "star"))]
 
 
+def test_where_a_sum_goes_is_said_in_each_job() -> None:
+    assert {job.place for job in plan("all-reduce", 2, "4,8")} == {"usual"}
+    assert [job.place for job in plan("all-reduce", 2, "4,8", place="out")] == ["out", "out"]
+
+
 def test_every_schedule_of_all_collectives_that_have_some() -> None:
     jobs = plan("all", 2, "1KiB", every_schedule=True)
     assert {job.collective: job.schedules for job in jobs} == {name: tuple(of) for name, of in SCHEDULES.items()}

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.tag import Tag
 from paceline.elastic import waiting
-from paceline.elastic.place import Phase
+from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.place import Meet, Place
 
 
 @pytest.fixture
@@ -18,10 +20,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def member() -> waiting.Waiting:
-    port: Any = SimpleNamespace(mail=SimpleNamespace(draining="", connected=True))
-    place: Any = SimpleNamespace(phase=Phase.MEETING, leaving=False)
-    return waiting.Waiting(port, place, lambda meet: None)
+def member(draining: str = "", generation: int = 1, said: list[Meet] | None = None) -> waiting.Waiting:
+    port: Any = SimpleNamespace(mail=SimpleNamespace(draining=draining, connected=True))
+    place = Place(Tag(0, 0))
+    place.generation = generation
+    return waiting.Waiting(port, place, ([] if said is None else said).append)
+
+
+def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
+    said: list[Meet] = []
+    waits = member("SIGTERM", 3, said)
+    waits.look_around()
+    waits.look_around()
+    assert [meet.leaving for meet in said] == [True]
+
+
+@pytest.mark.parametrize("has_said_so", [False, True])
+def test_who_has_no_seat_leaves_at_once(has_said_so: bool, clock: SimpleNamespace) -> None:
+    """Also who said so as a member of the last view, and was given no seat in this one."""
+    said: list[Meet] = []
+    waits = member("SIGTERM", 0, said)
+    waits._place.leaving = has_said_so
+    with pytest.raises(Dismissed, match="SIGTERM"):
+        waits.look_around()
+    assert said == []
 
 
 def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

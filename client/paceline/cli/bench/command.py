@@ -100,8 +100,14 @@ def _jobs(asked: Asked) -> list[Job]:
     if asked.memory not in MEMORIES:
         raise UsageError(f"there is no memory {asked.memory!r}: choose one of {', '.join(MEMORIES)}")
     try:
-        what = asked.collective, asked.workers, asked.sizes, asked.schedule
-        return plan(*what, every_schedule=asked.tunes, place=asked.place)
+        return plan(
+            asked.collective,
+            asked.workers,
+            asked.sizes,
+            asked.schedule,
+            every_schedule=asked.tunes,
+            place=asked.place,
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -40,7 +40,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """A collective at a size in bytes, see `measured_size`; place: of a sum, one of `plan.PLACES`.
+        """A collective at a size in bytes, see `measured_size`; place: of an all_reduce's sum, one of `plan.PLACES`.
 
         Raises:
             Lacking: the implementation does not have it.

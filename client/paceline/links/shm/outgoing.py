@@ -170,7 +170,7 @@ class ShmOutgoing(Outgoing):
             self._await_release(deadline, "still reads what it was lent")
 
     def recall(self) -> None:
-        """See `Outgoing.recall`; the peer finds out when it releases what it read."""
+        """See `Outgoing.recall`; the peer finds out when it verifies or releases what it read."""
         with self._closing:
             if not self._closed:
                 self._take_back()

@@ -1,0 +1,85 @@
+"""What a member does when a peer has taken back what it was reading: the right one is blamed, and nobody else waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.collectives.engine import Call, Engine
+from paceline.errors import PacelineError
+from paceline.links.base import Link, LinkEnded, Peer, Purpose
+from paceline.links.fault import Fault
+from paceline.links.frame import Frame, FrameKind
+
+
+class Lender(Link):
+    """A link of which one frame can be read; or more, if the peer has taken it back."""
+
+    kind = "fake"
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.taken_back = False
+        self.released = 0
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        raise AssertionError("nothing is to be sent")
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        return Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(8))
+
+    def verify(self) -> None:
+        if self.taken_back:
+            raise LinkEnded(f"{self.peer} took back what it had lent")
+
+    def release(self) -> None:
+        self.released += 1
+        self.verify()
+
+    def on_readable(self, notify: object) -> None:
+        raise AssertionError("nobody asks")
+
+    def close(self, deadline: float) -> None:
+        """Nothing is to be done."""
+
+
+class Part:
+    """This member and others, as a part of a view: places are not ranks of the view."""
+
+    generation, rank, neighbours = 1, 0, 0
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.peers = tuple(Peer(rank, f"m{rank}", "host") for rank in ranks)
+        self.fault = Fault(1, ranks[0], 0.0)
+        self.links = [Lender(peer) for peer in self.peers]
+
+    @property
+    def size(self) -> int:
+        return len(self.peers)
+
+    def link(self, peer: int, purpose: Purpose) -> Link:
+        return self.links[peer]
+
+
+@pytest.mark.parametrize("look", ["verify", "release"])
+@pytest.mark.parametrize("guilty", [1, 2, 3])
+def test_who_took_it_back_is_blamed_and_what_others_lent_is_released(guilty: int, look: str) -> None:
+    mesh: Any = Part((4, 6, 5, 7))
+    engine = Engine(mesh, lambda operation: None)
+
+    def body(call: Call) -> None:
+        for peer in (1, 2, 3):
+            engine.receive(call, peer, 0, 8)
+        mesh.links[guilty].taken_back = True
+        if look == "release":
+            engine.release()
+        else:
+            for peer in (1, 2, 3):
+                engine.verify(peer, 0)
+
+    with pytest.raises(PacelineError, match="took back"):
+        engine.attempt(Call(1, b"", 0.0, np.inf), body)
+    assert mesh.fault._suspicion.accused == mesh.peers[guilty].rank
+    assert [link.released for link in mesh.links[1:]] == [1, 1, 1]
