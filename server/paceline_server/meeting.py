@@ -139,12 +139,11 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     ready = [] if closed else [session for session in state.ready() if session not in meeting.misfits]
     ready = _in_time(staying, ready, meeting)
     all_leave = not staying
-    if all_leave:  # who holds the base for those who come leaves at the step after
-        holders = [session for session in present if session in meeting.donors or _node_size(meeting) != 1]
-        staying = _handing_over(view, holders, ready, meeting)
-        ready = ready if staying else []
-        if not staying and _is_to_be_kept(state, view, present, meeting):
-            staying = holders
+    if all_leave:  # who is about to go as well is nobody to stay for
+        ready = [session for session in ready if not _met(session).leaving]
+    if all_leave and (ready or _is_to_be_kept(state, view, present, meeting)):
+        # Somebody must hold the base then: they leave at the step after.
+        staying = [session for session in present if session in meeting.donors or _node_size(meeting) != 1]
     if not staying:
         text = f"all members of generation {view.generation} have left"
         return _with(meeting, text, dismissed=tuple(present))
@@ -167,15 +166,6 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
         text += f"; {_names(view, spares)} will be spare"
     seating = _with(meeting, text, members=tuple(members), newcomers=newcomers, dismissed=leaving, spares=spares)
     return _share_out(view, seating)
-
-
-def _handing_over(view: View, holders: list[Session], ready: list[Session], meeting: Meeting) -> list[Session]:
-    """Who stays for those who are ready, where all leave: as many as leave them seats. Nobody if none can have one."""
-    claimed = {session.claimed_rank for session in ready} if view.explicit else set()
-    room = len(holders) if view.explicit else max(1, view.settings.max_workers - len(ready))
-    staying = [session for session in holders if session.claimed_rank not in claimed][:room] or holders[:1]
-    incoming = _incoming(view, staying, ready, view.settings.max_workers)
-    return staying if any(s in incoming for s in _in_order(view, staying, incoming, meeting)) else []
 
 
 def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting) -> list[Session]:

@@ -79,26 +79,6 @@ def test_who_waits_for_a_seat_leaves_at_once(tmp_path: Path) -> None:
         assert not c.redone(), str(c)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
-def test_all_leave_and_who_waits_for_a_seat_goes_on(wrapper: str, tmp_path: Path) -> None:
-    """One member makes room for it at once, and the other a step later, when it has the state."""
-    with cluster(tmp_path, most=2, total=150, pace=0.03, wrapper=wrapper) as c:
-        members = c.start(2)
-        c.wait_for_step(3)
-        (spare,) = c.start(1)
-        c.wait_until(lambda: bool(spare.of("joined")), "it waits")
-        c.wait_for_step(max(e["step"] for e in members[0].of("applied")) + 30)
-        for member in members:
-            member.signal(signal.SIGTERM)
-        for member in members:
-            assert member.process.wait(10) == 0, str(c)
-            assert member.of("dismissed")[0]["reason"] == "SIGTERM", str(c)
-        assert c.wait()[spare.pid] == 0, str(c)
-        assert spare.of("done"), str(c)
-        c.check(count=1)
-        assert not c.redone(), str(c)
-
-
 @pytest.mark.parametrize("wrapper", ["ddp", "full_shard", "hybrid_shard"])
 def test_a_drain_of_all_keeps_the_state(wrapper: str, tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")

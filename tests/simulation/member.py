@@ -105,7 +105,7 @@ class Member(Taker):
                 self._start_from_checkpoint()
             case PushDrain():
                 self.place.leaving = True
-                if self.place.phase is Phase.MEETING and self.place.generation == 0:
+                if self.place.phase is Phase.MEETING and not (self.place.generation or self.place.brings_state):
                     self._go()
                 elif self.place.phase is Phase.MEETING and self.last_meet is not None:
                     self.say_meet(self.place.meet())  # what it said before does not say so

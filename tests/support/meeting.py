@@ -20,10 +20,9 @@ def job(
     base: Tag | None = BASE,
     ready: int = 0,
     least: int = 1,
-    most: int = 9,
 ) -> JobState:
     """Generation 7 with members that have met, have gone, or (None) have yet to stop; and candidates that are ready."""
-    settings = JobSettings(least, most, 3.0)
+    settings = JobSettings(least, 9, 3.0)
     seats = tuple(
         Seat(rank, f"m{rank}", b"", Process(f"host-{rank}", 1), "", rank) for rank in range(len(members) + ready)
     )

@@ -243,6 +243,12 @@ class Place:
         return self.node_size != 1 and (self.prepared is not None or (of_line and bool(self.shares)))
 
     @property
+    def brings_state(self) -> bool:
+        """True if it holds something of a line's state, or can finish it: not what every newcomer has, or its disk."""
+        held = self.held if not self.stored else None
+        return self.prepared is not None or self.holds_base or held not in (None, Tag(0, 0))
+
+    @property
     def may_go_on(self) -> bool:
         """True if its generation can go on without the meeting that was asked for.
 

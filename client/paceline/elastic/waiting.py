@@ -91,10 +91,10 @@ class Waiting:
         if self._place.phase is not Phase.MEETING:
             return
         now, mail = time.monotonic(), self._port.mail
+        if mail.draining and (self._reach is not None or not (self._place.generation or self._place.brings_state)):
+            raise Dismissed(mail.draining)  # without a seat, or anything of a state, it is waited for by nobody
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
-        if mail.draining and self._place.generation == 0:
-            raise Dismissed(mail.draining)  # nobody has to be told: without a seat there is none to give up
         if mail.draining and not self._place.leaving:
             self._place.leaving = True
             self._say(self._place.meet())

@@ -35,15 +35,35 @@ def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
     assert [meet.leaving for meet in said] == [True]
 
 
-@pytest.mark.parametrize("has_said_so", [False, True])
-def test_who_has_no_seat_leaves_at_once(has_said_so: bool, clock: SimpleNamespace) -> None:
-    """Also who said so as a member of the last view, and was given no seat in this one."""
+@pytest.mark.parametrize(
+    ("held", "has_come_in", "has_said_so"),
+    [
+        (Tag(0, 0), False, False),
+        (Tag(0, 0), True, False),
+        (Tag(2, 5), False, True),  # said as a member of the last view, and was given no seat in this one
+    ],
+)
+def test_who_has_no_seat_leaves_at_once(
+    held: Tag, has_come_in: bool, has_said_so: bool, clock: SimpleNamespace
+) -> None:
     said: list[Meet] = []
     waits = member("SIGTERM", 0, said)
-    waits._place.leaving = has_said_so
+    waits._place.held, waits._place.leaving = held, has_said_so
+    if not has_come_in:
+        waits.as_candidate()
     with pytest.raises(Dismissed, match="SIGTERM"):
         waits.look_around()
     assert said == []
+
+
+def test_who_has_come_in_with_something_of_a_state_says_that_it_leaves(clock: SimpleNamespace) -> None:
+    """It may have been taken from others, who go when its view has formed."""
+    said: list[Meet] = []
+    waits = member("SIGTERM", 0, said)
+    waits._place.held = Tag(2, 5)
+    waits.look_around()
+    waits.look_around()
+    assert [meet.leaving for meet in said] == [True]
 
 
 def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,13 +91,11 @@ def test_if_all_leave_those_who_hold_the_base_stay_for_the_newcomers() -> None:
     assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m0 m2", "m1", (1,))
 
 
-def test_if_all_leave_and_all_seats_are_taken_some_make_room_at_once() -> None:
-    """Else nobody could come in, and nobody would ever go."""
-    meeting = convene(job([met(BASE, leaving=True)] * 3, ready=2, most=3))
-    assert (names(meeting.members), names(meeting.dismissed)) == ("m0 m3 m4", "m1 m2")
-    meeting = convene(job([met(BASE, leaving=True)] * 3, ready=3, most=3))
-    assert (names(meeting.members), names(meeting.dismissed)) == ("m0 m3 m4", "m1 m2")
-    assert names(convene(job([met(BASE, leaving=True)], ready=1, most=1)).dismissed) == "m0"
+def test_if_all_leave_and_who_comes_is_to_leave_too_all_are_dismissed() -> None:
+    state = job([met(BASE, leaving=True), met(BASE, leaving=True)], ready=1)
+    state.sessions["m2"].met = Met(0, Tag(0, 0), False, leaving=True)
+    meeting = convene(state)
+    assert (names(meeting.members), names(meeting.dismissed)) == ("", "m0 m1")
 
 
 def test_if_all_leave_and_nobody_comes_all_are_dismissed() -> None:

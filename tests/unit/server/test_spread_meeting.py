@@ -157,23 +157,6 @@ def test_all_leave(void: bool, members: str, dismissed: str) -> None:
     assert (names(meeting.members), names(meeting.dismissed)) == (members, dismissed)
 
 
-@pytest.mark.parametrize(("void", "members", "dismissed"), [(False, "", "m0 m1"), (True, "m0 m1", "")])
-def test_all_leave_and_who_waits_is_too_few_for_a_node(void: bool, members: str, dismissed: str) -> None:
-    """It cannot come in however long they stay for it."""
-    state = job([part(share, node_size=2, leaving=True) for share in ("0/2", "1/2")], ready=1)
-    state.verdict = VOID if void else None
-    meeting = convene(state)
-    assert (names(meeting.members), names(meeting.dismissed)) == (members, dismissed)
-
-
-def test_all_leave_once_others_have_their_parts() -> None:
-    """Of four seats, two are left for those who wait: half of the members stay for another step."""
-    members = [part(f"{rank}/4", leaving=True) for rank in range(4)]
-    meeting = convene(job(members, ready=2, most=4))
-    assert set(targets(meeting)) == {"m0", "m1", "m4", "m5"}
-    assert names(meeting.laggards) == "m4 m5"
-
-
 def test_all_leave_and_are_too_few_for_a_node() -> None:
     state = job([part("0/2 1/2", node_size=2, leaving=True), SURE])
     state.verdict = VOID
