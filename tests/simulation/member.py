@@ -365,16 +365,6 @@ class Member(Taker):
         self.void = self._verdict = self._waiting = self._flag = self._went_on = self.place.closed = False
         self.unanswered = None
 
-    def _start_from_checkpoint(self) -> None:
-        """What it has of the state is of no use: others had the rest."""
-        held, _ = self.world.checkpoint
-        if held == Tag(0, 0):
-            self._go()
-            return
-        self._let_go_of_view()
-        self.state.spoil("lost", self.name)
-        self.say_meet(self.place.lost(held))
-
     # Going ------------------------------------------------------------------------------------------------------------
 
     def raise_error(self) -> None:

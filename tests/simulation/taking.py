@@ -46,6 +46,14 @@ class Taker(Session):
     def _abort_peers(self, rank: int | None) -> None:
         """It tells the members of its view that the generation is over."""
 
+    @abc.abstractmethod
+    def _let_go_of_view(self) -> None:
+        """It is in no view any more."""
+
+    @abc.abstractmethod
+    def _go(self) -> None:
+        """The process exits."""
+
     @property
     def bits(self) -> tuple[object, ...]:
         """What it holds."""
@@ -120,3 +128,13 @@ class Taker(Session):
         """True if it can be read from, in this session, what is exactly this state."""
         live = self.alive and not self.frozen and self.member_id == member_id
         return live and self.place.held == base
+
+    def _start_from_checkpoint(self) -> None:
+        """What it has of the state is of no use: others had the rest."""
+        held, _ = self.world.checkpoint
+        if held == Tag(0, 0):
+            self._go()
+            return
+        self._let_go_of_view()
+        self.state.spoil("lost", self.name)
+        self.say_meet(self.place.lost(held))

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 
 import numpy as np
 
@@ -16,13 +17,26 @@ from paceline._loop import LoopThread, loop_thread
 from paceline.links.base import Link, LinkEnded, Peer
 from paceline.links.conformance import LinkPair
 from paceline.links.fault import Fault
-from paceline.links.frame import Frame
+from paceline.links.frame import Frame, FrameKind
 from paceline.links.shm.arena import Arena, arena
 from paceline.links.shm.handover import ShmHost, connect
 from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ShmOutgoing
 
-__all__ = ["PEERS", "Halves", "ShmLink", "descriptors", "halves", "lent", "shm_halves", "shm_host", "shm_link_pair"]
+__all__ = [
+    "PEERS",
+    "Halves",
+    "ShmLink",
+    "descriptors",
+    "frame",
+    "halves",
+    "in_arena",
+    "lent",
+    "shm_halves",
+    "shm_host",
+    "shm_link_pair",
+    "soon",
+]
 
 PEERS = (Peer(0, "member-0", "host-0", pid=100), Peer(1, "member-1", "host-1", pid=101))
 
@@ -134,6 +148,23 @@ def halves(arena: Arena | None = None, neighbours: int = 1) -> Iterator[Halves]:
     finally:
         outgoing.close()
         incoming.close()
+
+
+def soon() -> float:
+    """A deadline that only what hangs comes to."""
+    return monotonic() + 10.0
+
+
+def frame(payload: bytes | memoryview = b"", part: int = 0, signature: bytes = b"") -> Frame:
+    """A frame of the halves' generation."""
+    return Frame(FrameKind.DATA, 1, 5, part, signature, payload)
+
+
+def in_arena(arena: Arena, nbytes: int, value: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """An array that can be lent, full of a value."""
+    array = arena.empty((nbytes,), np.uint8)
+    array[:] = value
+    return array
 
 
 def descriptors() -> int:

@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import LimitExceeded, PacelineError
-from paceline.links.base import PIECE_BYTES, LinkEnded, LinkTimeout
+from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Verdict
-from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.bell import _WAKE
 from paceline.links.shm.layout import FRAME, INLINE_BYTES, MAX_PAYLOAD_BYTES, PIECE, SLOTS, STAGING_BYTES
 from paceline.links.staging import staging_bytes
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.shm_pair import Halves, halves
+from support.shm_pair import Halves, frame, halves, in_arena, soon
 
 MIB = 1 << 20
 MANY = 16
@@ -38,25 +38,11 @@ def both() -> Iterator[Halves]:
         yield made
 
 
-def soon() -> float:
-    return monotonic() + 10.0
-
-
-def frame(payload: bytes | memoryview = b"", part: int = 0, signature: bytes = b"") -> Frame:
-    return Frame(FrameKind.DATA, 1, 5, part, signature, payload)
-
-
 def same(got: Frame, sent: Frame) -> bool:
     fields = ("kind", "generation", "operation", "part", "signature")
     return all(getattr(got, name) == getattr(sent, name) for name in fields) and bytes(got.payload) == bytes(
         sent.payload
     )
-
-
-def in_arena(arena: Arena, nbytes: int, value: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    array = arena.empty((nbytes,), np.uint8)
-    array[:] = value
-    return array
 
 
 @pytest.mark.parametrize("size", [0, 1, INLINE_BYTES, INLINE_BYTES + 1, MIB, MAX_PAYLOAD_BYTES])
@@ -247,88 +233,6 @@ def test_a_segment_that_cannot_be_handed_over_now_is_copied_from(monkeypatch: py
         assert both.incoming.recv(0.0).payload == bytes([1]) * MIB
 
 
-@pytest.mark.parametrize("read_before", [True, False])
-def test_what_was_taken_back_is_never_believed(read_before: bool) -> None:
-    arena = Arena()
-    x = in_arena(arena, MIB, 1)
-    with halves(arena) as both:
-        both.incoming.release()
-        both.outgoing.lend(frame(x.data), soon())
-        if read_before:
-            both.incoming.recv(0.0)
-        both.writer.settle(LOST)
-        both.outgoing.recall()
-        x[:] = 9
-        with pytest.raises(LinkEnded, match="took back") as info:
-            both.incoming.release() if read_before else both.incoming.recv(0.0)
-        assert not info.value.orderly
-        both.incoming.release()
-
-
-def test_what_is_made_of_lent_memory_is_verified_before_it_is_passed_on() -> None:
-    arena = Arena()
-    x = in_arena(arena, MIB, 1)
-    with halves(arena) as both:
-        both.incoming.release()
-        both.outgoing.lend(frame(x.data), soon())
-        payload = both.incoming.recv(0.0).payload
-        both.incoming.verify()
-        assert payload == bytes([1]) * MIB, "it is still held"
-        both.writer.settle(LOST)
-        both.outgoing.recall()
-        x[:] = 9
-        for look in (both.incoming.verify, both.incoming.verify, both.incoming.release):
-            with pytest.raises(LinkEnded, match="took back"):
-                look()
-        both.incoming.verify()  # nothing is held
-
-
-def test_recall_leaves_alone_what_was_released_or_copied() -> None:
-    arena = Arena()
-    x = in_arena(arena, MIB, 1)
-    with halves(arena) as both:
-        both.incoming.release()
-        both.outgoing.lend(frame(x.data), soon())
-        both.incoming.recv(0.0)
-        both.incoming.release()
-        both.outgoing.settle(0.0)
-        both.outgoing.send(frame(x.data), soon())
-        both.outgoing.recall()
-        assert both.incoming.recv(0.0).payload == bytes([1]) * MIB
-        both.incoming.release()
-
-
-def test_a_reader_and_a_writer_that_takes_back_at_once_never_pass_garbage_on() -> None:
-    """Whatever the reader has made of a payload, its release says whether it may be believed."""
-    arena = Arena()
-    for turn in range(30):
-        x = in_arena(arena, 4 * MIB, 1)
-        with halves(arena) as both:
-            both.incoming.release()
-            both.outgoing.lend(frame(x.data), soon())
-            reading = threading.Event()
-
-            def take_back(both: Halves = both, x: np.ndarray = x, reading: threading.Event = reading) -> None:
-                reading.wait(10.0)
-                both.outgoing.recall()
-                x[:] = 9
-
-            thread = threading.Thread(target=take_back)
-            thread.start()
-            got = both.incoming.recv(soon())
-            if turn % 2:
-                reading.set()
-            sums = [int(part.sum()) for part in np.split(np.frombuffer(got.payload, np.uint8), 64)]
-            try:
-                both.incoming.release()
-                believed = True
-            except LinkEnded:
-                believed = False
-            reading.set()
-            thread.join()
-            assert not believed or sums == [len(x) // 64] * 64
-
-
 def test_on_readable_is_called_for_each_arrival_and_the_end(both: Halves) -> None:
     rung = threading.Event()
     both.incoming.on_readable(rung.set)
@@ -395,19 +299,3 @@ def test_a_failure_is_noticed_though_its_wake_is_read_with_something_else(
     os.eventfd_write(both.incoming._bell.fd, _WAKE + beside)
     assert ended.wait(0.1), "rule 4"
     thread.join(10.0)
-
-
-def test_what_was_promised_and_taken_back_is_found_out_at_release(both: Halves) -> None:
-    arena = Arena()
-    both.outgoing._arena = arena
-    payload = in_arena(arena, 2 * PIECE_BYTES, 1)
-    assert both.outgoing.promise(frame(payload.data), soon())
-    got = both.incoming.recv(soon())
-    both.outgoing.fulfil()
-    both.incoming.await_piece(soon())
-    assert bytes(got.payload[:PIECE_BYTES]) == bytes(payload[:PIECE_BYTES])
-    both.writer.settle(LOST)
-    both.outgoing.recall()
-    payload[:] = 9  # the caller's again
-    with pytest.raises(LinkEnded, match="took back"):
-        both.incoming.release()

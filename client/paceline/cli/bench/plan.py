@@ -27,7 +27,6 @@ COLLECTIVES = (
 ALL = "all"
 """All of them, one after the other."""
 
-
 PLACES = ("usual", "in", "out")
 """Where the sum of an all_reduce goes: as is usual with an implementation (Paceline's and Gloo's replace the argument,
 Open MPI's do not); in place of the argument; or into another array. nccl-tests measures the last two."""
