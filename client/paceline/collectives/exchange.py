@@ -115,8 +115,11 @@ class Exchange:
             LinkEnded: the link is gone.
             PacelineError: the generation has failed.
         """
-        link = self._links.get(peer) or self.link(peer)
-        return self._receive(peer, link, link.recv, deadline, into)
+        link, held = self._links.get(peer) or self.link(peer), peer in self._taken
+        frame = self._receive(peer, link, link.recv, deadline, into)
+        if not held and frame.payload is into:  # it is where it belongs, and nothing of the link's is held for it
+            del self._taken[peer]
+        return frame
 
     def promise(self, peer: int, frame: Frame, deadline: float) -> bool:
         """Promises a rank a frame (`Link.promise`); False if it must be sent when it is made.

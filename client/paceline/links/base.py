@@ -228,8 +228,8 @@ class Link(abc.ABC):
 
         Args:
             deadline: a `time.monotonic()` value.
-            into: where a payload of just this length may be put; then the frame's payload is this very object. What is
-                there is undefined if the call raises.
+            into: where a payload of just this length may be put; then the frame's payload is this very object, and need
+                not be released. What is there is undefined if the call raises.
 
         Raises:
             LinkTimeout: none came before the deadline; nothing is consumed.

@@ -114,7 +114,7 @@ class Incoming(abc.ABC):
         Args:
             deadline: a `time.monotonic()` value.
             into: where a payload of just this length may be put (bytes, contiguous, writable). If it is, the frame's
-                payload is this very object. What is there is undefined if the call raises.
+                payload is this very object, and need not be released. What is there is undefined if the call raises.
 
         Raises:
             LinkTimeout: no whole frame came before the deadline; nothing is consumed, and a later call goes on.

@@ -59,8 +59,8 @@ def reducing_task(
 
     def body(call: Call) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
-        how = arithmetic(plan.reduce, engine.mesh.size, None if divisor is None else divisor())
-        _reduce(engine, call, plan.program, x, result, plan.reduce, how, plan.woven)
+        how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
+        _reduce(engine, call, plan.program, x, result, how, plan.woven)
         return deliver(result, out)
 
     return Task(plan.signature, body)
@@ -72,6 +72,7 @@ class _Plan(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     reduce: Reduction
+    how: Arithmetic
     signature: bytes
     program: Program
     woven: Woven | None
@@ -93,7 +94,8 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
         woven = weave(mesh.size, x.size, segment(dtype, engine), dtype.itemsize)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, signature, program, woven)
+    how = arithmetic(reduce, mesh.size)
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, program, woven)
     return plan
 
 
@@ -133,7 +135,7 @@ def reduce_task(
 
     def body(call: Call) -> Array | None:
         result = landing(out, x, dtype, x.shape, in_place=True) if at_root else np.empty(0, dtype)
-        _reduce(engine, call, program, x, result, reduce)
+        _reduce(engine, call, program, x, result, arithmetic(reduce, mesh.size))
         return deliver(result, out) if at_root else None
 
     return Task(signature, body)
@@ -145,18 +147,13 @@ def _reduce(
     program: Program,
     x: Array,
     result: Array,
-    reduce: Reduction,
-    how: Arithmetic | None = None,
+    how: Arithmetic,
     woven: Woven | None = None,
 ) -> None:
     flat = result.reshape(-1)
     base = flat if x is result else as_flat(x)
     if base is not flat and np.may_share_memory(base, flat):
         base = flat
-    how = how or arithmetic(reduce, engine.mesh.size)
-    if reduce.dtype.kind in "biu":
-        _run(engine, call, program, woven, base, flat, how)
-        return
     with np.errstate(all="ignore"):  # infinities are values here; a warning on one rank would help nobody
         _run(engine, call, program, woven, base, flat, how)
         if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
