@@ -24,6 +24,13 @@ def main() -> int:
         help="take the members of a generation for dead when none of them has been connected for so long and new "
         "workers wait; default: never",
     )
+    parser.add_argument(
+        "--settle-time",
+        type=float,
+        default=ServerSettings().settle_time,
+        metavar="SECONDS",
+        help="begin with fewer workers than may come when none has come for so long; default: %(default)s",
+    )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="serve TLS with this certificate")
     parser.add_argument("--tls-key", type=Path, metavar="FILE.key", help="the key of the certificate")
     parser.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="callers need a certificate of this authority")
@@ -41,6 +48,7 @@ def main() -> int:
             listen=arguments.listen,
             state_path=arguments.state,
             restart_after=arguments.restart_after,
+            settle_time=arguments.settle_time,
             tls_cert=arguments.tls_cert,
             tls_key=arguments.tls_key,
             tls_ca=arguments.tls_ca,

@@ -117,6 +117,22 @@ def test_a_port_in_use_is_a_sentence_and_exit_code_1() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("settle_time", ["0.01", "60"])
+def test_a_first_view_waits_for_more_workers_as_long_as_it_is_told(settle_time: str) -> None:
+    async def main() -> None:
+        async with (
+            process("--settle-time", settle_time) as (_, address),
+            aio.insecure_channel(address) as channel,
+        ):
+            first = await RawSession.register(channel, least=1, most=2)
+            if settle_time == "60":
+                assert "60 s are left for more to come" in (await first.next("waiting")).reason
+                await RawSession.register(channel, least=1, most=2)
+            assert (await first.view()).world_size == (2 if settle_time == "60" else 1)
+
+    run(main)
+
+
 def test_reflection_lists_the_services() -> None:
     async def main() -> None:
         async with running() as channel:

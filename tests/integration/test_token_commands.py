@@ -27,6 +27,7 @@ ALL, TWO = "the-token-for-all-0123456789", "the-token-for-two-0123456789"
         ((), {"PACELINE_TOKEN_FILE": "/no/such/file"}, "cannot read the token file /no/such/file"),
         (("--token-file", "/no/such/file"), {}, "cannot read the token file /no/such/file"),
         (("--restart-after", "0"), {}, "must be above 0, not 0"),
+        (("--settle-time", "0"), {}, "must be above 0, not 0"),
         (("--tls-cert", "/no/such/cert"), {}, "tls_cert and tls_key go together"),
         (("--tls-cert", "/no/such/cert", "--tls-key", "/no/key"), {}, "cannot read /no/such/cert"),
     ],

@@ -75,6 +75,13 @@ def coordinator(
             "workers wait, as paceline restart does; default: never.",
         ),
     ] = None,
+    settle_time: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Begin with fewer workers than may come (--max) when none has come for so long; default: 0.2.",
+        ),
+    ] = None,
 ) -> None:
     """Run the coordinator in the foreground."""
     with one_line_errors():
@@ -84,6 +91,7 @@ def coordinator(
             listen,
             state,
             restart_after,
+            settle_time,
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,

@@ -20,6 +20,7 @@ def run_coordinator(
     listen: str,
     state: Path | None,
     restart_after: float | None = None,
+    settle_time: float | None = None,
     *,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
@@ -40,6 +41,8 @@ def run_coordinator(
     where = endpoint(listen)
     if restart_after is not None and not restart_after > 0:
         raise UsageError(f"--restart-after must be above 0, not {restart_after:g}")
+    if settle_time is not None and not settle_time > 0:
+        raise UsageError(f"--settle-time must be above 0, not {settle_time:g}")
     try:
         settings = ServerSettings(
             listen=str(where),
@@ -48,6 +51,7 @@ def run_coordinator(
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,
+            **({} if settle_time is None else {"settle_time": settle_time}),
             **token_settings(token_file, os.environ),
         )
     except ValueError as error:

@@ -167,7 +167,8 @@ class Cluster:
     def start_coordinator(self) -> None:
         """Starts the coordinator on its state file, and waits until it listens. Its log is in the folder."""
         state = str(self.folder / "state.db")
-        command = ["-m", "paceline_server", "--listen", self.address, "--state", state]
+        # Workers that are started together are in one view, however slow the machine is just then.
+        command = ["-m", "paceline_server", "--listen", self.address, "--state", state, "--settle-time", "1"]
         command += [] if self._certificates is None else self._certificates.arguments
         with (self.folder / "coordinator.log").open("a") as log:
             self.coordinator = start_python(command, {}, self._host, stderr=log.fileno())

@@ -32,6 +32,7 @@ def test_every_command_has_help() -> None:
         (["run", "-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more, not -1"),
         (["run", "-n", "2", "--advertise", "h:1", __file__], "--advertise h:1 names one port for 2 workers"),
         (["coordinator", "--restart-after", "0"], "--restart-after must be above 0, not 0"),
+        (["coordinator", "--settle-time", "0"], "--settle-time must be above 0, not 0"),
         (["drain", "--coordinator", "host:1"], "name the members that shall leave (ranks or member ids), or say --all"),
         (["drain", "--coordinator", "host:1", "--all", "2"], "name members, or say --all, but not both"),
         (["coordinator", "--listen", "host:99999"], "not an address of the form host:port"),
