@@ -48,10 +48,10 @@ def run_coordinator(
             listen=str(where),
             state_path=state,
             restart_after=restart_after,
+            settle_time=ServerSettings().settle_time if settle_time is None else settle_time,
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,
-            **({} if settle_time is None else {"settle_time": settle_time}),
             **token_settings(token_file, os.environ),
         )
     except ValueError as error:
