@@ -135,13 +135,13 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
 def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> Meeting:
     """Everyone of the old generation holds the base: who is in the next one?"""
     staying = [session for session in present if not _met(session).leaving]
-    closed = any(_met(session).closed for session in present) and len(staying) >= _node_size(meeting)
-    ready = [] if closed else [session for session in state.ready() if session not in meeting.misfits]
-    ready = _in_time(staying, ready, meeting)
     all_leave = not staying
+    fitting = [session for session in state.ready() if session not in meeting.misfits]
     if all_leave:  # who is about to go as well is nobody to stay for
-        ready = [session for session in ready if not _met(session).leaving]
-    if all_leave and (ready or _is_to_be_kept(state, view, present, meeting)):
+        fitting = [session for session in fitting if not _met(session).leaving]
+    closed = any(_met(session).closed for session in present) and len(staying or present) >= _node_size(meeting)
+    ready = [] if closed else _in_time(staying or present, fitting, meeting)
+    if all_leave and (fitting or _is_to_be_kept(state, view, present, meeting)):
         # Somebody must hold the base then: they leave at the step after.
         staying = [session for session in present if session in meeting.donors or _node_size(meeting) != 1]
     if not staying:

@@ -193,9 +193,10 @@ class Membership(Line):
         effects: list[Effect] = [Welcome(session.member_id, session.settings.heartbeat_interval)]
         if self.state.finished is not None:
             effects.append(PushFinished(session.member_id, self.state.finished))
+        drain = [PushDrain(session.member_id, session.draining)] if session.draining else []
         if session.standing is Standing.WAITING:
             self.state.last_arrival = now
-            return effects + self._reconsider(now, newcomer=session)
+            return [*effects, *drain, *self._reconsider(now, newcomer=session)]
         view = self.state.view
         if session.standing is Standing.DISMISSED:
             return [*effects, self._may_go(session)]
@@ -203,10 +204,8 @@ class Membership(Line):
             effects.append(PushView(session.member_id, view, rank_of(session)))  # it was lost with the old stream
         if session.verdict is not None:
             effects.append(PushVerdict(session.member_id, session.verdict))
-        if session.draining:
-            effects.append(PushDrain(session.member_id, session.draining))
         self._orders.forget(session)  # what it was told may be lost with the old stream
-        return effects + self._reconsider(now)
+        return [*effects, *drain, *self._reconsider(now)]
 
     def _why_unknown(self, event: Resumed) -> str:
         if self.state.verdict is not None and event.generation == self.state.verdict.generation:

@@ -285,19 +285,23 @@ class Exchange:
         for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
             if peer == awaited or peer in self._early:
                 continue
-            link = self.link(peer)
+            link, copied = self.link(peer), False
             try:
                 frame = self._first_of(peer, link)
                 if frame is not None:
+                    self.compare(peer, frame)
                     if frame.promised:  # not made yet: to be read where it lies
                         self._taken[peer] = None
                         self._early[peer] = frame
                     else:  # copied: its sender need not wait for our turn
                         self._early[peer] = replace(frame, payload=bytes(frame.payload))
-                    self.compare(peer, frame)
+                        copied = peer not in self._taken
             finally:
-                if peer not in self._taken:  # else it may hold a frame that is still needed
+                if copied:
                     self._release(peer)
+                elif peer not in self._taken:  # else it may hold a frame that is still needed
+                    with suppress(LinkEnded):  # nothing that was read counts
+                        link.release()
 
     def _first_of(self, peer: int, link: Link) -> Frame | None:
         """What has come from a rank, behind notes, which are compared; None for nothing."""

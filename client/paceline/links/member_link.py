@@ -184,11 +184,12 @@ class MemberLink(Link):
         self._receive(self.inbox.verify)
 
     def release(self) -> None:
-        """See `Link.release`."""
+        """See `Link.release`. Once this is shut, nobody can say if what was read had been taken back."""
         self._receiving = True
         try:
-            if not self._shut:
-                self.inbox.release()
+            if self._shut:
+                raise LinkEnded("the link is closed", orderly=True)
+            self.inbox.release()
         finally:
             self._done_receiving()
 

@@ -8,8 +8,8 @@ from time import monotonic
 
 import pytest
 
-from paceline.collectives.exchange import Exchange
-from paceline.links.base import Link, LinkTimeout, Mesh, Peer, Purpose
+from paceline.collectives.exchange import Disagreement, Exchange
+from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind
 
@@ -104,6 +104,34 @@ def test_a_rank_that_is_ahead_and_told_no_mark_was_in_another_call(monkeypatch: 
     soon = monotonic() + 10.0
     assert exchange.await_mark(1, soon) == 5
     assert exchange.await_mark(2, soon) == frame(6)
+
+
+class TakenBack(Marking):
+    """What it had lent is taken back."""
+
+    def release(self) -> None:
+        super().release()
+        raise LinkEnded("taken back")
+
+
+def test_a_call_that_differs_is_told_though_its_frame_was_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has found out first has failed, and takes back what it lent: the others are to say why, not that."""
+    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    other = TakenBack(2, [], [replace(frame(5), signature=b"all_reduce op=max float32[4]")])
+    exchange = Exchange(Links(Marking(1, [5], [], late=1), other), lambda operation: None)
+    exchange.begin(5, frame(5).signature)
+    with pytest.raises(Disagreement):
+        exchange.recv(1, monotonic() + 10.0)
+    assert (other.released, exchange.releasing) == (1, None)
+
+
+def test_what_was_found_early_and_taken_back_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    exchange = Exchange(Links(Marking(1, [5], [], late=1), TakenBack(2, [], [frame(5)])), lambda operation: None)
+    exchange.begin(5, frame(5).signature)
+    with pytest.raises(LinkEnded):
+        exchange.recv(1, monotonic() + 10.0)
+    assert exchange.releasing == 2
 
 
 def test_a_promised_frame_that_was_found_is_not_given_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

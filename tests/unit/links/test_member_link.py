@@ -104,6 +104,15 @@ class In(Incoming):
         self.at.shut_down()
 
 
+@pytest.mark.parametrize("call", ["verify", "release"])
+def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back(call: str) -> None:
+    loop = loop_thread().loop
+    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
+    link.shut()
+    with pytest.raises(LinkEnded):
+        getattr(link, call)()
+
+
 @pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "verify", "release"])
 def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     out, into, loop = Waiting(), Waiting(), loop_thread().loop

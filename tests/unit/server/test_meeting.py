@@ -107,6 +107,11 @@ def test_between_two_steps_nobody_comes_in_and_too_few_are_enough() -> None:
     assert (names(meeting.members), meeting.newcomers) == ("m0", ())
 
 
+def test_between_two_steps_all_who_leave_stay_for_the_newcomers_but_let_nobody_in_yet() -> None:
+    meeting = convene(job([met(BASE, leaving=True, closed=True), met(BASE, leaving=True)], ready=1, least=3))
+    assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m0 m1", "", ())
+
+
 def test_too_few_wait() -> None:
     meeting = convene(job([met(BASE), SURE], least=2))
     assert meeting.reason == "waiting for 1 more worker (1 of at least 2)"

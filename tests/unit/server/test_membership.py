@@ -5,6 +5,7 @@ import pytest
 from paceline_server.effects import (
     EndSession,
     ForgetView,
+    PushDrain,
     PushVerdict,
     PushView,
     PushWaiting,
@@ -14,7 +15,7 @@ from paceline_server.effects import (
     Welcome,
 )
 from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import ExitReported, StoreFailed, StreamEnded, Ticked, ViewStored
+from paceline_server.events import DrainAsked, ExitReported, StoreFailed, StreamEnded, Ticked, ViewStored
 from paceline_server.model import Ending, Process, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
@@ -155,6 +156,14 @@ def test_a_member_that_missed_its_view_gets_it_when_it_resumes() -> None:
     first, _ = job.form(2)
     job.cut(first)
     assert kinds(job.resume(first, 0)) == ["Welcome", "PushView"]
+
+
+def test_who_waits_for_a_seat_hears_of_a_drain_when_it_resumes() -> None:
+    job = PureJob()
+    first = job.join(2, 2)
+    job.cut(first)
+    job.do(DrainAsked((first,), "the host goes down"))
+    assert PushDrain(first, "the host goes down") in job.resume(first, 0)
 
 
 def test_a_stream_that_was_replaced_may_end() -> None:

@@ -286,3 +286,13 @@ def test_newcomers_that_come_while_all_take_their_shares_wait() -> None:
     assert targets(convene(state)) == targets(first)
     del state.sessions["new"]
     assert targets(convene(state)) == {"m0": "0/3", "m1": "1/3", "late": "2/3"}, "it is cut anew anyhow"
+
+
+def test_seats_are_promised_to_those_who_leave_too() -> None:
+    """All leave a generation that has failed: they stay for one in which they can write, whoever comes meanwhile."""
+    state = job([part("0/1", leaving=True), part("0/1", leaving=True)])
+    state.verdict = VOID
+    assert targets(convene(state)) == {"m0": "0/2", "m1": "1/2"}
+    Orders(state).give(decide(0.0, state, 0.2))
+    candidate(state, part("0/1", Tag(0, 0)), "late")
+    assert targets(convene(state)) == {"m0": "0/2", "m1": "1/2"}
