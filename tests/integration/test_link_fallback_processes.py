@@ -100,7 +100,8 @@ def test_descriptors_that_run_out_while_links_are_made(messages: bool, numbers: 
             elif free >= ENOUGH and tried["type"] not in ("LimitExceeded", "PeerRaised"):
                 assert messages, tried  # whose way in is watched by the loop: it may be there that a descriptor lacks
                 assert "Too many open files" in tried["text"], tried
-        assert worker.expect("done")["lost"] == 0
+        # gRPC closes a socket a moment after it was told to: what was open before may count some that were about to go.
+        assert worker.expect("done")["lost"] <= 0
     finally:
         worker.close()
     assert seen == {"shm", "tcp", "grpc"}
