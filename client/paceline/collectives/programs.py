@@ -121,9 +121,12 @@ def chunks_of(collective: str, schedule: str, world: int, nodes: Nodes = ()) -> 
 
 
 @lru_cache(maxsize=256)
-def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
-    """N elements at each rank, before and after."""
+def all_reduce_program(
+    schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = (), turn: int = 0
+) -> Program:
+    """N elements at each rank, before and after; by "direct" another rank sums each chunk in each turn."""
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
+    bounds = [*bounds[turn:], *bounds[:turn]]
     return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)
 
 
