@@ -139,8 +139,9 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     fitting = [session for session in state.ready() if session not in meeting.misfits]
     if all_leave:  # who is about to go as well is nobody to stay for
         fitting = [session for session in fitting if not _met(session).leaving]
-    closed = any(_met(session).closed for session in present) and len(staying or present) >= _node_size(meeting)
-    ready = [] if closed else _in_time(staying or present, fitting, meeting)
+    kept = staying if staying or view.explicit else present  # if all leave; where ranks are claimed they need who comes
+    closed = any(_met(session).closed for session in present) and len(kept) >= _node_size(meeting)
+    ready = [] if closed else _in_time(kept, fitting, meeting)
     if all_leave and (fitting or _is_to_be_kept(state, view, present, meeting)):
         # Somebody must hold the base then: they leave at the step after.
         staying = [session for session in present if session in meeting.donors or _node_size(meeting) != 1]

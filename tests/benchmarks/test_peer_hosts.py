@@ -1,6 +1,6 @@
 """Paceline's TCP links beside Gloo and Open MPI, between hosts: each rank is on a host of its own, a network namespace.
 
-The three take turns, so what else the machine does falls on all of them; who has no turn sleeps. A host has a core.
+The three take turns, so what else the machine does falls on all of them; who has no turn sleeps. Hosts share the cores.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.cli.bench.measure import Measured, measure
 from paceline.cli.bench.plan import Job
 from paceline.cli.bench.recipes import SOCKET, Recipe
 from paceline.cli.bench.stage import stage
+from paceline.cli.launcher.cores import allowed_cores, share_of_cores
 from support.figures import NOISE, at_least
 from support.host_coordinator import coordinator_on
 from support.netns import Host, network
@@ -40,6 +41,7 @@ def test_all_reduce_between_hosts(tmp_path: Path) -> None:
         with stage(contenders, world=2) as ensembles:
             for size in SIZES:
                 found = {each.contender.impl: each for each in measure(Job("all_reduce", size), ensembles, 1.0)}
+                assert {impl: each.lacks for impl, each in found.items() if each.lacks is not None} == {}
                 assert _links(found["paceline"]) == {"tcp"}
                 times = {impl: statistics.median(each.seconds) for impl, each in found.items()}
                 ratios[size] = times["gloo"] / times["paceline"]
@@ -77,14 +79,17 @@ def _openmpi(hosts: Sequence[Host], folder: Path) -> Recipe:
     words = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", str(len(hosts))]
     words += ["--host", ",".join(f"{host.address}:1" for host in hosts)]
     words += [word for name, value in options.items() for word in ("--mca", name, value)]
-    rank = [sys.executable, "-m", "paceline.cli.bench.openmpi", SOCKET, "openmpi", "rank"]  # takes a core by itself
+    rank = [sys.executable, "-m", "paceline.cli.bench.openmpi", SOCKET, "openmpi", "rank"]  # takes its cores by itself
     return _recipe("openmpi", hosts[0].command([*words, *rank]), {})
 
 
 def _on_each(hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
-    """A command line that runs Python with these arguments on every host, each with a core, until all have ended."""
+    """A command line that runs Python with these arguments on every host, each with its cores, until all have ended."""
     python = [sys.executable, *arguments]
-    lines = [shlex.join(host.command(["taskset", "-c", str(core), *python])) for core, host in enumerate(hosts)]
+    lines = []
+    for number, host in enumerate(hosts):
+        cores = share_of_cores(number, len(hosts), allowed_cores()) or allowed_cores()
+        lines.append(shlex.join(host.command(["taskset", "-c", ",".join(map(str, cores)), *python])))
     script = "".join(f'{line} & all="$all $!"\n' for line in lines) + 'for one in $all; do wait "$one" || exit; done'
     return ["sh", "-c", script.replace(shlex.quote(SOCKET), '"$0"'), SOCKET]
 

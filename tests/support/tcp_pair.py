@@ -172,8 +172,8 @@ class HalvesLink(Link):
     def release(self) -> None:
         self.into.release()
 
-    def recv(self, deadline: float) -> Frame:
-        return self.into.recv(deadline)
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        return self.into.recv(deadline, into)
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         self.into.on_readable(notify)

@@ -120,11 +120,15 @@ def chunks_of(collective: str, schedule: str, world: int, nodes: Nodes = ()) -> 
     return how.chunks(world, nodes) if how.by_node else how.chunks(world)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def all_reduce_program(
     schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = (), turn: int = 0
 ) -> Program:
-    """N elements at each rank, before and after; by "direct" another rank sums each chunk in each turn."""
+    """N elements at each rank, before and after; by "direct" another rank sums each chunk in each turn.
+
+    Turns are for "direct" alone: others send several chunks in one frame, which must lie one after the other.
+    """
+    assert not turn or schedule == "direct"
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
     bounds = [*bounds[turn:], *bounds[:turn]]
     return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)

@@ -209,6 +209,11 @@ def rule_7_lend(pair: LinkPair) -> None:
         pair.b.release()
         pair.a.settle(monotonic() + _LONG)
         pair.a.settle(0.0)
+        place = memoryview(bytearray(size))
+        pair.a.lend(_frame(pair, 1, 2, b"", memoryview(buffer)), monotonic() + _LONG)
+        if pair.b.recv(monotonic() + _LONG, place).payload is not place:
+            pair.b.release()
+        pair.a.settle(monotonic() + _LONG)  # what was put into place needs no release
     lent = bytearray(b"b" * (1 << 18))
     pair.a.lend(_frame(pair, 1, 1, b"", memoryview(lent)), monotonic() + _LONG)
     settling = _Blocked(lambda: pair.a.settle(monotonic() + _LONG))

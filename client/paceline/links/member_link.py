@@ -184,7 +184,10 @@ class MemberLink(Link):
         self._receive(self.inbox.verify)
 
     def release(self) -> None:
-        """See `Link.release`. Once this is shut, nobody can say if what was read had been taken back."""
+        """See `Link.release`. Once this is shut, nobody can say if what was read had been taken back.
+
+        That raises no error of the generation's, as others do: operations that fail release too, and have their own.
+        """
         self._receiving = True
         try:
             if self._shut:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+
 import pytest
 from typer.testing import CliRunner
 
 from paceline._version import __version__
 from paceline.cli.app import app
+from paceline_server.settings import ServerSettings
 
 runner = CliRunner()
 
@@ -48,6 +52,17 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
     assert words in result.stderr
     assert result.stderr.startswith("paceline: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_coordinator_is_told_how_long_to_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerSettings] = []
+    monkeypatch.setattr(
+        importlib.import_module("paceline_server.serve"), "serve", lambda settings, announce: served.append(settings)
+    )
+    monkeypatch.setattr(logging.getLogger("paceline_server.app"), "setLevel", lambda level: None)
+    for arguments in ([], ["--settle-time", "7.5"]):
+        assert runner.invoke(app, ["coordinator", *arguments]).exit_code == 0
+    assert [settings.settle_time for settings in served] == [0.2, 7.5]
 
 
 def test_an_unknown_command() -> None:

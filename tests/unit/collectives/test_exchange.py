@@ -106,6 +106,28 @@ def test_a_rank_that_is_ahead_and_told_no_mark_was_in_another_call(monkeypatch: 
     assert exchange.await_mark(2, soon) == frame(6)
 
 
+class Placing(Marking):
+    """Puts a payload where it belongs."""
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        found = super().recv(deadline)
+        return found if into is None else replace(found, payload=into)
+
+
+def test_what_was_put_into_place_needs_no_release() -> None:
+    link = Placing(1, [], [frame(5)] * 3)
+    exchange = Exchange(Links(link), lambda operation: None)
+    exchange.begin(5, frame(5).signature)
+    soon, place = monotonic() + 10.0, memoryview(bytearray(16))
+    assert exchange.recv(1, soon, place).payload is place
+    assert not exchange.holds_frames
+    exchange.recv(1, soon)
+    exchange.recv(1, soon, place)
+    assert exchange.holds_frames, "the one before it is still to be released"
+    exchange.release()
+    assert (link.released, exchange.holds_frames) == (1, False)
+
+
 class TakenBack(Marking):
     """What it had lent is taken back."""
 
@@ -114,7 +136,7 @@ class TakenBack(Marking):
         raise LinkEnded("taken back")
 
 
-def test_a_call_that_differs_is_told_though_its_frame_was_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_differs_is_told_though_its_frame_is_taken_back_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has found out first has failed, and takes back what it lent: the others are to say why, not that."""
     monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
     other = TakenBack(2, [], [replace(frame(5), signature=b"all_reduce op=max float32[4]")])

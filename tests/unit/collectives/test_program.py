@@ -41,7 +41,7 @@ def test_reductions(
 ) -> None:
     kind, name = how
     root = data.draw(st.integers(0, world - 1))
-    turns = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
+    picks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
     turn = data.draw(st.integers(0, world - 1)) if how == ("all_reduce", "direct") else 0
     in_place = in_place and kind != "reduce_scatter"
     nodes = tuple(data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world) | st.just([])))
@@ -54,7 +54,7 @@ def test_reductions(
             size = hi - lo
         out = base if in_place else ["unset"] * size
         ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, nodes, turn), base, out))
-    run(ranks, lend=lend, pick=lambda turn: turns[turn % len(turns)])
+    run(ranks, lend=lend, pick=lambda step: picks[step % len(picks)])
     for r, rank in enumerate(ranks):
         if kind == "reduce" and r != root:
             continue

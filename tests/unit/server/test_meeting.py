@@ -1,5 +1,7 @@
 """Who leads the next generation, who takes the base first, and who waits for whom: `convene`, case by case."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline_server.effects import ForgetView, PushCatchUp, PushDismissed, PushFinished, PushView, StoreView
@@ -110,6 +112,16 @@ def test_between_two_steps_nobody_comes_in_and_too_few_are_enough() -> None:
 def test_between_two_steps_all_who_leave_stay_for_the_newcomers_but_let_nobody_in_yet() -> None:
     meeting = convene(job([met(BASE, leaving=True, closed=True), met(BASE, leaving=True)], ready=1, least=3))
     assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m0 m1", "", ())
+
+
+def test_where_ranks_are_claimed_all_who_leave_let_in_who_is_lacking() -> None:
+    """Else they wait for somebody who stands there: such a job never goes on with fewer."""
+    state = job([met(BASE, leaving=True, closed=True), SURE], ready=1)
+    assert state.view is not None
+    state.view = replace(state.view, explicit=True, settings=replace(state.view.settings, max_workers=2))
+    for member_id, rank in (("m0", 0), ("m2", 1)):
+        state.sessions[member_id].claimed_rank = rank
+    assert names(convene(state).members) == "m0 m2"
 
 
 def test_too_few_wait() -> None:

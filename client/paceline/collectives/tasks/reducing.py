@@ -18,7 +18,7 @@ from paceline.collectives.engine import Call, Engine
 from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
 from paceline.collectives.programs import all_reduce_program, reduce_program, reduce_scatter_program
-from paceline.collectives.rows import Sums
+from paceline.collectives.rows import Nodes, Sums
 from paceline.collectives.tasks.task import Chooser, Task, segment
 from paceline.collectives.weaving import Weaver, Woven, all_can_weave, weave
 from paceline.errors import SizeMismatch, UnsupportedOp
@@ -60,22 +60,29 @@ def reducing_task(
     def body(call: Call) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
         how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
-        program = plan.programs[call.operation % len(plan.programs)]
-        _reduce(engine, call, program, x, result, how, plan.woven)
+        _reduce(engine, call, _program(plan, call.operation), x, result, how, plan.woven)
         return deliver(result, out)
 
     return Task(plan.signature, body)
 
 
 class _Plan(NamedTuple):
-    """What follows from the arguments of an all_reduce or a reduce_scatter, but for what its arrays hold."""
+    """What follows from the arguments of an all_reduce or a reduce_scatter, but for what its arrays hold.
+
+    Operations take a program by their turn, which follows from their number; the second is made when it is first
+    needed. Where arrays are read where they lie, a rank that sums the same chunk of an array again writes to lines that
+    others have just read, and each of them must be told first (W=2, in place, again and again: 1 MiB takes 95 us with
+    two turns, 103 with one).
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     reduce: Reduction
     how: Arithmetic
     signature: bytes
-    programs: tuple[Program, ...]
+    at: tuple[str, int, int, int, int, Nodes]
+    turns: int
+    programs: list[Program]
     woven: Woven | None
 
 
@@ -88,28 +95,26 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
         shape = _part(x, mesh.rank, mesh.size)
     signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    programs = _programs(engine, collective, choice.schedule, x.size, segment(dtype, engine))
+    at = choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype, engine)
+    program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
+    direct = (collective, choice.schedule) == ("all_reduce", "direct")
+    # Where the bits depend on who computes they must not depend on the operation's number.
+    turns = 2 if direct and mesh.size > 1 and reduce.sums is not Sums.ONCE else 1
     woven = None
-    if (collective, choice.schedule) == ("all_reduce", "direct") and _is_worth_weaving(engine, x.nbytes, reduce):
+    if direct and _is_worth_weaving(engine, x.nbytes, reduce):
         woven = weave(mesh.size, x.size, segment(dtype, engine), dtype.itemsize)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, programs, woven)
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, (*at, engine.nodes), turns, [program], woven)
     return plan
 
 
-def _programs(engine: Engine, collective: str, schedule: str, n: int, segment: int) -> tuple[Program, ...]:
-    """One for each turn: operations take them by their numbers.
-
-    Where arrays are read where they lie, a rank sums into lines that others have just read, if it sums the same chunk
-    of an array again, and each of them must be told first (W=2, in place, again and again: 1 MiB 95 us, not 103).
-    """
-    at = schedule, engine.mesh.rank, engine.mesh.size, n, segment
-    if collective == "reduce_scatter":
-        return (reduce_scatter_program(*at),)
-    turns = min(engine.mesh.size, 2) if schedule == "direct" else 1
-    return tuple(all_reduce_program(*at, engine.nodes, turn) for turn in range(turns))
+def _program(plan: _Plan, operation: int) -> Program:
+    turn = operation % plan.turns
+    if turn == len(plan.programs):
+        plan.programs.append(all_reduce_program(*plan.at, turn))
+    return plan.programs[turn]
 
 
 def _is_worth_weaving(engine: Engine, nbytes: int, reduce: Reduction) -> bool:
