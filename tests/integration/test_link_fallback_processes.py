@@ -75,8 +75,9 @@ emit("done", lost=len(open_files()) - before)
 wait_for_go()
 """
 
-ENOUGH = 8
-"""Descriptors with which the gRPC streams of two members come about."""
+ENOUGH = 12
+"""Descriptors with which the gRPC streams of two members come about: 8, and some for a busy machine, where gRPC dials
+again while the attempt before still holds its own (with 8 one in 60 found too few, six such tests on 2 cores)."""
 
 
 @pytest.mark.slow
