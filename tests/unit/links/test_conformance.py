@@ -117,6 +117,27 @@ class Hasty(Forgetful):
         self.link.settle(deadline)
 
 
+class Lending(Hasty):
+    """As good as the link that it wraps."""
+
+    def recall(self) -> None:
+        self.link.recall()
+
+    def release(self) -> None:
+        self.link.release()
+
+
+class Clinging(Lending):
+    """Puts a payload into place, and still waits for its release."""
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        frame = self.link.recv(deadline)
+        if into is None:
+            return frame
+        into[:] = frame.payload
+        return replace(frame, payload=into)
+
+
 class Unmarked(Broken):
     """Says that it has marks, and tells none."""
 
@@ -142,6 +163,11 @@ class Disorderly(Broken):
             raise LinkEnded(str(error), orderly=not error.orderly) from error
 
 
+def test_a_link_that_lends_as_it_should_keeps_the_rule() -> None:
+    with local_link_pair() as good:
+        conformance.rule_7_lend(replace(good, a=Lending(good.a), b=Lending(good.b)))
+
+
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
@@ -155,6 +181,7 @@ class Disorderly(Broken):
         (Disorderly, "rule_4_cut"),
         (Forgetful, "rule_7"),
         (Hasty, "rule_7"),
+        (Clinging, "rule_7"),
         (Unmarked, "rule_8"),
         (Faithless, "rule_9"),
     ],

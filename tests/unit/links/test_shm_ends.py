@@ -6,17 +6,15 @@ import threading
 from collections.abc import Iterator
 from time import monotonic
 
-import numpy as np
 import pytest
 
 from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Verdict
-from paceline.links.frame import Frame, FrameKind
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.layout import SLOTS
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.shm_pair import Halves, halves
+from support.shm_pair import Halves, frame, halves, in_arena, soon
 
 MIB = 1 << 20
 LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")
@@ -26,20 +24,6 @@ LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")
 def both() -> Iterator[Halves]:
     with halves() as made:
         yield made
-
-
-def soon() -> float:
-    return monotonic() + 10.0
-
-
-def frame(payload: bytes | memoryview = b"", part: int = 0, signature: bytes = b"") -> Frame:
-    return Frame(FrameKind.DATA, 1, 5, part, signature, payload)
-
-
-def in_arena(arena: Arena, nbytes: int, value: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    array = arena.empty((nbytes,), np.uint8)
-    array[:] = value
-    return array
 
 
 @pytest.mark.parametrize("call", ["send", "settle", "recv"])
