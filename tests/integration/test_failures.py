@@ -177,3 +177,25 @@ with paceline.join() as session:
         assert "rank 1" in errors[0]["text"]
         ranks[1].go()
         assert ranks[1].expect("error")["type"] == "OperationTimeout"
+
+
+def test_barriers_by_marks_tell_what_another_called() -> None:
+    """One rank calls something else that waits for nobody: the others' barrier ends with both names."""
+    code = """
+with paceline.join() as session:
+    group = session.group
+    for _ in range(20):
+        group.barrier()
+    try:
+        if group.rank == 0:
+            group.broadcast(np.ones(3), root=0)
+        group.barrier()
+        emit("passed")
+    except paceline.CollectiveMismatch as error:
+        emit_error(error)
+"""
+    with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
+        for worker in started:
+            told = worker.expect("error")
+            assert "called barrier" in told["text"]
+            assert "called broadcast" in told["text"]

@@ -11,7 +11,7 @@ from time import monotonic
 import pytest
 
 from paceline._loop import loop_thread
-from paceline.links.base import PIECE_BYTES, LinkEnded, Purpose
+from paceline.links.base import LinkEnded, Purpose
 from paceline.links.frame import Frame, FrameKind
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.member_link import MemberLink
@@ -51,8 +51,6 @@ def test_links_between_members_keep_the_rules(kind: str, streams: int) -> None:
         pair.a.send(Frame(FrameKind.DATA, pair.generation, 1, 0, b"", b"x"), monotonic() + 5)
         assert pair.b.recv(monotonic() + 5).payload == b"x"
         assert pair.a.kind == kind
-        promise = Frame(FrameKind.DATA, pair.generation, 2, 0, b"", lent(PIECE_BYTES))
-        assert pair.a.promise(promise, monotonic() + 5) == (kind == "shm")
         assert pair.a.mark(3, monotonic() + 5) == (kind == "shm")
 
 

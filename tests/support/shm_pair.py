@@ -60,15 +60,6 @@ class ShmLink(Link):
     def lend(self, frame: Frame, deadline: float) -> None:
         self._outgoing.lend(frame, deadline)
 
-    def promise(self, frame: Frame, deadline: float) -> bool:
-        return self._outgoing.promise(frame, deadline)
-
-    def fulfil(self) -> None:
-        self._outgoing.fulfil()
-
-    def await_piece(self, deadline: float) -> None:
-        self._incoming.await_piece(deadline)
-
     def mark(self, number: int, deadline: float) -> bool:
         return self._outgoing.mark(number)
 
@@ -80,9 +71,6 @@ class ShmLink(Link):
 
     def recall(self) -> None:
         self._outgoing.recall()
-
-    def verify(self) -> None:
-        self._incoming.verify()
 
     def release(self) -> None:
         self._incoming.release()

@@ -174,50 +174,6 @@ class Engine:
         if exchange.lent:
             self._settle(deadline)
 
-    # For what is no program: frames one by one, each with its number among those to, or from, a peer.
-
-    def send(
-        self, call: Call, peer: int, part: int, payload: memoryview, address: int = 0, *, lend: bool = False
-    ) -> None:
-        """Sends a rank a frame, or lends it; address: where the payload lies in this process."""
-        self._at = _moving(Do.SEND, peer, part)
-        self._exchange.send(peer, self._frame(call, part, payload, address), call.deadline, lend=lend)
-
-    def promise(self, call: Call, peer: int, part: int, payload: memoryview, address: int) -> bool:
-        """Promises a rank a frame; False if it must be lent when it is made."""
-        self._at = _moving(Do.SEND, peer, part)
-        return self._exchange.promise(peer, self._frame(call, part, payload, address), call.deadline)
-
-    def fulfil(self, peer: int, part: int) -> None:
-        """The next piece of a frame that a rank was promised is there."""
-        self._at = _moving(Do.SEND, peer, part)
-        self._exchange.fulfil(peer)
-
-    def receive(self, call: Call, peer: int, part: int, nbytes: int) -> Frame:
-        """The next frame of a rank, which must be this one."""
-        self._at = _moving(Do.STORE, peer, part)
-        frame = self._exchange.recv(peer, call.deadline)
-        self._check(call, peer, part, nbytes, frame)
-        return frame
-
-    def await_piece(self, call: Call, peer: int, part: int) -> None:
-        """Waits for the next piece of what a rank has promised."""
-        self._at = _moving(Do.STORE, peer, part)
-        self._exchange.await_piece(peer, call.deadline)
-
-    def verify(self, peer: int, part: int) -> None:
-        """Returns if what was made of a rank's frames may be passed on; raises if the rank has taken them back."""
-        self._at = _moving(Do.STORE, peer, part)
-        self._exchange.verify(peer)
-
-    def release(self) -> None:
-        """The payloads of all frames received so far are needed no longer."""
-        self._exchange.release()
-
-    def finish(self, call: Call) -> None:
-        """Returns when nobody reads what this rank has lent."""
-        self._settle(call.deadline)
-
     def run_empty(self, call: Call, program: Program) -> None:
         """As `run`, for a program whose frames carry nothing: only that all were there.
 

@@ -121,43 +121,6 @@ class Exchange:
             del self._taken[peer]
         return frame
 
-    def promise(self, peer: int, frame: Frame, deadline: float) -> bool:
-        """Promises a rank a frame (`Link.promise`); False if it must be sent when it is made.
-
-        Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
-        """
-        link = self._links.get(peer) or self.link(peer)
-        self.lent.add(peer)
-        return self._patiently(link.promise, deadline, frame)
-
-    def fulfil(self, peer: int) -> None:
-        """The next piece of what a rank was promised is there.
-
-        Raises:
-            LinkEnded: the link is gone.
-            PacelineError: the generation has failed.
-        """
-        self._links[peer].fulfil()
-
-    def await_piece(self, peer: int, deadline: float) -> None:
-        """Waits for the next piece of what a rank has promised.
-
-        Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `recv`.
-        """
-        link = self._links[peer]
-        self._patiently(link.await_piece, deadline)
-
-    def verify(self, peer: int) -> None:
-        """Returns if what was read of a rank's frames may be passed on (`Link.verify`).
-
-        Raises:
-            LinkEnded: the rank has taken it back, or the link is gone.
-            PacelineError: the generation has failed.
-        """
-        self._links[peer].verify()
-
     def mark(self, peer: int, number: int, deadline: float) -> bool:
         """Tells a rank a mark; False if it must be sent a frame (`Link.mark`).
 
@@ -218,15 +181,12 @@ class Exchange:
             LinkEnded: a rank, `releasing`, had taken back what was being read. Those of all others are released.
         """
         taken_back: LinkEnded | None = None
-        for peer in [*self._taken]:
-            unread = self._early.get(peer) if self._early else None
-            if unread is not None and unread.promised:  # it lies with its sender
-                continue
+        for peer in self._taken:
             try:
                 self._release(peer)
             except LinkEnded as error:
                 taken_back = taken_back or error
-            del self._taken[peer]
+        self._taken.clear()
         if taken_back is not None:
             raise taken_back
 
@@ -290,12 +250,9 @@ class Exchange:
                 frame = self._first_of(peer, link)
                 if frame is not None:
                     self.compare(peer, frame)
-                    if frame.promised:  # not made yet: to be read where it lies
-                        self._taken[peer] = None
-                        self._early[peer] = frame
-                    else:  # copied: its sender need not wait for our turn
-                        self._early[peer] = replace(frame, payload=bytes(frame.payload))
-                        copied = peer not in self._taken
+                    # Copied: its sender need not wait for our turn.
+                    self._early[peer] = replace(frame, payload=bytes(frame.payload))
+                    copied = peer not in self._taken
             finally:
                 if copied:
                     self._release(peer)

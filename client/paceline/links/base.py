@@ -11,13 +11,10 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
 7. What was lent is the receiver's to read until it releases it, and the sender's again once `settle` or `recall` has
-   returned. Whether something was recalled while it was read, `verify` and `release` tell. A link that cannot lend
-   sends copies.
+   returned. Whether something was recalled while it was read, `release` tells. A link that cannot lend sends copies.
 8. A mark is the number of an operation, each above the one before: cheaper to tell than an empty frame. Up to `MARKS`
    of them wait to be read. Frames of earlier operations come before a mark. A link that has no marks says so, and
    tells nothing.
-9. What was promised is lent before it is made: the receiver may read a piece once that piece was fulfilled. Pieces are
-   fulfilled in the order of the frames and of their bytes. A link that cannot promise says so, and sends nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ __all__ = [
     "LEND_BYTES",
     "MARKS",
     "MAX_GROUP_NAME",
-    "PIECE_BYTES",
     "Link",
     "LinkEnded",
     "LinkTimeout",
@@ -57,14 +53,6 @@ MARKS = 8
 
 MAX_GROUP_NAME = 256
 """Longest name of a group, in bytes (peer.proto)."""
-
-
-PIECE_BYTES = 512 << 10
-"""What is promised is fulfilled in pieces of this size, the last one shorter: what one core has just written is still
-in a cache when another reads it.
-
-Source: W=2, 64 MiB summed and copied in blocks, by NumPy between two processes: 6.2 ms in blocks of 256 KiB, 6.7 of
-512 KiB, 7.4 of 1 MiB, 8.5 in one; by links, where a piece costs more: 8.6 with 256 KiB, 7.3 with 512 KiB."""
 
 
 class Purpose(IntEnum):
@@ -164,33 +152,6 @@ class Link(abc.ABC):
         """
         return self.recv(deadline)
 
-    def promise(self, frame: Frame, deadline: float) -> bool:
-        """Lends a frame whose payload is still being made: each piece of it (`PIECE_BYTES`) needs a `fulfil`.
-
-        Returns:
-            False if this link cannot, or not now: nothing was sent.
-
-        Raises:
-            LinkTimeout, LinkEnded, PacelineError: as `send`.
-        """
-        return False
-
-    def fulfil(self) -> None:
-        """The next piece of what was promised is there.
-
-        Raises:
-            LinkEnded, PacelineError: as `send`.
-        """
-        raise NotImplementedError(f"a link of kind {self.kind} promises nothing")
-
-    def await_piece(self, deadline: float) -> None:
-        """Waits for the next piece of the frames that were received as promised; it may be read until `release`.
-
-        Raises:
-            LinkTimeout, LinkEnded, PacelineError: as `recv`.
-        """
-        raise NotImplementedError(f"a link of kind {self.kind} promises nothing")
-
     def settle(self, deadline: float) -> None:
         """Waits until the other side has released all that was lent.
 
@@ -205,20 +166,11 @@ class Link(abc.ABC):
         """Takes back all that was lent, when this link is used no more; waits only for what is being read just now."""
         return
 
-    def verify(self) -> None:
-        """Returns if what was read of frames that are not released yet may be passed on: none was taken back so far.
-
-        Raises:
-            LinkEnded: one was; what was made of it is void. Or the link is closed.
-            PacelineError: the generation has failed, and the link is closed.
-        """
-        return
-
     def release(self) -> None:
         """The reader needs the payloads of the frames that it has received no longer.
 
         Raises:
-            LinkEnded: as `verify`.
+            LinkEnded: one was taken back before: what was made of it is void. Or the link is closed.
         """
         return
 
@@ -305,7 +257,3 @@ class Mesh(abc.ABC):
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """A new array that links can lend without a copy (`Link.lend`)."""
         return np.empty(shape, dtype)
-
-    def lends(self, address: int, nbytes: int) -> bool:
-        """True if links can lend so many bytes of this process without a copy."""
-        return False

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.links.base import MARKS, PIECE_BYTES, Link, LinkEnded, LinkTimeout
+from paceline.links.base import MARKS, Link, LinkEnded, LinkTimeout
 from paceline.links.fault import Fault, Verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -273,37 +273,6 @@ def rule_8_marks(pair: LinkPair) -> None:
     assert isinstance(waiting.error, PacelineError), f"a blocked await_mark was woken with {waiting.error!r}"
 
 
-def rule_9_promises(pair: LinkPair) -> None:
-    """A promised frame comes before it is made; a piece may be read once it was fulfilled, and not before."""
-    payload = pair.empty(2 * PIECE_BYTES + 5)
-    if not pair.a.promise(_frame(pair, 1, 0, b"all_reduce", payload), _soon()):
-        _nothing_comes(pair.b)
-        return
-    pair.a.promise(_frame(pair, 1, 1, b"", payload[:PIECE_BYTES]), _soon())
-    first = pair.b.recv(_soon())
-    assert first.promised, "the frame does not say that it is being made"
-    assert (first.signature, len(first.payload)) == (b"all_reduce", len(payload))
-    second = pair.b.recv(_soon())
-    for piece in range(3):
-        waiting = _Blocked(lambda: pair.b.await_piece(_soon()))
-        assert not waiting.over.wait(0.02), "a piece came that was not fulfilled"
-        lo, hi = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, len(payload))
-        payload[lo:hi] = bytes([piece + 1]) * (hi - lo)
-        pair.a.fulfil()
-        assert waiting.over.wait(_LONG), "a piece that was fulfilled did not come"
-        assert bytes(first.payload[lo:hi]) == bytes(payload[lo:hi]), f"piece {piece} differs"
-    pair.a.fulfil()
-    pair.b.await_piece(_soon())
-    assert bytes(second.payload) == bytes(payload[:PIECE_BYTES]), "the second frame differs"
-    assert not _settled(pair.a), "settle returned while the other side may read"
-    pair.b.release()
-    assert _settled(pair.a), "settle did not return when the other side had read"
-    waiting = _Blocked(lambda: pair.b.await_piece(_soon()))
-    pair.fault_b.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (0,), 7, "rank 0 is lost"))
-    assert waiting.over.wait(_PROMPT), f"a blocked await_piece was not woken within {_PROMPT} s"
-    assert isinstance(waiting.error, PacelineError), f"a blocked await_piece was woken with {waiting.error!r}"
-
-
 RULES: tuple[Callable[[LinkPair], None], ...] = (
     rule_1_frames,
     rule_2_send,
@@ -314,7 +283,6 @@ RULES: tuple[Callable[[LinkPair], None], ...] = (
     rule_6_threads,
     rule_7_lend,
     rule_8_marks,
-    rule_9_promises,
 )
 
 

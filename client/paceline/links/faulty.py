@@ -29,8 +29,8 @@ it raises, the link raises."""
 class FaultyMesh(Mesh):
     """Passes everything on to another mesh, each frame through `tamper`.
 
-    What this member tells are frames, never marks, and its arrays are not woven, so that `tamper` sees all of it; marks
-    of others are no frames, and pass.
+    What this member tells are frames, never marks, so that `tamper` sees all of it; marks of others are no frames, and
+    pass.
 
     Args:
         mesh: the mesh that does the work.
@@ -96,9 +96,6 @@ class _FaultyLink(Link):
 
     def recall(self) -> None:
         self._link.recall()
-
-    def verify(self) -> None:
-        self._link.verify()
 
     def release(self) -> None:
         self._link.release()

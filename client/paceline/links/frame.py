@@ -55,7 +55,6 @@ class Frame:
         signature: the operation in words, in part 0 only.
         payload: elements as bytes. A sent payload is copied before `Link.send` returns.
         address: where the payload lies in this process, if its sender knows; it does not travel.
-        promised: the payload is still being made, and comes piece by piece (`Link.promise`).
     """
 
     kind: FrameKind
@@ -65,7 +64,6 @@ class Frame:
     signature: bytes
     payload: bytes | memoryview
     address: int = field(default=0, compare=False)
-    promised: bool = field(default=False, compare=False)
 
 
 def encode(frame: Frame) -> bytes:

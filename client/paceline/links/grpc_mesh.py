@@ -166,10 +166,6 @@ class GrpcMesh(Mesh):
         """An array that the links can lend (`Mesh.empty`)."""
         return self._ways.empty(shape, dtype)
 
-    def lends(self, address: int, nbytes: int) -> bool:
-        """True for what lies in the arena (`Mesh.lends`)."""
-        return self._ways.lends(address, nbytes)
-
     def peer_by_id(self, member_id: str) -> Peer | None:
         """The member with this id, None if it is not of this generation."""
         return self._by_id.get(member_id)

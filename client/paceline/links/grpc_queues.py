@@ -200,11 +200,6 @@ class Inbox:
         self._items.put(None)
         self._on_item()
 
-    def verify(self) -> None:
-        """See `Link.verify`."""
-        if self._half is not None:
-            self._half.verify()
-
     def release(self) -> None:
         """See `Link.release`."""
         if self._half is not None:
@@ -225,11 +220,6 @@ class Inbox:
             return half.recv(deadline, into)
         frame = self._next(deadline, fault)
         return self.get(deadline, fault, into) if frame is None else frame
-
-    def await_piece(self, deadline: float) -> None:
-        """See `Link.await_piece`."""
-        assert self._half is not None, "nothing that comes by gRPC is promised"
-        self._half.await_piece(deadline)
 
     def await_mark(self, deadline: float, fault: Fault) -> Frame | int:
         """See `Link.await_mark`; in place of a mark, frames come by gRPC."""

@@ -4,7 +4,7 @@ A link's gRPC stream authenticates, watches the peer, passes on aborts and says 
 go there too, unless both sides have something faster: then they go through a half of another kind. The two directions
 of a link are negotiated apart, each by the side that writes.
 
-Rules for all kinds are those of `links.base`: 1 to 4 and 6 to 9 hold for the halves alike. One thread writes an
+Rules for all kinds are those of `links.base`: 1 to 4 and 6 to 8 hold for the halves alike. One thread writes an
 `Outgoing` and one reads an `Incoming` at a time; `wake`, `end` and `close` come from any thread. Every wait is woken by
 `wake` when the fault has failed (I7).
 """
@@ -50,14 +50,6 @@ class Outgoing(abc.ABC):
     @abc.abstractmethod
     def lend(self, frame: Frame, deadline: float) -> None:
         """As `send`, but the payload may be read until `settle` or `recall` has returned (`Link.lend`)."""
-
-    def promise(self, frame: Frame, deadline: float) -> bool:
-        """As `lend`, but the payload is still being made (`Link.promise`)."""
-        return False
-
-    def fulfil(self) -> None:
-        """See `Link.fulfil`."""
-        raise NotImplementedError(f"what goes by {self.kind} is never promised")
 
     def mark(self, number: int) -> bool:
         """See `Link.mark`."""
@@ -122,17 +114,9 @@ class Incoming(abc.ABC):
             PacelineError: the generation has failed.
         """
 
-    def await_piece(self, deadline: float) -> None:
-        """See `Link.await_piece`."""
-        raise NotImplementedError(f"what comes by {self.kind} is never promised")
-
     def await_mark(self, deadline: float) -> Frame | int:
         """See `Link.await_mark`."""
         return self.recv(deadline)
-
-    def verify(self) -> None:
-        """See `Link.verify`."""
-        return
 
     @abc.abstractmethod
     def release(self) -> None:

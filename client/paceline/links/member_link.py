@@ -78,26 +78,6 @@ class MemberLink(Link):
         finally:
             self._done_sending()
 
-    def promise(self, frame: Frame, deadline: float) -> bool:
-        """See `Link.promise`; only shared memory can."""
-        self._sending = True
-        try:
-            half = self._way_out(deadline)
-            return half is not None and half.promise(frame, deadline)
-        finally:
-            self._done_sending()
-
-    def fulfil(self) -> None:
-        """See `Link.fulfil`."""
-        self._sending = True
-        try:
-            if self._shut or self._half is None:
-                self._fault.check()
-                raise LinkEnded("the link is closed", orderly=True)
-            self._half.fulfil()
-        finally:
-            self._done_sending()
-
     def mark(self, number: int, deadline: float) -> bool:
         """See `Link.mark`; only shared memory has them."""
         self._sending = True
@@ -152,10 +132,6 @@ class MemberLink(Link):
         """See `Link.recv`; the payload is a view of what the peer sent."""
         return self._receive(self.inbox.get, deadline, self._fault, into)
 
-    def await_piece(self, deadline: float) -> None:
-        """See `Link.await_piece`."""
-        self._receive(self.inbox.await_piece, deadline)
-
     def await_mark(self, deadline: float) -> Frame | int:
         """See `Link.await_mark`."""
         return self._receive(self.inbox.await_mark, deadline, self._fault)
@@ -178,10 +154,6 @@ class MemberLink(Link):
         self._receiving = False
         if self._shut:
             self.inbox.close()
-
-    def verify(self) -> None:
-        """See `Link.verify`."""
-        self._receive(self.inbox.verify)
 
     def release(self) -> None:
         """See `Link.release`. Once this is shut, nobody can say if what was read had been taken back.

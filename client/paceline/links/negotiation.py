@@ -96,10 +96,6 @@ class Ways:
         """An array that links can lend without a copy. From any thread."""
         return np.empty(shape, dtype) if self._shm is None else arena().empty(shape, dtype)
 
-    def lends(self, address: int, nbytes: int) -> bool:
-        """True if links of one host can lend what lies there."""
-        return self._shm is not None and arena().find(address, nbytes) is not None
-
     def way_out(self, node: str, fault: Fault, neighbours: int) -> WayOut:
         """Opens halves for the links of one generation; `node` is this member's, `neighbours` how many share it."""
         return WayOut(self._config, self._credentials, node if self._shm is not None else "", fault, neighbours)

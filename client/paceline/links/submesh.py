@@ -53,10 +53,6 @@ class SubMesh(Mesh):
         """An array that the links can lend (`Mesh.empty`)."""
         return self._mesh.empty(shape, dtype)
 
-    def lends(self, address: int, nbytes: int) -> bool:
-        """As the parent says (`Mesh.lends`)."""
-        return self._mesh.lends(address, nbytes)
-
     @property
     def neighbours(self) -> int:
         """Those of the view (`Mesh.neighbours`)."""

@@ -154,18 +154,3 @@ def test_what_was_found_early_and_taken_back_is_not_believed(monkeypatch: pytest
     with pytest.raises(LinkEnded):
         exchange.recv(1, monotonic() + 10.0)
     assert exchange.releasing == 2
-
-
-def test_a_promised_frame_that_was_found_is_not_given_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
-    promised = replace(frame(5), promised=True)
-    first, second = Marking(1, [5], [], late=1), Marking(2, [], [promised])
-    exchange = Exchange(Links(first, second), lambda operation: None)
-    exchange.begin(5, frame(5).signature)
-    soon = monotonic() + 10.0
-    assert exchange.await_mark(1, soon) == 5
-    exchange.release()
-    assert (first.released, second.released) == (1, 0)
-    assert exchange.recv(2, soon) is promised
-    exchange.release()
-    assert second.released > 0

@@ -145,16 +145,6 @@ class Unmarked(Broken):
         return True
 
 
-class Faithless(Broken):
-    """Promises, and gives nothing."""
-
-    def promise(self, frame: Frame, deadline: float) -> bool:
-        return True
-
-    def fulfil(self) -> None:
-        pass
-
-
 class Disorderly(Broken):
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         try:
@@ -183,7 +173,6 @@ def test_a_link_that_lends_as_it_should_keeps_the_rule() -> None:
         (Hasty, "rule_7"),
         (Clinging, "rule_7"),
         (Unmarked, "rule_8"),
-        (Faithless, "rule_9"),
     ],
 )
 def test_a_link_that_breaks_a_rule_is_found_out(

@@ -85,9 +85,6 @@ class In(Incoming):
         self.first = False
         return FRAME
 
-    def verify(self) -> None:
-        self.at.hold()
-
     def release(self) -> None:
         self.at.hold()
 
@@ -104,19 +101,18 @@ class In(Incoming):
         self.at.shut_down()
 
 
-@pytest.mark.parametrize("call", ["verify", "release"])
-def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back(call: str) -> None:
+def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back() -> None:
     loop = loop_thread().loop
     link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
     link.shut()
     with pytest.raises(LinkEnded):
-        getattr(link, call)()
+        link.release()
 
 
-@pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "verify", "release"])
+@pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "release"])
 def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     out, into, loop = Waiting(), Waiting(), loop_thread().loop
-    at = into if call in ("recv", "verify", "release") else out
+    at = into if call in ("recv", "release") else out
     link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
     link.settle_on(Out(out))
     link.inbox.turn_to(In(into))
@@ -128,7 +124,6 @@ def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
         "settle": lambda: link.settle(later),
         "recall": link.recall,
         "recv": lambda: link.recv(later),
-        "verify": link.verify,
         "release": link.release,
     }
     thread = threading.Thread(target=calls[call])

@@ -6,21 +6,18 @@ Letters: N elements, W world size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
 from paceline.collectives.arithmetic import Arithmetic, arithmetic
-from paceline.collectives.choose import where_of
 from paceline.collectives.engine import Call, Engine
 from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
 from paceline.collectives.programs import all_reduce_program, reduce_program, reduce_scatter_program
 from paceline.collectives.rows import Nodes, Sums
 from paceline.collectives.tasks.task import Chooser, Task, segment
-from paceline.collectives.weaving import Weaver, Woven, all_can_weave, weave
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 __all__ = ["reduce_task", "reducing_task"]
@@ -29,9 +26,6 @@ ORDERS = ("fastest", "rank")
 
 _Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, str, Chooser]
 """Collective, op, dtype, shape, order, detail, chooser."""
-
-_WOVEN_BYTES = 32 << 20
-"""Less than that lies in the caches anyway. Source: W=2 on 2 cores that share 32 MiB; 16 MiB gained nothing."""
 
 _MOST_PLANS = 256
 """More than the operations that a step repeats."""
@@ -60,7 +54,7 @@ def reducing_task(
     def body(call: Call) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
         how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
-        _reduce(engine, call, _program(plan, call.operation), x, result, how, plan.woven)
+        _reduce(engine, call, _program(plan, call.operation), x, result, how)
         return deliver(result, out)
 
     return Task(plan.signature, body)
@@ -83,7 +77,6 @@ class _Plan(NamedTuple):
     at: tuple[str, int, int, int, int, Nodes]
     turns: int
     programs: list[Program]
-    woven: Woven | None
 
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
@@ -100,13 +93,10 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     direct = (collective, choice.schedule) == ("all_reduce", "direct")
     # Where the bits depend on who computes they must not depend on the operation's number.
     turns = 2 if direct and mesh.size > 1 and reduce.sums is not Sums.ONCE else 1
-    woven = None
-    if direct and _is_worth_weaving(engine, x.nbytes, reduce):
-        woven = weave(mesh.size, x.size, segment(dtype, engine), dtype.itemsize)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, (*at, engine.nodes), turns, [program], woven)
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, (*at, engine.nodes), turns, [program])
     return plan
 
 
@@ -115,13 +105,6 @@ def _program(plan: _Plan, operation: int) -> Program:
     if turn == len(plan.programs):
         plan.programs.append(all_reduce_program(*plan.at, turn))
     return plan.programs[turn]
-
-
-def _is_worth_weaving(engine: Engine, nbytes: int, reduce: Reduction) -> bool:
-    """The same at all ranks."""
-    world = engine.mesh.size
-    shared = world > 1 and where_of(engine.nodes) == "one_node"
-    return shared and nbytes >= _WOVEN_BYTES and reduce.scale(world) is None
 
 
 def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
@@ -159,35 +142,15 @@ def reduce_task(
     return Task(signature, body)
 
 
-def _reduce(
-    engine: Engine,
-    call: Call,
-    program: Program,
-    x: Array,
-    result: Array,
-    how: Arithmetic,
-    woven: Woven | None = None,
-) -> None:
+def _reduce(engine: Engine, call: Call, program: Program, x: Array, result: Array, how: Arithmetic) -> None:
     flat = result.reshape(-1)
     base = flat if x is result else as_flat(x)
     if base is not flat and np.may_share_memory(base, flat):
         base = flat
     with np.errstate(all="ignore"):  # infinities are values here; a warning on one rank would help nobody
-        _run(engine, call, program, woven, base, flat, how)
+        engine.run(call, program, base, flat, how)
         if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
             how.finish(flat)
-
-
-def _run(
-    engine: Engine, call: Call, program: Program, woven: Woven | None, base: Array, out: Array, how: Arithmetic
-) -> None:
-    if woven is not None:
-        able = all_can_weave(engine, call, base, out)
-        call = replace(call, phase=1)
-        if able:
-            Weaver(engine, call, woven, base, out, how).run()
-            return
-    engine.run(call, program, base, out, how)
 
 
 def _sums(reduce: Reduction, order: str) -> Sums:

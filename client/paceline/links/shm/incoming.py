@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline._fork import check_process
 from paceline.errors import LimitExceeded
-from paceline.links.base import MARKS, PIECE_BYTES, LinkEnded, LinkTimeout, Peer
+from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.halves import Incoming
@@ -33,8 +33,6 @@ from paceline.links.shm.layout import (
     MARK,
     MARKS_AT,
     MAX_PAYLOAD_BYTES,
-    PIECE,
-    PIECES_AT,
     SIGNATURE_AT,
     SLOT_BYTES,
     SLOTS,
@@ -53,13 +51,10 @@ __all__ = ["ShmIncoming"]
 _LAZY = 16
 """Small frames that are given back together: each ring costs a system call."""
 
-_FRAMES, _PIECES, _MARKS = range(3)
+_FRAMES, _MARKS = range(2)
 """Of what the bell counts."""
 
-_MAX_PIECES = SLOTS * -(-MAX_PAYLOAD_BYTES // PIECE_BYTES)
-"""Of all that can be promised at a time."""
-
-_SLOT, _STAGING, _ARENA, _PROMISED = (int(place) for place in Place)
+_SLOT, _STAGING, _ARENA = (int(place) for place in Place)
 _DATA = FrameKind.DATA
 
 
@@ -72,7 +67,7 @@ class ShmIncoming(Incoming):
         loop: that of the links; tells of arrivals (`on_readable`).
         sock: from the writer, not blocking. Owned from here on.
         control: the writer's control segment.
-        bell: eventfd that counts frames, pieces and marks. Owned from here on.
+        bell: eventfd that counts frames and marks. Owned from here on.
         room: eventfd that counts what is released. Owned from here on.
         neighbours: other members on this machine, of which each has its share of the cores.
     """
@@ -97,15 +92,14 @@ class ShmIncoming(Incoming):
         self._segments = LentSegments(fault, peer, sock)
         self._control = control
         self._memory = control.view
-        self._told = control.view[TOLD_AT : PIECES_AT + 8].cast("Q")
-        self._pieces = 0  # that were read
+        self._told = control.view[TOLD_AT : TOLD_AT + 8].cast("Q")
         self._marks = control.view[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
         self._marked = 0  # marks that were read
         self._seen = [0] * MARKS  # what was read last in each place
         self._room = room
         self._bell.watch(sock.fileno(), self._on_socket)
         self._vigil, self._mark_vigil = Vigil(awake_for(neighbours)), Vigil(AWAKE)
-        self._rung = [0, 0, 0]  # frames, pieces and marks that the bell has counted, and nobody has read
+        self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
         self._frames = 0  # that were read
         self._held = 0  # of them: not given back
         self._pinned = False  # one of those is read where it lies
@@ -149,10 +143,7 @@ class ShmIncoming(Incoming):
             payload = self._locate(place, segment, offset, size)
             in_place = True
         # NumPy's copies let other threads run meanwhile, a memoryview's do not.
-        promised = place == _PROMISED
-        if promised:
-            self._pinned = True
-        elif into is not None and len(into) == size:
+        if into is not None and len(into) == size:
             if in_place:
                 np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
             else:
@@ -165,10 +156,10 @@ class ShmIncoming(Incoming):
         self._rung[_FRAMES] -= 1
         self._frames += 1
         self._held += 1
-        self._lent |= place >= _ARENA
+        self._lent |= place == _ARENA
         if not self._pinned and (in_place or self._held >= _LAZY):
             self._give_back()
-        return Frame(_DATA, generation, operation, part, signature, payload, promised=promised)
+        return Frame(_DATA, generation, operation, part, signature, payload)
 
     def await_mark(self, deadline: float) -> Frame | int:
         """See `Incoming.await_mark`."""
@@ -189,16 +180,6 @@ class ShmIncoming(Incoming):
         """Of the next frame, which the bell has counted."""
         operation: int = DESCRIPTOR.unpack_from(self._memory, SLOTS_AT + self._frames % SLOTS * SLOT_BYTES)[4]
         return operation
-
-    def await_piece(self, deadline: float) -> None:
-        """See `Incoming.await_piece`."""
-        check_process()
-        if self._fault.failed:
-            self._fault.check()
-        if not self._rung[_PIECES]:
-            self._await(_PIECES, self._told, 1, self._pieces, self._vigil, deadline)
-        self._rung[_PIECES] -= 1
-        self._pieces += 1
 
     def _await(self, what: int, words: memoryview, at: int, before: int, vigil: Vigil, deadline: float) -> None:
         """Returns when the bell has counted something of a kind (`_rung`); if it is a mark, or a frame instead.
@@ -222,18 +203,11 @@ class ShmIncoming(Incoming):
 
     def _count(self, count: int) -> None:
         rung = self._rung
-        rung[_FRAMES] += count % PIECE
-        if count >= PIECE:
-            rung[_PIECES] += count // PIECE % (MARK // PIECE)
-            rung[_MARKS] += count // MARK
-        if rung[_FRAMES] > SLOTS - self._held or rung[_PIECES] > _MAX_PIECES or rung[_MARKS] > MARKS:
-            text = "it rang for {} frames, {} pieces and {} marks".format(*rung)
+        rung[_FRAMES] += count % MARK
+        rung[_MARKS] += count // MARK
+        if rung[_FRAMES] > SLOTS - self._held or rung[_MARKS] > MARKS:
+            text = "it rang for {} frames and {} marks".format(*rung)
             breach(self._fault, self._peer, f"{text}, where {SLOTS - self._held} frames fit")
-
-    def verify(self) -> None:
-        """See `Incoming.verify`."""
-        if self._lent:
-            self._check_void()
 
     def release(self) -> None:
         """See `Incoming.release`."""
@@ -288,13 +262,13 @@ class ShmIncoming(Incoming):
                 return
             self._closed = True
         self._ended = (LinkEnded(f"the link from {self._peer} was closed here", orderly=True), None)
-        self._rung, self._pinned, self._notify = [0, 0, 0], False, _nothing
+        self._rung, self._pinned, self._notify = [0, 0], False, _nothing
         self._bell.close()
         os.close(self._room)
         self._segments.close()
         del self._memory, self._control
         # Whoever asks from here on finds nothing new, and then the end.
-        self._told = memoryview(array.array("Q", [self._frames, self._pieces]))
+        self._told = memoryview(array.array("Q", [self._frames]))
         self._marks = memoryview(array.array("Q", self._seen))
         if self._epoll is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._unlisten, self._epoll)
@@ -326,7 +300,7 @@ class ShmIncoming(Incoming):
             if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
                 breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
             return self._control.view[offset : offset + size]
-        if place not in (_ARENA, _PROMISED):
+        if place != _ARENA:
             breach(self._fault, self._peer, f"a payload in place {place}")
         if self._memory[VOID_AT]:
             raise self._void()

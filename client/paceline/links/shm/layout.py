@@ -27,8 +27,6 @@ __all__ = [
     "MARKS_AT",
     "MAX_PAYLOAD_BYTES",
     "PAGE",
-    "PIECE",
-    "PIECES_AT",
     "SIGNATURE_AT",
     "SLOTS",
     "SLOTS_AT",
@@ -40,7 +38,7 @@ __all__ = [
     "Place",
 ]
 
-LAYOUT = 2
+LAYOUT = 3
 """Number of this layout: both sides must mean the same."""
 
 PAGE = 4096
@@ -65,13 +63,10 @@ VOID_AT = 0
 TOLD_AT = 64
 """How many frames were sent: 8 bytes in the machine's order. A hint."""
 
-PIECES_AT = 72
-"""How many pieces of what was promised are there, likewise a hint."""
-
 MARKS_AT = 128
 """The writer's last `links.base.MARKS` marks, a ring: 8 bytes each, in the machine's order."""
 
-FRAME, PIECE, MARK = 1, 1 << 16, 1 << 32
+FRAME, MARK = 1, 1 << 32
 """What each adds to the bell."""
 
 SLOTS_AT = PAGE
@@ -92,8 +87,6 @@ class Place(IntEnum):
     SLOT = 1
     STAGING = 2
     ARENA = 3
-    PROMISED = 4
-    """In an arena, and still being made: the bell counts its pieces."""
 
 
 assert DESCRIPTOR.size == 64  # a cache line

@@ -33,8 +33,6 @@ from paceline.links.shm.layout import (
     MARK,
     MARKS_AT,
     MAX_PAYLOAD_BYTES,
-    PIECE,
-    PIECES_AT,
     SIGNATURE_AT,
     SLOT_BYTES,
     SLOTS,
@@ -56,7 +54,7 @@ ANNOUNCEMENT = struct.Struct("<QQ")
 _STEP = 1 << 20
 """Bytes of staging behind which memory is put at a time."""
 
-_SLOT, _STAGING, _ARENA, _PROMISED = (int(place) for place in Place)
+_SLOT, _STAGING, _ARENA = (int(place) for place in Place)
 _DATA = int(FrameKind.DATA)
 
 
@@ -68,7 +66,7 @@ class ShmOutgoing(Outgoing):
         peer: the reader.
         sock: to the reader, not blocking; carries descriptors of arenas' segments. Owned from here on.
         segment: the control segment. Owned from here on.
-        bell: eventfd that counts frames, pieces and marks. Owned from here on.
+        bell: eventfd that counts frames and marks. Owned from here on.
         room: eventfd that counts what the reader has released. Owned from here on.
         neighbours: other members on this machine, of which each has its share of memory and cores.
     """
@@ -86,8 +84,7 @@ class ShmOutgoing(Outgoing):
         self._sock = sock
         self._segment = segment
         self._memory = segment.memory
-        self._told = segment.memory[TOLD_AT : PIECES_AT + 8].cast("Q")
-        self._pieces = 0
+        self._told = segment.memory[TOLD_AT : TOLD_AT + 8].cast("Q")
         self._marks = segment.memory[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
         self._marked = 0
         self._bell = bell
@@ -124,14 +121,10 @@ class ShmOutgoing(Outgoing):
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
-        if not self._lend(frame, deadline, _ARENA):
+        if not self._lend(frame, deadline):
             self.send(frame, deadline)
 
-    def promise(self, frame: Frame, deadline: float) -> bool:
-        """See `Outgoing.promise`; what lies in the arena."""
-        return self._lend(frame, deadline, _PROMISED)
-
-    def _lend(self, frame: Frame, deadline: float, place: int) -> bool:
+    def _lend(self, frame: Frame, deadline: float) -> bool:
         check_process()
         size = len(frame.payload)
         if not arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
@@ -144,16 +137,8 @@ class ShmOutgoing(Outgoing):
             return False
         self._await_slot(deadline)
         self._lent_until = self.frames + 1
-        self._publish(frame, size, place, segment.number, offset)
+        self._publish(frame, size, _ARENA, segment.number, offset)
         return True
-
-    def fulfil(self) -> None:
-        """See `Outgoing.fulfil`."""
-        if self._fault.failed or self._ended is not None:
-            self._check()
-        self._pieces += 1
-        self._told[1] = self._pieces
-        self._tell(PIECE)
 
     def mark(self, number: int) -> bool:
         """See `Outgoing.mark`."""
@@ -170,7 +155,7 @@ class ShmOutgoing(Outgoing):
             self._await_release(deadline, "still reads what it was lent")
 
     def recall(self) -> None:
-        """See `Outgoing.recall`; the peer finds out when it verifies or releases what it read."""
+        """See `Outgoing.recall`; the peer finds out when it releases what it read."""
         with self._closing:
             if not self._closed:
                 self._take_back()

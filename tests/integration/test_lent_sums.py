@@ -1,0 +1,66 @@
+"""Sums of arrays that some ranks lend and others copy, between processes: the bits are those of rank order."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.testing import coordinator
+from support.processes import workers
+
+pytestmark = pytest.mark.timeout(120)
+
+SAME_BITS = """
+def values(rank, n, dtype):
+    scale = 100 if dtype == "int32" else 1
+    return (np.random.default_rng(rank).standard_normal(n) * scale).astype(dtype)
+
+def array(group, n, dtype, lent):
+    return group.empty(n, dtype) if lent else np.empty(n, dtype)
+
+with paceline.join() as session:
+    group, wrong = session.group, []
+    for n, dtype in ((3 * 1024 * 1024 + 5, "float32"), (700_001, "float64"), (600_000, "int32"), (900_000, "float16")):
+        for op in ("sum", "max") if dtype == "int32" else ("sum", "max", "mean"):
+            mine, into = (array(group, n, dtype, LENT(group.rank)) for _ in range(2))
+            mine[:] = values(group.rank, n, dtype)
+            group.all_reduce(mine, op=op, out=into)
+            untouched = (mine == values(group.rank, n, dtype)).all()
+            in_rank_order = group.all_reduce(mine, op=op, order="rank").tobytes()
+            group.all_reduce(mine, op=op, out=mine)
+            if not (untouched and into.tobytes() == mine.tobytes() == in_rank_order):
+                wrong.append([n, dtype, op])
+    emit("compared", wrong=wrong)
+    group.barrier()
+"""
+
+
+def check(world: int, prepare: str) -> None:
+    code = prepare + SAME_BITS
+    with coordinator() as address, workers(world, code, COORDINATOR=address, MIN_WORKERS=str(world)) as started:
+        assert [worker.expect("compared", timeout=60.0)["wrong"] for worker in started] == [[]] * world
+        assert [worker.wait() for worker in started] == [0] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("lent", ["True", "False", "rank != 1"])
+def test_the_bits_are_those_of_rank_order(world: int, lent: str) -> None:
+    check(world, f"LENT = lambda rank: {lent}")
+
+
+def test_a_rank_that_can_hand_over_no_memory_copies() -> None:
+    """Staging holds the six frames that it has room for among many neighbours too."""
+    check(
+        3,
+        """
+from paceline.links.shm.outgoing import ShmOutgoing
+
+announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
+def small(self, *args):
+    init(self, *args)
+    self._ring = 6 << 20
+ShmOutgoing.__init__ = small
+ranks = []
+ShmOutgoing._announce = lambda self, segment: ranks[0] != 1 and announce(self, segment)
+LENT = lambda rank: ranks.append(rank) or True
+""",
+    )
