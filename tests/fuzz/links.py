@@ -276,7 +276,13 @@ def _slot_seeds() -> Sequence[bytes]:
 
 
 def _handover_seeds() -> Sequence[bytes]:
-    openings = [_opening(), _opening(b"another"), _opening(layout=2), _opening(size=4096), _opening(magic=b"HTTP")]
+    openings = [
+        _opening(),
+        _opening(b"another"),
+        _opening(layout=LAYOUT + 1),
+        _opening(size=4096),
+        _opening(magic=b"HTTP"),
+    ]
     return [bytes([which]) + opening for which in range(6) for opening in openings]
 
 

@@ -23,6 +23,7 @@ WORLD = 3
 
 ARRAYS = {
     "all_reduce": "x, y = new(N), new(N); call = lambda: group.all_reduce(x, out=y); expected = 3.0 * ROW + 3000.0",
+    "in_place": "x, y = new(N), new(N); call = in_place; expected = 3.0 * ROW + 3000.0",
     "broadcast": "x, y = new(N), new(N); call = broadcast; expected = ROW + 1000.0 * ROOT",
     "all_gather": "x, y = new(N), new(3 * N); call = lambda: group.all_gather(x, out=y); expected = np.hstack(ALL)",
     "reduce_scatter": (
@@ -58,6 +59,10 @@ ALL = [ROW + 1000.0 * rank for rank in range(3)]
 def broadcast():
     y[:] = x if rank == ROOT else -1.0
     group.broadcast(y, root=ROOT, out=y)
+
+def in_place():
+    y[:] = x
+    group.all_reduce(y, out=y)
 
 def around():
     steps = [lambda: group.send(x, (rank + 1) % 3), lambda: group.recv((rank - 1) % 3, out=y)]
@@ -164,7 +169,7 @@ CASES = [
 ]
 
 
-LIKE_OTHERS = {"reduce", "gather", "scatter", "compressed"}
+LIKE_OTHERS = {"in_place", "reduce", "gather", "scatter", "compressed"}
 """They use links as one of the others does: a frozen peer, and one that dies while it copies, will do."""
 
 

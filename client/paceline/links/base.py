@@ -170,7 +170,8 @@ class Link(abc.ABC):
         """The reader needs the payloads of the frames that it has received no longer.
 
         Raises:
-            LinkEnded: one was taken back before: what was made of it is void. Or the link is closed.
+            LinkEnded: the other side had taken one back while it was being read, so what was made of it is void; or
+                this link is closed.
         """
         return
 

@@ -39,6 +39,10 @@ class Ranks(Protocol):
         """The generation whose members these are."""
 
     @property
+    def members(self) -> Sequence[Peer]:
+        """The members in rank order."""
+
+    @property
     def vouched(self) -> bool:
         """True if all members are known to hold the same state."""
 
@@ -83,10 +87,6 @@ class ShardRanks(Ranks, Protocol):
     @property
     def most_members(self) -> int:
         """So many members any view has at most."""
-
-    @property
-    def members(self) -> Sequence[Peer]:
-        """The members in rank order."""
 
     def all_reduce(
         self,

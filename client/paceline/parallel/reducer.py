@@ -59,7 +59,7 @@ class Reducer:
         narrow: bool = False,
     ) -> None:
         plan = plan_buckets(parameters, cap_bytes, FIRST_BYTES, narrow=narrow)
-        self._all = list(parameters.values())
+        self._all, self._cap_bytes = list(parameters.values()), cap_bytes
         self.stepwise = False
         self.parameters = {path: p for path, p in parameters.items() if p.requires_grad}
         self.sources = self.parameters
@@ -89,9 +89,10 @@ class Reducer:
         """False once a parameter was frozen or unfrozen: the buckets must be laid out anew."""
         return all(p.requires_grad for p in self.parameters.values()) and not any(p.requires_grad for p in self._frozen)
 
-    def serves(self, parameters: Mapping[str, Parameter]) -> bool:
-        """True if these are the parameters that it was made for: its memory will do for another generation."""
-        return self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
+    def serves(self, parameters: Mapping[str, Parameter], cap_bytes: float) -> bool:
+        """True if it was made for these parameters and this cap: its memory will do for another generation."""
+        same = self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
+        return same and self._cap_bytes == cap_bytes
 
     def new_generation(self) -> None:
         """Other ranks are there: what all must have alike begins anew."""

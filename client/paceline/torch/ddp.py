@@ -58,8 +58,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         module: the model, on the CPU, built alike on every rank; values may differ. float32 and float64; float16 and
             bfloat16 gradients are added up in float32.
         group: the ranks.
-        bucket_mb: most MiB (2**20 bytes) of gradients in one message; alike on every rank. The first one is smaller, so
-            that it leaves early.
+        bucket_mb: as for `paceline.DDP`.
         compression: "bf16", "int8", "powersgd", a `paceline.compression.Codec` or `PowerSGD`, as for `paceline.DDP`:
             the communication hooks of torch's own DDP.
         error_feedback: as for `paceline.DDP`.
@@ -76,7 +75,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         module: Any,
         group: Ranks,
         *,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         compression: str | Codec | PowerSGD | None = None,
         error_feedback: bool | None = None,
         static_graph: bool = False,

@@ -124,7 +124,6 @@ def test_a_right_descriptor_is_a_frame(writer: Writer) -> None:
         {"GENERATION": 2**64 - 1},
         {"PLACE": 0},
         {"PLACE": 4},
-        {"PLACE": 4, "SIZE": 10, "SEGMENT": 1},
         {"PLACE": 5},
         {"PLACE": 2**32 - 1},
         {"WORDS": MAX_SIGNATURE_BYTES + 1},
@@ -143,6 +142,14 @@ def test_a_right_descriptor_is_a_frame(writer: Writer) -> None:
 def test_a_wrong_descriptor_is_the_peers_breach(writer: Writer, fields: dict[str, int]) -> None:
     writer.describe(**fields)
     accuses(writer, "broke the protocol")
+
+
+def test_a_place_that_there_is_not_is_refused_wherever_it_points(writer: Writer) -> None:
+    segment = Segment(4096)
+    writer.announce(ANNOUNCEMENT.pack(7, 4096), segment.fd)
+    segment.close()
+    writer.describe(PLACE=4, SEGMENT=7, SIZE=10)
+    accuses(writer, "a payload in place 4")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paceline.links.fault import Verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.bell import _WAKE
-from paceline.links.shm.layout import FRAME, INLINE_BYTES, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES
+from paceline.links.shm.layout import FRAME, INLINE_BYTES, MARK, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES
 from paceline.links.staging import staging_bytes
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon
@@ -273,7 +273,7 @@ def test_staging_that_is_not_used_takes_no_memory(both: Halves) -> None:
 
 
 @pytest.mark.parametrize("wait", ["recv", "await_mark"])
-@pytest.mark.parametrize("beside", [0, FRAME], ids=["alone", "with a frame"])
+@pytest.mark.parametrize("beside", [0, FRAME, MARK], ids=["alone", "with a frame", "with a mark"])
 def test_a_failure_is_noticed_though_its_wake_is_read_with_something_else(
     both: Halves, wait: str, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +286,7 @@ def test_a_failure_is_noticed_though_its_wake_is_read_with_something_else(
 
     def waits() -> None:
         try:
-            for _ in range(2):  # a frame that is there is taken first
+            for _ in range(2):  # a mark that is there is taken first
                 getattr(both.incoming, wait)(soon())
         except PacelineError:
             ended.set()

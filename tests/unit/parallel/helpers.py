@@ -14,6 +14,7 @@ from paceline import nn
 from paceline.compression import Codec
 from paceline.elastic.sampler import ElasticSampler
 from paceline.group import Group
+from paceline.links.base import Peer
 from paceline.optim import Optimizer
 from paceline.parallel import DDP, Parameter
 from paceline.parallel.ranks import Ranks
@@ -163,6 +164,7 @@ class RecordingGroup:
     """Number, from 1, of the all_reduce of gradients that fails; 0 for none."""
     generation: int = 1
     vouched: bool = False
+    members: tuple[Peer, ...] = ()
     board: Callable[[], None] = lambda: None  # nobody rides
     _reductions: int = 0
 

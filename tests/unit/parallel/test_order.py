@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.parallel.helpers import Array, Branches, RecordingGroup, scale
+from unit.parallel.helpers import Array, Branches, RecordingGroup, gradient, scale
 
 from paceline.errors import PeerLost, SizeMismatch, StepOrderError
 from paceline.group import Group
+from paceline.links.base import Peer
 from paceline.parallel import DDP
 from paceline.testing import run_ranks
 
@@ -282,6 +283,48 @@ def test_number_of_samples_must_be_seen() -> None:
     ddp(X)
     with pytest.raises(SizeMismatch, match="pass weight="):
         ddp.backward(np.array(1.0))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "buckets"),
+    [
+        ("aa", {}, [5, 10]),
+        ("ab", {}, [5, 5, 5]),
+        ("aa", {"bucket_mb": 25}, [5, 5, 5]),
+        ("aa", {"compression": "int8"}, [5, 5, 5]),
+        ("aa", {"compression": "powersgd"}, [5, 5, 5]),
+        (["", ""], {}, [5, 5, 5]),
+    ],
+)
+def test_buckets_are_larger_where_all_share_the_memory_of_a_host(
+    nodes: str | list[str], settings: dict[str, Any], buckets: list[int]
+) -> None:
+    """Parameters of 20 MiB; sizes in millions of elements."""
+    group = RecordingGroup(members=_peers(nodes))
+    module = Branches("abc", **{name: scale(*[1.0] * 5_000_000, dtype=np.float32) for name in "abc"})
+    ddp = DDP(module, group, **settings)
+    ddp.prepare()
+    assert ddp._reducer is not None
+    assert [bucket.flat.size // 1_000_000 for bucket in ddp._reducer._buckets] == buckets
+
+
+def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
+    group = RecordingGroup(members=_peers("aa"))
+    ddp = DDP(Branches("ab", a=scale(2.0), b=scale(3.0)), group)
+    reducers = []
+    for generation, nodes in enumerate(["aa", "aa", "ab", "aa"], start=1):
+        group.generation, group.members = generation, _peers(nodes)
+        ddp(X)
+        ddp.backward(X)
+        assert [float(gradient(p)[0]) for _, p in ddp.named_parameters()] == [9.0, 6.0]
+        clear(ddp)
+        reducers.append(ddp._reducer)
+    assert reducers[0] is reducers[1]
+    assert len(set(map(id, reducers[1:]))) == 3
+
+
+def _peers(nodes: str | list[str]) -> tuple[Peer, ...]:
+    return tuple(Peer(rank, f"member-{rank}", "host", node=node) for rank, node in enumerate(nodes))
 
 
 def test_bad_bucket_size() -> None:

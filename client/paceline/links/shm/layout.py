@@ -1,12 +1,12 @@
 """Where things lie in the control segment of one direction, which its writer writes and its reader only reads.
 
-    page 0        whether what was lent is void, how many frames and pieces there are, marks
+    page 0        whether what was lent is void, how many frames there are, marks
     slots         a ring of SLOTS slots: a descriptor, a signature, and a payload if it is small
     staging       a ring of bytes: copies of larger payloads that do not lie in an arena
 
-A frame, a piece or a mark is believed only when its count has been read from the bell, an eventfd: the kernel's lock on
-the count orders the memory, on arm64 too. What page 0 says of them is a hint that it is time to read the bell. The
-reader gives slots back by counts on a second eventfd, in the order of the frames.
+A frame or a mark is believed only when its count has been read from the bell, an eventfd: the kernel's lock on the
+count orders the memory, on arm64 too. What page 0 says of them is a hint that it is time to read the bell. The reader
+gives slots back by counts on a second eventfd, in the order of the frames.
 """
 
 from __future__ import annotations
