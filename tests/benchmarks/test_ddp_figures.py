@@ -124,7 +124,7 @@ def test_what_compression_costs_where_bytes_cost_little() -> None:
 @pytest.mark.slow  # to look at
 def test_sizes_of_buckets() -> None:
     """Smaller ones leave earlier and overlap more; each costs a message."""
-    sizes = (1, 4, 8, 25, 100)
+    sizes = (1, 4, 8, 25, 50, 100)
     ways = {f"{size} MiB": f"paceline.DDP(model(), group, bucket_mb={size})" for size in sizes}
     show(compared({**ALONE, **ways}, rounds=10))
 

@@ -10,7 +10,7 @@ from support.processes import workers
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(120)]
 
 BUCKET = 25 << 20
-"""Bytes: the default of `DDP(bucket_mb=)`."""
+"""Bytes: the default of `DDP(bucket_mb=)` between hosts."""
 
 CODE = """
 def shared():

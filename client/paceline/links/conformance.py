@@ -6,10 +6,11 @@ rule. Nothing here waits for luck: every wait has an end, and what must not bloc
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
@@ -28,6 +29,11 @@ _LONG = 10.0
 """Seconds that any other step may take; only a broken link needs them."""
 
 _MIB = 1 << 20
+
+
+def _anywhere(nbytes: int) -> memoryview:
+    """Memory as programs have it."""
+    return memoryview(bytearray(nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class LinkPair:
     fault_b: Fault
     cut: Callable[[], None]
     generation: int = 1
-    empty: Callable[[int], memoryview] = field(default=lambda nbytes: memoryview(bytearray(nbytes)))
+    empty: Callable[[int], memoryview] = _anywhere
 
 
 def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> None:
@@ -197,8 +203,8 @@ def rule_6_threads(pair: LinkPair) -> None:
 
 def rule_7_lend(pair: LinkPair) -> None:
     """What was lent stays as it was until `settle` or `recall` has returned; a failure wakes `settle` within 100 ms."""
-    for size in (100, 1 << 18):
-        buffer = pair.empty(size)
+    for size, make in itertools.product((100, 1 << 18), (pair.empty, _anywhere)):
+        buffer = make(size)
         buffer[:] = b"b" * size
         pair.a.lend(_frame(pair, 1, 0, b"", buffer), monotonic() + _LONG)
         if _settled(pair.a):
@@ -212,7 +218,9 @@ def rule_7_lend(pair: LinkPair) -> None:
         pair.a.settle(0.0)
         place = memoryview(bytearray(size))
         pair.a.lend(_frame(pair, 1, 2, b"", buffer), monotonic() + _LONG)
-        if pair.b.recv(monotonic() + _LONG, place).payload is not place:
+        frame = pair.b.recv(monotonic() + _LONG, place)
+        assert bytes(frame.payload) == bytes(buffer), "what was put into place is something else"
+        if frame.payload is not place:
             pair.b.release()
         pair.a.settle(monotonic() + _LONG)  # what was put into place needs no release
     lent = pair.empty(1 << 18)

@@ -1,4 +1,4 @@
-"""How much memory for copies each link may take, so that all links of a member together stay within two buckets.
+"""How much memory for copies each link may take: all links of a member together stay within two buckets of 25 MiB.
 
 Decided by the view alone: the members of a group agree on how long frames are, and each link has room for them.
 """

@@ -24,7 +24,7 @@ class TorchProblem:
         bucket_mb: of DDP.
     """
 
-    def __init__(self, seed: int, hidden: int, group: Any, bucket_mb: float) -> None:
+    def __init__(self, seed: int, hidden: int, group: Any, bucket_mb: float | None) -> None:
         torch.set_num_threads(1)
         layers = [module for module in build(seed, hidden).modules if hasattr(module, "weight")]
         linear = [torch.nn.Linear(*reversed(layer.weight.data.shape), dtype=torch.float64) for layer in layers]

@@ -63,7 +63,7 @@ def main() -> None:
         seed, hidden, bucket_mb = (
             plan.get("model_seed", os.getpid()),
             plan.get("hidden", 16),
-            plan.get("bucket_mb", 25.0),
+            plan.get("bucket_mb"),
         )
         problem: Any = None
         if plan["wrapper"] == "torch":
@@ -135,7 +135,7 @@ def main() -> None:
         emit("done", step=state.step, generation=session.generation, digest=digest(found), weights=values)
 
 
-def wrap(kind: str, model: Any, session: Any, bucket_mb: float) -> Any:
+def wrap(kind: str, model: Any, session: Any, bucket_mb: float | None) -> Any:
     """The model as the plan has it."""
     if kind == "ddp":
         return paceline.DDP(model, session.group, bucket_mb=bucket_mb)

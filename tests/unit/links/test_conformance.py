@@ -110,21 +110,35 @@ class Forgetful(Broken):
         self.link.lend(frame, deadline)
 
 
-class Hasty(Forgetful):
-    """Waits, but takes back what is being read."""
+class Lending(Forgetful):
+    """As good as the link that it wraps."""
 
     def settle(self, deadline: float) -> None:
         self.link.settle(deadline)
-
-
-class Lending(Hasty):
-    """As good as the link that it wraps."""
 
     def recall(self) -> None:
         self.link.recall()
 
     def release(self) -> None:
         self.link.release()
+
+
+class Hasty(Lending):
+    """Takes back what is being read."""
+
+    def recall(self) -> None:
+        pass
+
+
+class Late(Lending):
+    """Puts a payload into place too late."""
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        frame = self.link.recv(deadline)
+        if into is None:
+            return frame
+        self.link.release()
+        return replace(frame, payload=into)
 
 
 class Clinging(Lending):
@@ -172,6 +186,7 @@ def test_a_link_that_lends_as_it_should_keeps_the_rule() -> None:
         (Forgetful, "rule_7"),
         (Hasty, "rule_7"),
         (Clinging, "rule_7"),
+        (Late, "rule_7"),
         (Unmarked, "rule_8"),
     ],
 )

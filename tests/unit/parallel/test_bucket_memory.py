@@ -11,6 +11,7 @@ import pytest
 from unit.parallel.helpers import Array, Branches, DoneWork, RecordingGroup, gradient, mlp, run_open, scale
 
 from paceline.group import Group
+from paceline.links.base import Peer
 from paceline.optim import SGD
 from paceline.parallel import DDP, Parameter
 from paceline.testing import local_groups, next_generation, run_groups, run_ranks
@@ -194,3 +195,24 @@ def test_memory_of_a_reduction_that_still_runs_is_left_to_it(over: bool) -> None
     for (_, parameter), bucket in zip(ddp.named_parameters(), reversed(ddp._reducer._buckets), strict=True):
         assert parameter.grad is not None
         assert np.shares_memory(parameter.grad, bucket.flat)  # at home again
+
+
+def test_a_reduction_that_still_runs_keeps_its_memory_when_buckets_are_laid_out_anew() -> None:
+    """Another host comes, so the default size of buckets is another."""
+    group = SlowGroup(members=(Peer(0, "a", "here", node="n"), Peer(1, "b", "here", node="n")))
+    ddp = DDP(Constant(1, "float64"), group)
+
+    def attempt() -> None:
+        ddp(np.ones((1, 1)))
+        with pytest.raises(ConnectionError):
+            ddp.backward(np.ones((1, 1)))
+
+    attempt()  # learns how often each parameter is used
+    attempt()
+    sent = [work.result.copy() for work in group.works]
+    group.generation, group.members = 2, (group.members[0], Peer(1, "b", "there", node="m"))
+    attempt()  # learns anew
+    attempt()
+    first, second = group.works
+    assert first.result is not second.result
+    np.testing.assert_array_equal(first.result, sent[0])

@@ -11,7 +11,7 @@ from unit.parallel.helpers import Array, Branches, RecordingGroup, gradient, sca
 from paceline.errors import PeerLost, SizeMismatch, StepOrderError
 from paceline.group import Group
 from paceline.links.base import Peer
-from paceline.parallel import DDP
+from paceline.parallel import DDP, Parameter
 from paceline.testing import run_ranks
 
 X = np.ones((1, 3))
@@ -294,14 +294,20 @@ def test_number_of_samples_must_be_seen() -> None:
         ("aa", {"compression": "int8"}, [5, 5, 5]),
         ("aa", {"compression": "powersgd"}, [5, 5, 5]),
         (["", ""], {}, [5, 5, 5]),
+        ("", {}, [5, 5, 5]),
     ],
 )
-def test_buckets_are_larger_where_all_share_the_memory_of_a_host(
+def test_buckets_are_larger_where_all_are_on_one_host(
     nodes: str | list[str], settings: dict[str, Any], buckets: list[int]
 ) -> None:
-    """Parameters of 20 MiB; sizes in millions of elements."""
-    group = RecordingGroup(members=_peers(nodes))
-    module = Branches("abc", **{name: scale(*[1.0] * 5_000_000, dtype=np.float32) for name in "abc"})
+    """Parameters of 5 million elements, whose memory nobody touches."""
+
+    class Untouched(RecordingGroup):
+        def empty(self, shape: Any, dtype: Any) -> Array:
+            return np.empty(shape, dtype)
+
+    group = Untouched(members=_peers(nodes), vouched=True)
+    module = Branches("abc", **{name: Parameter(np.empty(5_000_000, np.float32)) for name in "abc"})
     ddp = DDP(module, group, **settings)
     ddp.prepare()
     assert ddp._reducer is not None
@@ -309,18 +315,30 @@ def test_buckets_are_larger_where_all_share_the_memory_of_a_host(
 
 
 def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
+    """Gradients that are there go home with them."""
     group = RecordingGroup(members=_peers("aa"))
     ddp = DDP(Branches("ab", a=scale(2.0), b=scale(3.0)), group)
     reducers = []
     for generation, nodes in enumerate(["aa", "aa", "ab", "aa"], start=1):
         group.generation, group.members = generation, _peers(nodes)
+        ddp.prepare()
+        assert ddp._reducer is not None
+        (bucket,) = ddp._reducer._buckets
+        reducers.append(ddp._reducer)
+        for _, parameter in ddp.named_parameters():
+            assert parameter.grad is None if generation == 1 else np.shares_memory(gradient_of(parameter), bucket.flat)
+        if generation > 1:
+            assert [float(gradient(p)[0]) for _, p in ddp.named_parameters()] == [9.0, 6.0]
+        clear(ddp)
         ddp(X)
         ddp.backward(X)
-        assert [float(gradient(p)[0]) for _, p in ddp.named_parameters()] == [9.0, 6.0]
-        clear(ddp)
-        reducers.append(ddp._reducer)
     assert reducers[0] is reducers[1]
     assert len(set(map(id, reducers[1:]))) == 3
+
+
+def gradient_of(parameter: Parameter) -> Array:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _peers(nodes: str | list[str]) -> tuple[Peer, ...]:
