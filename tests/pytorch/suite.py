@@ -34,6 +34,9 @@ class AlsoGloo(str):
 
 
 os.environ.update(BACKEND=BACKEND, WORLD_SIZE=WORLD, TEMP_DIR=os.environ.get("TMPDIR", "/tmp"), OMP_NUM_THREADS="1")
+# The suite sets it when a group is there already, whose gRPC reads the environment in other threads. A new name makes
+# glibc move all of them, and a read just then dies of SIGSEGV in getenv; one that is there is replaced where it is.
+os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
 
 import torch  # noqa: E402  the suite reads its settings when it is loaded
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
