@@ -26,7 +26,7 @@ _USUAL_MB = 25.0
 _ON_ONE_HOST_MB = 50.0
 """Sums on one host take the cores that backward needs: the fewer hand-overs to the group's thread, the better.
 
-Source: W=2 and 4 on 2 cores, torch, 12.6 and 42 M parameters: a step takes 1 to 3 % less than with 25, and up to 1 %
+Source: W=2 and 4 on 2 cores, torch, 12.6 and 42 M parameters: a step takes 1 to 2 % less than with 25, and up to 1 %
 more than with 100; the same as with either where backward leaves the cores idle."""
 
 

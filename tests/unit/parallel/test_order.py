@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.parallel.helpers import Array, Branches, RecordingGroup, gradient, scale
+from unit.parallel.helpers import Array, Branches, RecordingGroup, scale
 
 from paceline.errors import PeerLost, SizeMismatch, StepOrderError
 from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.parallel import DDP, Parameter
+from paceline.parallel import DDP
 from paceline.testing import run_ranks
 
 X = np.ones((1, 3))
@@ -283,71 +282,6 @@ def test_number_of_samples_must_be_seen() -> None:
     ddp(X)
     with pytest.raises(SizeMismatch, match="pass weight="):
         ddp.backward(np.array(1.0))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "settings", "buckets"),
-    [
-        ("aa", {}, [5, 10]),
-        ("ab", {}, [5, 5, 5]),
-        ("aa", {"bucket_mb": 25}, [5, 5, 5]),
-        ("aa", {"compression": "int8"}, [5, 5, 5]),
-        ("aa", {"compression": "powersgd"}, [5, 5, 5]),
-        (["", ""], {}, [5, 5, 5]),
-        ("", {}, [5, 5, 5]),
-    ],
-)
-def test_buckets_are_larger_where_all_are_on_one_host(
-    nodes: str | list[str], settings: dict[str, Any], buckets: list[int]
-) -> None:
-    """Parameters of 5 million elements, whose memory nobody touches."""
-
-    class Untouched(RecordingGroup):
-        def empty(self, shape: Any, dtype: Any) -> Array:
-            return np.empty(shape, dtype)
-
-    group = Untouched(members=_peers(nodes), vouched=True)
-    module = Branches("abc", **{name: Parameter(np.empty(5_000_000, np.float32)) for name in "abc"})
-    ddp = DDP(module, group, **settings)
-    ddp.prepare()
-    assert ddp._reducer is not None
-    assert [bucket.flat.size // 1_000_000 for bucket in ddp._reducer._buckets] == buckets
-
-
-def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
-    """Gradients that are there go home with them."""
-    group = RecordingGroup(members=_peers("aa"))
-    ddp = DDP(Branches("ab", a=scale(2.0), b=scale(3.0)), group)
-    reducers = []
-    for generation, nodes in enumerate(["aa", "aa", "ab", "aa"], start=1):
-        group.generation, group.members = generation, _peers(nodes)
-        ddp.prepare()
-        assert ddp._reducer is not None
-        (bucket,) = ddp._reducer._buckets
-        reducers.append(ddp._reducer)
-        for _, parameter in ddp.named_parameters():
-            assert parameter.grad is None if generation == 1 else np.shares_memory(gradient_of(parameter), bucket.flat)
-        if generation > 1:
-            assert [float(gradient(p)[0]) for _, p in ddp.named_parameters()] == [9.0, 6.0]
-        clear(ddp)
-        ddp(X)
-        ddp.backward(X)
-    assert reducers[0] is reducers[1]
-    assert len(set(map(id, reducers[1:]))) == 3
-
-
-def gradient_of(parameter: Parameter) -> Array:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _peers(nodes: str | list[str]) -> tuple[Peer, ...]:
-    return tuple(Peer(rank, f"member-{rank}", "host", node=node) for rank, node in enumerate(nodes))
-
-
-def test_bad_bucket_size() -> None:
-    with pytest.raises(ValueError, match="bucket_mb"):
-        DDP(Branches(""), RecordingGroup(), bucket_mb=0)
 
 
 def test_module_wrapped_twice_at_once() -> None:

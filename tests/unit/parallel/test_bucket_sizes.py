@@ -1,0 +1,74 @@
+"""How large buckets are if nobody says: by where the ranks are, and anew when hosts come or go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.parallel.helpers import Array, Branches, RecordingGroup, scale
+
+from paceline.links.base import Peer
+from paceline.parallel import DDP, Parameter
+
+X = np.ones((1, 3))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "buckets"),
+    [
+        ("aa", {}, [5, 10]),
+        ("ab", {}, [5, 5, 5]),
+        ("aa", {"bucket_mb": 25}, [5, 5, 5]),
+        ("aa", {"compression": "int8"}, [5, 5, 5]),
+        ("aa", {"compression": "powersgd"}, [5, 5, 5]),
+        (["", ""], {}, [5, 5, 5]),
+        ("", {}, [5, 5, 5]),
+    ],
+)
+def test_buckets_are_larger_where_all_are_on_one_host(
+    nodes: str | list[str], settings: dict[str, Any], buckets: list[int]
+) -> None:
+    """Parameters of 5 million elements, whose memory nobody touches."""
+
+    class Untouched(RecordingGroup):
+        def empty(self, shape: Any, dtype: Any) -> Array:
+            return np.empty(shape, dtype)
+
+    group = Untouched(members=_peers(nodes), vouched=True)
+    module = Branches("abc", **{name: Parameter(np.empty(5_000_000, np.float32)) for name in "abc"})
+    ddp = DDP(module, group, **settings)
+    ddp.prepare()
+    assert ddp._reducer is not None
+    assert [bucket.flat.size // 1_000_000 for bucket in ddp._reducer._buckets] == buckets
+
+
+def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
+    """Gradients that are there go home with them."""
+    group = RecordingGroup(members=_peers("aa"))
+    ddp = DDP(Branches("ab", a=scale(2.0), b=scale(3.0)), group)
+    reducers = []
+    for generation, nodes in enumerate(["aa", "aa", "ab", "aa"], start=1):
+        group.generation, group.members = generation, _peers(nodes)
+        ddp.prepare()
+        assert ddp._reducer is not None
+        (bucket,) = ddp._reducer._buckets
+        reducers.append(ddp._reducer)
+        gradients = [p.grad for _, p in ddp.named_parameters() if p.grad is not None]
+        assert [float(each[0]) for each in gradients] == ([] if generation == 1 else [9.0, 6.0])
+        assert all(np.shares_memory(each, bucket.flat) for each in gradients)
+        for _, parameter in ddp.named_parameters():
+            parameter.grad = None
+        ddp(X)
+        ddp.backward(X)
+    assert reducers[0] is reducers[1]
+    assert len(set(map(id, reducers[1:]))) == 3
+
+
+def _peers(nodes: str | list[str]) -> tuple[Peer, ...]:
+    return tuple(Peer(rank, f"member-{rank}", "host", node=node) for rank, node in enumerate(nodes))
+
+
+def test_bad_bucket_size() -> None:
+    with pytest.raises(ValueError, match="bucket_mb"):
+        DDP(Branches(""), RecordingGroup(), bucket_mb=0)
