@@ -19,7 +19,8 @@ def array(group, n, dtype, lent):
 
 with paceline.join() as session:
     group, wrong = session.group, []
-    for n, dtype in ((3 * 1024 * 1024 + 5, "float32"), (700_001, "float64"), (600_000, "int32"), (900_000, "float16")):
+    sizes = {3 << 20 | 5: "float32", 8 << 20: "float32", 700_001: "float64", 600_000: "int32", 900_000: "float16"}
+    for n, dtype in sizes.items():
         for op in ("sum", "max") if dtype == "int32" else ("sum", "max", "mean"):
             mine, into = (array(group, n, dtype, LENT(group.rank)) for _ in range(2))
             mine[:] = values(group.rank, n, dtype)
@@ -52,10 +53,11 @@ def test_a_rank_that_can_hand_over_no_memory_copies() -> None:
     check(
         3,
         """
+from paceline.collectives.program import AHEAD
 from paceline.collectives.tasks import reducing
 from paceline.links.shm.outgoing import ShmOutgoing
 
-reducing.segment = lambda dtype, engine: (1 << 20) // dtype.itemsize
+reducing.long_segment = lambda dtype, engine: ((1 << 20) // dtype.itemsize, AHEAD)
 announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
 def small(self, *args):
     init(self, *args)
@@ -66,3 +68,38 @@ ShmOutgoing._announce = lambda self, segment: ranks[0] != 1 and announce(self, s
 LENT = lambda rank: ranks.append(rank) or True
 """,
     )
+
+
+LONG_AND_SHORT = """
+def array(group, n):
+    return group.empty(n, "int32") if LENT(group.rank) else np.empty(n, "int32")
+
+with paceline.join() as session:
+    group, wrong = session.group, []
+    rank, base = group.rank, np.arange(6 * 1024 * 1024 + 3, dtype="int32")
+    for turn in range(3):
+        x, y, told = (array(group, base.size) for _ in range(3))
+        x[:], y[:], told[:] = base + rank, base * (rank + 1), base * rank + turn
+        works = [
+            group.all_reduce(x, out=x, async_op=True),
+            group.broadcast(told, root=1, out=told, async_op=True),
+            group.all_reduce(y, out=y, async_op=True),
+            group.all_gather(base[: 1 + 3_000_000 * turn] + rank, async_op=True),
+        ]
+        *_, gathered = (work.wait(60.0) for work in works)
+        part = base[: 1 + 3_000_000 * turn]
+        if not ((x == 2 * base + 1).all() and (y == 3 * base).all() and (told == base + turn).all()
+                and (gathered == np.concatenate((part, part + 1))).all()):
+            wrong.append(turn)
+    emit("compared", wrong=wrong)
+    group.barrier()
+"""
+"""Six long frames, of which staging holds two; other collectives send shorter ones, and more of them ahead."""
+
+
+@pytest.mark.parametrize("lent", ["True", "False", "rank"])
+def test_long_frames_and_others_share_a_link(lent: str) -> None:
+    code = f"LENT = lambda rank: {lent}" + LONG_AND_SHORT
+    with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
+        assert [worker.expect("compared", timeout=60.0)["wrong"] for worker in started] == [[]] * 2
+        assert [worker.wait() for worker in started] == [0] * 2

@@ -125,7 +125,13 @@ class _Send(NamedTuple):
 
 
 def compile_rows(
-    rows: Sequence[Row], layout: Layout, segment: int, *, pass_on: bool = True, lend: bool = True
+    rows: Sequence[Row],
+    layout: Layout,
+    segment: int,
+    *,
+    ahead: int = AHEAD,
+    pass_on: bool = True,
+    lend: bool = True,
 ) -> Program:
     """Turns rows into a program.
 
@@ -133,6 +139,7 @@ def compile_rows(
         rows: one rank's rows.
         layout: where its chunks are.
         segment: elements per segment, at least 1.
+        ahead: as `AHEAD`; fewer where segments are longer.
         pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
         lend: as in `Program`.
     """
@@ -159,8 +166,8 @@ def compile_rows(
         for turn, (peer, frames_out) in enumerate(outgoing.items()):
             for m, frame in enumerate(frames_out):
                 after = memory.made_by(frame) if pass_on else start
-                if incoming and first_wave + m >= AHEAD:
-                    after = max(after, waves[min(first_wave + m - AHEAD, len(waves) - 1)])
+                if incoming and first_wave + m >= ahead:
+                    after = max(after, waves[min(first_wave + m - ahead, len(waves) - 1)])
                 latest[peer] = max(latest[peer], after)
                 own, own_lo = memory.own(frame)
                 move = Move(Do.SEND, peer, told[peer], frame.n, own, own_lo, own, own_lo)

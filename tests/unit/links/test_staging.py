@@ -8,7 +8,7 @@ from paceline.collectives.program import AHEAD, SEGMENT_BYTES
 from paceline.links.base import Peer
 from paceline.links.nowhere import NoMesh
 from paceline.links.shm.layout import STAGING_BYTES
-from paceline.links.staging import BUDGET_BYTES, frame_bytes, staging_bytes
+from paceline.links.staging import BUDGET_BYTES, LONG_FRAME_BYTES, LONG_FRAMES_AHEAD, frame_bytes, staging_bytes
 
 MIB = 1 << 20
 
@@ -19,6 +19,10 @@ def test_all_links_keep_within_the_budget_and_each_holds_what_is_sent_ahead() ->
         assert neighbours * staging <= BUDGET_BYTES
         assert staging <= STAGING_BYTES
         assert staging - frame >= (AHEAD + 1) * frame, "less than a frame is lost where the ring begins anew"
+
+
+def test_the_link_of_two_members_holds_long_frames() -> None:
+    assert staging_bytes(1) - LONG_FRAME_BYTES >= LONG_FRAMES_AHEAD * LONG_FRAME_BYTES, "as above"
 
 
 def test_few_ranks_have_the_frames_that_are_fastest() -> None:

@@ -17,7 +17,7 @@ from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
 from paceline.collectives.programs import all_reduce_program, reduce_program, reduce_scatter_program
 from paceline.collectives.rows import Nodes, Sums
-from paceline.collectives.tasks.task import Chooser, Task, segment
+from paceline.collectives.tasks.task import Chooser, Task, long_segment, segment
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 __all__ = ["reduce_task", "reducing_task"]
@@ -74,7 +74,7 @@ class _Plan(NamedTuple):
     reduce: Reduction
     how: Arithmetic
     signature: bytes
-    at: tuple[str, int, int, int, int, Nodes]
+    at: tuple[str, int, int, int, int, int, Nodes]
     turns: int
     programs: list[Program]
 
@@ -88,15 +88,18 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
         shape = _part(x, mesh.rank, mesh.size)
     signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    at = choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype, engine)
-    program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
+    at = choice.schedule, mesh.rank, mesh.size, x.size, *long_segment(dtype, engine), engine.nodes
+    if collective == "all_reduce":
+        program = all_reduce_program(*at)
+    else:
+        program = reduce_scatter_program(*at[:4], segment(dtype, engine))
     direct = (collective, choice.schedule) == ("all_reduce", "direct")
     # Where the bits depend on who computes they must not depend on the operation's number.
     turns = 2 if direct and mesh.size > 1 and reduce.sums is not Sums.ONCE else 1
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, (*at, engine.nodes), turns, [program])
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, at, turns, [program])
     return plan
 
 
