@@ -8,6 +8,8 @@ WHICH  := peers
 # Tests run side by side, on at most 8 cores; those marked `alone` after them, one by one (no unit test is).
 SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
 ONE_BY_ONE   := --ignore tests/unit
+# Slow tests wait for others most of the time.
+MOSTLY_WAITING := -n $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) --maxprocesses 8 --dist worksteal
 FIGURES      := benchmark and not peers
 FAST         := not torch and not slow and not root and not containers and not benchmark
 SLOW         := slow and not root and not containers and not peers and not benchmark
@@ -48,7 +50,7 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
 test-slow: $(VENV)/.installed  ## the slow tests
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(SLOW) and not alone'
+	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(SLOW) and not alone'
 	$(BIN)/pytest $(ONE_BY_ONE) -m '$(SLOW) and alone'
 
 test-root: $(VENV)/.installed  ## the tests that need root
