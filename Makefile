@@ -8,8 +8,8 @@ WHICH  := peers
 # Tests run side by side, on at most 8 cores; those marked `alone` after them, one by one (no unit test is).
 SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
 ONE_BY_ONE   := --ignore tests/unit
-# Slow tests wait for others most of the time.
-MOSTLY_WAITING := -n $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) --maxprocesses 8 --dist worksteal
+# Slow tests wait most of the time: two of them for each core.
+MOSTLY_WAITING := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 FIGURES      := benchmark and not peers
 FAST         := not torch and not slow and not root and not containers and not benchmark
 SLOW         := slow and not root and not containers and not peers and not benchmark

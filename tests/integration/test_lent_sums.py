@@ -97,9 +97,12 @@ with paceline.join() as session:
 """Six long frames, of which staging holds two; other collectives send shorter ones, and more of them ahead."""
 
 
-@pytest.mark.parametrize("lent", ["True", "False", "rank"])
-def test_long_frames_and_others_share_a_link(lent: str) -> None:
-    code = f"LENT = lambda rank: {lent}" + LONG_AND_SHORT
-    with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
+@pytest.mark.parametrize(
+    ("links", "lent"), [("shm", "True"), ("shm", "False"), ("shm", "rank"), ("tcp", ""), ("grpc", "")]
+)
+def test_long_frames_and_others_share_a_link(links: str, lent: str) -> None:
+    code = f"LENT = lambda rank: {lent or False}" + LONG_AND_SHORT
+    settings = {"MIN_WORKERS": "2", "LINKS": links}
+    with coordinator() as address, workers(2, code, COORDINATOR=address, **settings) as started:
         assert [worker.expect("compared", timeout=60.0)["wrong"] for worker in started] == [[]] * 2
         assert [worker.wait() for worker in started] == [0] * 2

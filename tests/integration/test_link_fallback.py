@@ -27,8 +27,8 @@ from paceline.links.tcp.wire import ACCEPTED, MAX_STREAMS, TICKET_BYTES, Hello, 
 from pacelinepb.v1 import peer_pb2
 from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 
-N = 700_000
-"""float64: frames of 1 MiB, and a last one that is shorter."""
+N = 1_500_001
+"""float64: several frames for each rank, the last of them shorter."""
 
 
 def total(group: Group) -> float:

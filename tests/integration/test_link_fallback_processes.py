@@ -39,9 +39,9 @@ def leave(count):
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 def exchange(group):
-    x = group.empty(1_000_000, np.float64)
-    x[:] = np.arange(1_000_000) + group.rank
-    assert np.array_equal(group.all_reduce(x), 2 * np.arange(1_000_000) + 1)
+    x = group.empty(1_500_001, np.float64)
+    x[:] = np.arange(1_500_001) + group.rank
+    assert np.array_equal(group.all_reduce(x), 2 * np.arange(1_500_001) + 1)
     if {messages}:
         group.send(x, 1 - group.rank)
         got, _ = group.recv(1 - group.rank)
@@ -119,10 +119,10 @@ if {user}:
     os.seteuid(60_000 + int(os.environ["USER_NUMBER"]))
 with paceline.join(timeout=20) as session:
     group = session.group
-    x = group.empty(700_000, np.float64)
-    x[:] = np.arange(700_000) + group.rank
+    x = group.empty(1_500_001, np.float64)
+    x[:] = np.arange(1_500_001) + group.rank
     total = group.all_reduce(x)
-    right = bool(np.array_equal(total, 2 * np.arange(700_000) + 1))
+    right = bool(np.array_equal(total, 2 * np.arange(1_500_001) + 1))
     kinds = [link.kind for link in group.mesh._dialled]
     emit("met", right=right, kinds=kinds, nodes=len({{member.node for member in group.members}}))
     session.barrier("all have told")

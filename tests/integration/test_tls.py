@@ -75,7 +75,7 @@ def total(sessions: list[paceline.Session]) -> list[float]:
     """What an all_reduce of several frames gives on each."""
 
     def reduce(session: paceline.Session) -> float:
-        return float(session.group.all_reduce(np.full(700_000, session.rank + 1.0))[-1])
+        return float(session.group.all_reduce(np.full(1_500_001, session.rank + 1.0))[-1])
 
     with ThreadPoolExecutor(len(sessions)) as pool:
         return list(pool.map(reduce, sessions))

@@ -43,9 +43,9 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> CertificateFolder:
 
 def exchange(group: Group) -> None:
     """An all_reduce of several frames, and a broadcast of words."""
-    x = group.empty(700_000, np.float64)
-    x[:] = np.arange(700_000) + group.rank
-    expected = group.size * np.arange(700_000) + sum(range(group.size))
+    x = group.empty(1_500_001, np.float64)
+    x[:] = np.arange(1_500_001) + group.rank
+    expected = group.size * np.arange(1_500_001) + sum(range(group.size))
     assert np.array_equal(group.all_reduce(x), expected)
     words = np.frombuffer(SECRET * 1000, np.uint8)
     assert np.array_equal(group.broadcast(words), words)

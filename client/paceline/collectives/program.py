@@ -21,12 +21,14 @@ from paceline.collectives.rows import Action, Row
 __all__ = ["AHEAD", "SEGMENT_BYTES", "Area", "Bounds", "Do", "Layout", "Move", "Program", "compile_rows"]
 
 SEGMENT_BYTES = 1 << 20
-"""Bytes per frame, of collectives and of messages. Source: as for `AHEAD`."""
+"""Bytes per frame, of collectives between nodes (`tasks.task` has those within one) and of messages. Source: as for
+`AHEAD`."""
 
 AHEAD = 4
 """Where a step both sends and receives, sending to a peer is never more frames ahead of the waves than this. So the
-sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames of 1 MiB on their way for nobody
-to wait for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
+sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames on their way for nobody to wait
+for ever; fewer if a program is compiled so. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5
+GB/s."""
 
 Bounds: TypeAlias = tuple[int, int]
 

@@ -96,16 +96,25 @@ def rule_1_frames(pair: LinkPair) -> None:
 
 
 def rule_2_send(pair: LinkPair) -> None:
-    """`send` lets go of the payload, takes 4 MiB without a reader, and blocks no longer than its deadline."""
+    """`send` lets go of the payload, takes 8 MiB without a reader, and blocks no longer than its deadline."""
     buffer = bytearray(b"before")
     pair.a.send(_frame(pair, 1, 0, b"", memoryview(buffer)), monotonic() + _LONG)
     buffer[:] = b"after!"
-    for part in range(3):
-        pair.a.send(_frame(pair, 1, part + 1, b"", bytes(_MIB)), monotonic() + _LONG)
+    two = [_frame(pair, 1, part, b"", bytes(4 * _MIB)) for part in (1, 2)]
+    for frame in two:
+        pair.a.send(frame, monotonic() + _LONG)
     got = bytes(pair.b.recv(monotonic() + _LONG).payload)
     assert got == b"before", f"the payload changed with the caller's buffer: {got!r}"
-    sent = 4 + _fill(pair, 4)
-    for part in range(1, sent):
+    four = [_frame(pair, 2, part, b"", bytes(2 * _MIB)) for part in range(4)]
+    for frame in two:
+        _same(pair.b.recv(monotonic() + _LONG), frame)
+    pair.b.release()
+    for frame in four:
+        pair.a.send(frame, monotonic() + _LONG)
+    for frame in four:
+        _same(pair.b.recv(monotonic() + _LONG), frame)
+    pair.b.release()
+    for part in range(_fill(pair, 0)):
         frame = pair.b.recv(monotonic() + _LONG)
         assert frame.part == part, f"part {frame.part} came where {part} was due: a send that timed out was sent"
     _nothing_comes(pair.b)

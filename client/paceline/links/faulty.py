@@ -61,6 +61,11 @@ class FaultyMesh(Mesh):
         return self.inner.empty(shape, dtype)
 
     @property
+    def neighbours(self) -> int:
+        """Those of the mesh that does the work (`Mesh.neighbours`)."""
+        return self.inner.neighbours
+
+    @property
     def bytes_sent(self) -> int:
         """What the mesh that does the work has sent (`Mesh.bytes_sent`)."""
         return self.inner.bytes_sent

@@ -26,7 +26,7 @@ INBOX_BYTES = 32 << 20
 """Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
 
 EARLY_INBOX_BYTES = 4 << 20
-"""The same, for a link that this member has not used yet: the 4 frames that every link holds."""
+"""The same, for a link that this member has not used yet; the writer holds the rest of what every link must."""
 
 FRAME_COST = 1024
 """Bytes that a frame counts on top of its payload, so that empty ones are bounded too."""

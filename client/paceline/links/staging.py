@@ -26,7 +26,7 @@ LONG_FRAMES_AHEAD = 2
 
 
 def frame_bytes(neighbours: int) -> int:
-    """Bytes of the longest frame of a collective between members of one node: a power of two.
+    """Bytes of the longest frame of a collective between members of one node, but for long ones: a power of two.
 
     Args:
         neighbours: `Mesh.neighbours`.

@@ -76,6 +76,23 @@ class Aliased(Broken):
         self.link.send(frame, deadline)
 
 
+class Narrow(Broken):
+    """Takes no more where 7 MiB are unread."""
+
+    unread = 0  # of both ends: one sends, the other receives
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        if Narrow.unread + len(frame.payload) > 7 << 20:
+            raise LinkTimeout("full")
+        Narrow.unread += len(frame.payload)
+        self.link.send(frame, deadline)
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        frame = self.link.recv(deadline)
+        Narrow.unread -= len(frame.payload)
+        return frame
+
+
 class Impatient(Broken):
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         return self.link.recv(0.0)
@@ -179,6 +196,7 @@ def test_a_link_that_lends_as_it_should_keeps_the_rule() -> None:
         (Swapped, "rule_1"),
         (Truncated, "rule_1"),
         (Aliased, "rule_2"),
+        (Narrow, "rule_2"),
         (Impatient, "rule_3"),
         (Silent, "rule_3"),
         (Deaf, "rule_4"),

@@ -6,9 +6,11 @@ import pytest
 
 from paceline.collectives.program import AHEAD, SEGMENT_BYTES
 from paceline.links.base import Peer
+from paceline.links.grpc_queues import OUTBOX_FRAMES
 from paceline.links.nowhere import NoMesh
 from paceline.links.shm.layout import STAGING_BYTES
 from paceline.links.staging import BUDGET_BYTES, LONG_FRAME_BYTES, LONG_FRAMES_AHEAD, frame_bytes, staging_bytes
+from paceline.links.tcp.outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
 
 MIB = 1 << 20
 
@@ -22,7 +24,14 @@ def test_all_links_keep_within_the_budget_and_each_holds_what_is_sent_ahead() ->
 
 
 def test_the_link_of_two_members_holds_long_frames() -> None:
-    assert staging_bytes(1) - LONG_FRAME_BYTES >= LONG_FRAMES_AHEAD * LONG_FRAME_BYTES, "as above"
+    """Less than one is lost where the ring begins anew."""
+    assert staging_bytes(1) >= (LONG_FRAMES_AHEAD + 1) * LONG_FRAME_BYTES
+
+
+def test_where_memory_is_not_shared_other_links_hold_as_much() -> None:
+    assert MAX_WAITING_FRAMES >= AHEAD
+    assert max(AHEAD * frame_bytes(1), LONG_FRAMES_AHEAD * LONG_FRAME_BYTES) <= MAX_WAITING_BYTES
+    assert OUTBOX_FRAMES >= AHEAD
 
 
 def test_few_ranks_have_the_frames_that_are_fastest() -> None:

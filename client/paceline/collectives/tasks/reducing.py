@@ -6,6 +6,7 @@ Letters: N elements, W world size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from paceline.collectives.engine import Call, Engine
 from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
 from paceline.collectives.programs import all_reduce_program, reduce_program, reduce_scatter_program
-from paceline.collectives.rows import Nodes, Sums
+from paceline.collectives.rows import Sums
 from paceline.collectives.tasks.task import Chooser, Task, long_segment, segment
 from paceline.errors import SizeMismatch, UnsupportedOp
 
@@ -74,7 +75,7 @@ class _Plan(NamedTuple):
     reduce: Reduction
     how: Arithmetic
     signature: bytes
-    at: tuple[str, int, int, int, int, int, Nodes]
+    compiled: Callable[..., Program]
     turns: int
     programs: list[Program]
 
@@ -88,25 +89,24 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
         shape = _part(x, mesh.rank, mesh.size)
     signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    at = choice.schedule, mesh.rank, mesh.size, x.size, *long_segment(dtype, engine), engine.nodes
+    at = choice.schedule, mesh.rank, mesh.size, x.size
+    compiled: Callable[..., Program] = partial(reduce_scatter_program, *at, segment(dtype, engine))
     if collective == "all_reduce":
-        program = all_reduce_program(*at)
-    else:
-        program = reduce_scatter_program(*at[:4], segment(dtype, engine))
+        compiled = partial(all_reduce_program, *at, *long_segment(dtype, engine), engine.nodes)
     direct = (collective, choice.schedule) == ("all_reduce", "direct")
     # Where the bits depend on who computes they must not depend on the operation's number.
     turns = 2 if direct and mesh.size > 1 and reduce.sums is not Sums.ONCE else 1
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, at, turns, [program])
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, compiled, turns, [compiled()])
     return plan
 
 
 def _program(plan: _Plan, operation: int) -> Program:
     turn = operation % plan.turns
     if turn == len(plan.programs):
-        plan.programs.append(all_reduce_program(*plan.at, turn))
+        plan.programs.append(plan.compiled(turn=turn))
     return plan.programs[turn]
 
 

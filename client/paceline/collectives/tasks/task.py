@@ -61,11 +61,12 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
 def long_segment(dtype: np.dtype[Any], engine: Engine) -> tuple[int, int]:
     """Elements per frame of an all_reduce, and how many frames a rank sends ahead (`program.AHEAD`).
 
-    Where a node has two ranks, frames are twice as long as in other collectives, and half as many go ahead.
+    Where all are on one node, and no node has more than two, frames are twice as long as in other collectives, and half
+    as many go ahead.
 
     Source: W=2, alternating, 2 MiB and 4 MiB: lent arrays of 8, 16 and 64 MiB 0.63, 2.06, 10.3 and 0.57, 1.91, 10.0 ms,
     others 1.85, 4.55, 17.6 and 1.69, 4.32, 17.1. W=3 on 2 cores: up to 6 % more or less, by size.
     """
     if engine.neighbours == 1 and where_of(engine.nodes) == "one_node":
-        return min(4 * SEGMENT_BYTES, LONG_FRAME_BYTES) // dtype.itemsize, LONG_FRAMES_AHEAD
+        return LONG_FRAME_BYTES // dtype.itemsize, LONG_FRAMES_AHEAD
     return segment(dtype, engine), AHEAD

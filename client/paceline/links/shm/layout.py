@@ -73,7 +73,8 @@ SLOTS_AT = PAGE
 STAGING_AT = SLOTS_AT + SLOTS * SLOT_BYTES
 
 STAGING_BYTES = 12 << 20
-"""Twice the 4 frames of 1 MiB that every link holds. There is memory behind it only as far as it was ever used."""
+"""What every link must hold, 8 MiB, and what is lost where the ring begins anew (`links.staging`). There is memory
+behind it only as far as it was ever used."""
 
 CONTROL_BYTES = STAGING_AT + STAGING_BYTES
 

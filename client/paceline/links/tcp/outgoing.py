@@ -28,7 +28,7 @@ MAX_WAITING_FRAMES = 8
 """Frames that wait for the kernel before `send` blocks: twice what a schedule runs ahead."""
 
 MAX_WAITING_BYTES = 8 << 20
-"""The same in bytes of payload; one frame may always wait."""
+"""The same in bytes of payload: all that a schedule runs ahead; one frame may always wait."""
 
 _GATHER = 16
 """Buffers that one system call writes."""
