@@ -19,8 +19,7 @@ def array(group, n, dtype, lent):
 
 with paceline.join() as session:
     group, wrong = session.group, []
-    sizes = {3 << 20 | 5: "float32", 700_001: "float64", 600_000: "int32", 900_000: "float16"}
-    for n, dtype in sizes.items():
+    for n, dtype in ((3 * 1024 * 1024 + 5, "float32"), (700_001, "float64"), (600_000, "int32"), (900_000, "float16")):
         for op in ("sum", "max") if dtype == "int32" else ("sum", "max", "mean"):
             mine, into = (array(group, n, dtype, LENT(group.rank)) for _ in range(2))
             mine[:] = values(group.rank, n, dtype)
@@ -94,14 +93,15 @@ with paceline.join() as session:
     emit("compared", wrong=wrong)
     group.barrier()
 """
-"""Six long frames, of which staging holds two; other collectives send shorter ones, and more of them ahead."""
+"""A rank sends six long frames and more, of which staging holds three; other collectives send shorter ones, and more of
+them ahead."""
 
 
 @pytest.mark.parametrize(
-    ("links", "lent"), [("shm", "True"), ("shm", "False"), ("shm", "rank"), ("tcp", ""), ("grpc", "")]
+    ("links", "lent"), [("shm", "True"), ("shm", "False"), ("shm", "rank"), ("tcp", "False"), ("grpc", "False")]
 )
 def test_long_frames_and_others_share_a_link(links: str, lent: str) -> None:
-    code = f"LENT = lambda rank: {lent or False}" + LONG_AND_SHORT
+    code = f"LENT = lambda rank: {lent}" + LONG_AND_SHORT
     settings = {"MIN_WORKERS": "2", "LINKS": links}
     with coordinator() as address, workers(2, code, COORDINATOR=address, **settings) as started:
         assert [worker.expect("compared", timeout=60.0)["wrong"] for worker in started] == [[]] * 2

@@ -9,6 +9,7 @@ from paceline.collectives.engine import Engine
 from paceline.collectives.program import AHEAD
 from paceline.collectives.tasks.task import long_segment, segment
 from paceline.links.base import Peer
+from paceline.links.faulty import FaultyMesh
 from paceline.links.nowhere import NoMesh
 from paceline.links.submesh import SubMesh
 
@@ -43,3 +44,8 @@ def test_two_members_alone_on_a_node_send_the_longest_frames(
     assert segment(FLOAT, of) * 4 == frame * MIB
     elements, sent_ahead = long_segment(FLOAT, of)
     assert (elements * 4, sent_ahead) == (long * MIB, ahead)
+
+
+def test_a_mesh_around_another_has_its_neighbours() -> None:
+    inner = engine("aaa", (0, 1)).mesh
+    assert FaultyMesh(inner, lambda what, peer, frame: frame).neighbours == inner.neighbours == 2

@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
     reduce: Reduction
     how: Arithmetic
     signature: bytes
-    compiled: Callable[..., Program]
+    compile: Callable[..., Program]
     turns: int
     programs: list[Program]
 
@@ -90,23 +90,24 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
     at = choice.schedule, mesh.rank, mesh.size, x.size
-    compiled: Callable[..., Program] = partial(reduce_scatter_program, *at, segment(dtype, engine))
     if collective == "all_reduce":
-        compiled = partial(all_reduce_program, *at, *long_segment(dtype, engine), engine.nodes)
+        compile_ = partial(all_reduce_program, *at, *long_segment(dtype, engine), engine.nodes)
+    else:
+        compile_ = partial(reduce_scatter_program, *at, segment(dtype, engine))
     direct = (collective, choice.schedule) == ("all_reduce", "direct")
     # Where the bits depend on who computes they must not depend on the operation's number.
     turns = 2 if direct and mesh.size > 1 and reduce.sums is not Sums.ONCE else 1
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, compiled, turns, [compiled()])
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, compile_, turns, [compile_()])
     return plan
 
 
 def _program(plan: _Plan, operation: int) -> Program:
     turn = operation % plan.turns
     if turn == len(plan.programs):
-        plan.programs.append(plan.compiled(turn=turn))
+        plan.programs.append(plan.compile(turn=turn))
     return plan.programs[turn]
 
 
