@@ -16,7 +16,7 @@ __all__ = ["keep_frame_memory"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MMAP_BYTES = 16 << 20
 _TRIM_BYTES = 32 << 20
-_USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_frame_memory() -> bool:
@@ -25,7 +25,7 @@ def keep_frame_memory() -> bool:
     Returns:
         False if nothing was changed: the user has set thresholds, or the C library has no `mallopt`.
     """
-    if any(name in os.environ for name in _USERS_OWN):
+    if any(name in os.environ for name in _USERS_OWN) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

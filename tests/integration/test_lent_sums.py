@@ -56,7 +56,7 @@ from paceline.collectives.program import AHEAD
 from paceline.collectives.tasks import reducing
 from paceline.links.shm.outgoing import ShmOutgoing
 
-reducing.long_segment = lambda dtype, engine: ((1 << 20) // dtype.itemsize, AHEAD)
+reducing.long_segment = lambda dtype, nbytes, engine: ((1 << 20) // dtype.itemsize, AHEAD)
 announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
 def small(self, *args):
     init(self, *args)

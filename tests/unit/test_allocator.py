@@ -14,7 +14,13 @@ def test_the_users_own_thresholds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not keep_frame_memory()
 
 
+def test_tunables_for_malloc_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")
+    assert not keep_frame_memory()
+
+
 def test_glibc_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=4195328")  # of something else
     assert keep_frame_memory() == (platform.libc_ver()[0] == "glibc")

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from paceline.links.shm.layout import STAGING_BYTES
 
-__all__ = ["BUDGET_BYTES", "LONG_FRAMES_AHEAD", "LONG_FRAME_BYTES", "frame_bytes", "staging_bytes"]
+__all__ = [
+    "BUDGET_BYTES",
+    "LONGEST_FRAMES_AHEAD",
+    "LONGEST_FRAME_BYTES",
+    "LONG_FRAMES_AHEAD",
+    "LONG_FRAME_BYTES",
+    "frame_bytes",
+    "staging_bytes",
+]
 
 BUDGET_BYTES = 48 << 20
 """Staging of all links for collectives of one group; two buckets of `DDP(bucket_mb=25)` are 50 MiB."""
@@ -19,10 +27,17 @@ where the ring begins anew."""
 _LEAST = 1 << 16
 
 LONG_FRAME_BYTES = 4 << 20
-"""Bytes of the longest frame of an all_reduce between the only two members of a node."""
+"""Bytes of a frame of an all_reduce between the only two members of a node."""
 
 LONG_FRAMES_AHEAD = 2
 """How many of them a schedule sends ahead: staging holds those, and what is lost where the ring begins anew."""
+
+LONGEST_FRAME_BYTES = LONG_FRAME_BYTES + 1024
+"""Bytes of such a frame where the array is too large for the caches: just longer than all others, so that a threshold
+can tell which copies go past the caches (`_streaming`). The longest signature fits beside it (`MAX_FRAME_BYTES`)."""
+
+LONGEST_FRAMES_AHEAD = 1
+"""How many of those a schedule sends ahead; as `LONG_FRAMES_AHEAD`."""
 
 
 def frame_bytes(neighbours: int) -> int:

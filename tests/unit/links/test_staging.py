@@ -6,11 +6,21 @@ import pytest
 
 from paceline.collectives.program import AHEAD, SEGMENT_BYTES
 from paceline.links.base import Peer
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind, encode
 from paceline.links.grpc_queues import OUTBOX_FRAMES
 from paceline.links.nowhere import NoMesh
 from paceline.links.shm.layout import STAGING_BYTES
-from paceline.links.staging import BUDGET_BYTES, LONG_FRAME_BYTES, LONG_FRAMES_AHEAD, frame_bytes, staging_bytes
+from paceline.links.staging import (
+    BUDGET_BYTES,
+    LONG_FRAME_BYTES,
+    LONG_FRAMES_AHEAD,
+    LONGEST_FRAME_BYTES,
+    LONGEST_FRAMES_AHEAD,
+    frame_bytes,
+    staging_bytes,
+)
 from paceline.links.tcp.outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
+from paceline.links.tcp.wire import encode_head
 
 MIB = 1 << 20
 
@@ -26,6 +36,13 @@ def test_all_links_keep_within_the_budget_and_each_holds_what_is_sent_ahead() ->
 def test_the_link_of_two_members_holds_long_frames() -> None:
     """Less than one is lost where the ring begins anew."""
     assert staging_bytes(1) >= (LONG_FRAMES_AHEAD + 1) * LONG_FRAME_BYTES
+    assert staging_bytes(1) >= (LONGEST_FRAMES_AHEAD + 1) * LONGEST_FRAME_BYTES
+
+
+def test_the_longest_frame_fits_every_link_with_the_longest_signature() -> None:
+    frame = Frame(FrameKind.DATA, 1, 1, 0, bytes(MAX_SIGNATURE_BYTES), bytes(LONGEST_FRAME_BYTES))
+    assert encode(frame)
+    assert encode_head(frame)
 
 
 def test_where_memory_is_not_shared_other_links_hold_as_much() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from paceline._streaming import streaming_variables
 from paceline.cli.launcher import shim
 from paceline.cli.output import UsageError
 from paceline.config import LINKS as BETWEEN_PROCESSES
@@ -37,7 +38,7 @@ _JOB = (
 """Of a job that this process may belong to; the contenders have jobs of their own."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-"""What `paceline run` sets for its workers; others get the same."""
+"""What `paceline run` sets for its workers; others get the same (and see `_environment`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +127,5 @@ def _tied(arguments: Sequence[str]) -> list[str]:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _JOB} | dict(more)
+    inherited = {name: value for name, value in os.environ.items() if name not in _JOB}
+    return inherited | streaming_variables(inherited) | dict(more)

@@ -91,7 +91,7 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
     at = choice.schedule, mesh.rank, mesh.size, x.size
     if collective == "all_reduce":
-        compile_ = partial(all_reduce_program, *at, *long_segment(dtype, engine), engine.nodes)
+        compile_ = partial(all_reduce_program, *at, *long_segment(dtype, x.nbytes, engine), engine.nodes)
     else:
         compile_ = partial(reduce_scatter_program, *at, segment(dtype, engine))
     direct = (collective, choice.schedule) == ("all_reduce", "direct")

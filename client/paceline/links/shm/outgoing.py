@@ -54,6 +54,9 @@ ANNOUNCEMENT = struct.Struct("<QQ")
 _STEP = 1 << 20
 """Bytes of staging behind which memory is put at a time."""
 
+_COPY_BYTES = 2 << 20
+"""Bytes of a payload copied at a time."""
+
 _SLOT, _STAGING, _ARENA = (int(place) for place in Place)
 _DATA = int(FrameKind.DATA)
 
@@ -275,8 +278,11 @@ class ShmOutgoing(Outgoing):
             text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
             raise LimitExceeded(text) from error
         offset = STAGING_AT + at % self._ring
-        # NumPy's copy lets other threads run meanwhile, a memoryview's does not.
-        np.copyto(self._segment.array[offset : offset + size], np.frombuffer(payload, np.uint8))
+        # NumPy's copy lets other threads run meanwhile, a memoryview's does not. In pieces, for a long copy may go past
+        # the caches (`_streaming`), out of which the peer is about to read it.
+        source, target = np.frombuffer(payload, np.uint8), self._segment.array[offset : offset + size]
+        for start in range(0, size, _COPY_BYTES):
+            np.copyto(target[start : start + _COPY_BYTES], source[start : start + _COPY_BYTES])
         self._staged.append((self.frames, at + size))
         self._head = at + size
         return offset
