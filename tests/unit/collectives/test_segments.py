@@ -43,17 +43,17 @@ def test_two_members_alone_on_a_node_send_the_longest_frames(
     """A part of the view has links with the room that the view leaves them."""
     of = engine(nodes, members)
     assert segment(FLOAT, of) * 4 == frame * MIB
-    elements, sent_ahead = long_segment(FLOAT, 32 * MIB, of)
+    elements, sent_ahead = long_segment(FLOAT, 31 * MIB, of)
     assert (elements * 4, sent_ahead) == (long * MIB, ahead)
 
 
 def test_frames_of_what_fits_no_cache_are_just_longer() -> None:
     """So that their copies go past the caches, and no others."""
-    elements, sent_ahead = long_segment(FLOAT, 48 * MIB, engine("aa"))
+    elements, sent_ahead = long_segment(FLOAT, 32 * MIB, engine("aa"))
     assert (elements * 4, sent_ahead) == (LONGEST_FRAME_BYTES, 1)
     assert LONGEST_FRAME_BYTES > LONG_FRAME_BYTES
     for nodes in ("aaa", "aabb", "ab"):
-        assert long_segment(FLOAT, 48 * MIB, engine(nodes)) == (segment(FLOAT, engine(nodes)), AHEAD)
+        assert long_segment(FLOAT, 32 * MIB, engine(nodes)) == (segment(FLOAT, engine(nodes)), AHEAD)
 
 
 def test_a_mesh_around_another_has_its_neighbours() -> None:
