@@ -65,8 +65,8 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
 
 
 _PAST_CACHES_BYTES = 32 << 20
-"""Arrays of so many bytes are copied past the caches: two members' fill the last cache of most core complexes. Those that
-fit are faster within it. Source: W=2, cores that share 32 MiB: 16 MiB 0.83 ms, streamed 1.1; 32 MiB 2.9 both."""
+"""Arrays of so many bytes are copied past the caches: two members' fill the last cache of most core complexes. Those
+that fit are faster within it. Source: W=2, cores that share 32 MiB: 16 MiB 0.83 ms, streamed 1.1; 32 MiB 2.9 both."""
 
 
 def long_segment(dtype: np.dtype[Any], nbytes: int, engine: Engine) -> tuple[int, int]:
