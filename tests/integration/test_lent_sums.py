@@ -75,7 +75,7 @@ def array(group, n):
 
 with paceline.join() as session:
     group, wrong = session.group, []
-    rank, base = group.rank, np.arange(6 * 1024 * 1024 + 3, dtype="int32")
+    rank, base = group.rank, np.arange(ELEMENTS, dtype="int32")
     for turn in range(3):
         x, y, told = (array(group, base.size) for _ in range(3))
         x[:], y[:], told[:] = base + rank, base * (rank + 1), base * rank + turn
@@ -93,15 +93,16 @@ with paceline.join() as session:
     emit("compared", wrong=wrong)
     group.barrier()
 """
-"""A rank sends six long frames and more, of which staging holds three; other collectives send shorter ones, and more of
-them ahead."""
+"""A rank sends six frames and more, of which staging holds two or three; other collectives send shorter ones, and more
+of them ahead."""
 
 
+@pytest.mark.parametrize("mib", [24, 32], ids=["long", "longest"])
 @pytest.mark.parametrize(
     ("links", "lent"), [("shm", "True"), ("shm", "False"), ("shm", "rank"), ("tcp", "False"), ("grpc", "False")]
 )
-def test_long_frames_and_others_share_a_link(links: str, lent: str) -> None:
-    code = f"LENT = lambda rank: {lent}" + LONG_AND_SHORT
+def test_long_frames_and_others_share_a_link(links: str, lent: str, mib: int) -> None:
+    code = f"LENT = lambda rank: {lent}; ELEMENTS = {mib << 18} + 3" + LONG_AND_SHORT
     settings = {"MIN_WORKERS": "2", "LINKS": links}
     with coordinator() as address, workers(2, code, COORDINATOR=address, **settings) as started:
         assert [worker.expect("compared", timeout=60.0)["wrong"] for worker in started] == [[]] * 2

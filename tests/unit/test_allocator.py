@@ -22,5 +22,5 @@ def test_tunables_for_malloc_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_glibc_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=4195328")  # of something else
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=4194816")  # of something else
     assert keep_frame_memory() == (platform.libc_ver()[0] == "glibc")

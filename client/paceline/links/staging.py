@@ -13,6 +13,7 @@ __all__ = [
     "LONGEST_FRAME_BYTES",
     "LONG_FRAMES_AHEAD",
     "LONG_FRAME_BYTES",
+    "STREAMED_BYTES",
     "frame_bytes",
     "staging_bytes",
 ]
@@ -34,10 +35,14 @@ LONG_FRAMES_AHEAD = 2
 
 LONGEST_FRAME_BYTES = LONG_FRAME_BYTES + 1024
 """Bytes of such a frame where the array is too large for the caches: just longer than all others, so that a threshold
-can tell which copies go past the caches (`_streaming`). The longest signature fits beside it (`MAX_FRAME_BYTES`)."""
+can tell which frames are copied past the caches. The longest signature fits beside it (`MAX_FRAME_BYTES`)."""
 
 LONGEST_FRAMES_AHEAD = 1
-"""How many of those a schedule sends ahead; as `LONG_FRAMES_AHEAD`."""
+"""How many of those a schedule sends ahead: two are more than the 8 MiB that every link must hold."""
+
+STREAMED_BYTES = LONG_FRAME_BYTES + 512
+"""From where on copies go past the caches (`cli.launcher.streaming`). In the middle: some of glibc's ways to copy ask
+for more than the threshold, or leave out a line or two at the ends."""
 
 
 def frame_bytes(neighbours: int) -> int:

@@ -16,6 +16,7 @@ from paceline.links.staging import (
     LONG_FRAMES_AHEAD,
     LONGEST_FRAME_BYTES,
     LONGEST_FRAMES_AHEAD,
+    STREAMED_BYTES,
     frame_bytes,
     staging_bytes,
 )
@@ -39,6 +40,11 @@ def test_the_link_of_two_members_holds_long_frames() -> None:
     assert staging_bytes(1) >= (LONGEST_FRAMES_AHEAD + 1) * LONGEST_FRAME_BYTES
 
 
+def test_a_threshold_tells_longest_frames_from_all_others() -> None:
+    """Whether it counts itself or not, and where a line is left out at each end (glibc has such ways to copy)."""
+    assert LONG_FRAME_BYTES < STREAMED_BYTES <= LONGEST_FRAME_BYTES - 128
+
+
 def test_the_longest_frame_fits_every_link_with_the_longest_signature() -> None:
     frame = Frame(FrameKind.DATA, 1, 1, 0, bytes(MAX_SIGNATURE_BYTES), bytes(LONGEST_FRAME_BYTES))
     assert encode(frame)
@@ -47,7 +53,8 @@ def test_the_longest_frame_fits_every_link_with_the_longest_signature() -> None:
 
 def test_where_memory_is_not_shared_other_links_hold_as_much() -> None:
     assert MAX_WAITING_FRAMES >= AHEAD
-    assert max(AHEAD * frame_bytes(1), LONG_FRAMES_AHEAD * LONG_FRAME_BYTES) <= MAX_WAITING_BYTES
+    ahead = (AHEAD, frame_bytes(1)), (LONG_FRAMES_AHEAD, LONG_FRAME_BYTES), (LONGEST_FRAMES_AHEAD, LONGEST_FRAME_BYTES)
+    assert max(frames * size for frames, size in ahead) <= MAX_WAITING_BYTES
     assert OUTBOX_FRAMES >= AHEAD
 
 

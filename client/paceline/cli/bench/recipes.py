@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from paceline._streaming import streaming_variables
 from paceline.cli.launcher import shim
+from paceline.cli.launcher.streaming import streaming_variables
 from paceline.cli.output import UsageError
 from paceline.config import LINKS as BETWEEN_PROCESSES
 

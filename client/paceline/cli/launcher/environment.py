@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline._streaming import streaming_variables
 from paceline.cli.launcher.place import Place, torch_variables
+from paceline.cli.launcher.streaming import streaming_variables
 from paceline.session.launcher import LAUNCHER_FD
 
 __all__ = ["WorkerSettings", "worker_bounds", "worker_environment"]

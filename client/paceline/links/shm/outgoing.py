@@ -279,7 +279,7 @@ class ShmOutgoing(Outgoing):
             raise LimitExceeded(text) from error
         offset = STAGING_AT + at % self._ring
         # NumPy's copy lets other threads run meanwhile, a memoryview's does not. In pieces, for a long copy may go past
-        # the caches (`_streaming`), out of which the peer is about to read it.
+        # the caches (`STREAMED_BYTES`), out of which the peer is about to read it.
         source, target = np.frombuffer(payload, np.uint8), self._segment.array[offset : offset + size]
         for start in range(0, size, _COPY_BYTES):
             np.copyto(target[start : start + _COPY_BYTES], source[start : start + _COPY_BYTES])

@@ -5,16 +5,16 @@ what is there. Where another core has just read those lines it waits for that co
 threshold on, which it takes from the size of the last cache: glibc 2.36 finds 320 MiB on an AMD EPYC whose core
 complexes have 32, so that it streams from 240 MiB on.
 
-The threshold is read once, as a program starts: whoever starts a worker says it. What is not said is as glibc has it.
+The threshold is read once, as a program starts: whoever starts a worker says it.
 
-Source: manual of the GNU C Library, "Memory Related Tunables" and "Hardware Capability Tunables".
+Source: manual of the GNU C Library, "Hardware Capability Tunables".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.links.staging import LONGEST_FRAME_BYTES
+from paceline.links.staging import STREAMED_BYTES
 
 __all__ = ["streaming_variables"]
 
@@ -25,7 +25,8 @@ _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
 def streaming_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables for a program that is to be started; none if its user has set the threshold.
 
-    Longest frames stream, shorter ones stay in the caches. Elsewhere than on glibc and x86 it says nothing to anyone.
+    Copies of longest frames stream, those of shorter ones stay in the caches; the program's own copies of that length
+    stream too. Elsewhere than on glibc and x86 it says nothing to anyone.
 
     Args:
         environ: what it would find otherwise; other tunables stay.
@@ -33,4 +34,4 @@ def streaming_variables(environ: Mapping[str, str]) -> dict[str, str]:
     tunables = environ.get(_TUNABLES, "")
     if _THRESHOLD in tunables:
         return {}
-    return {_TUNABLES: ":".join(filter(None, (tunables, f"{_THRESHOLD}={LONGEST_FRAME_BYTES}")))}
+    return {_TUNABLES: ":".join(filter(None, (tunables, f"{_THRESHOLD}={STREAMED_BYTES}")))}
