@@ -73,8 +73,10 @@ def test_the_training_thread_makes_no_system_call_more(tmp_path: Path) -> None:
     names = {name for calls in elastic + plain for name in calls}
     more = {name: _median(elastic, name) - _median(plain, name) for name in names}
     assert {name: count for name, count in more.items() if count > 0 and name != "futex"} == {}
-    # How often has several peaks (1, 3, 5 and 8), between which a median jumps; the calmest steps wait for nobody.
-    assert _calm(elastic, "futex") <= _calm(plain, "futex") + 1
+    # How often differs by who comes first to a lock: 0 to 12 times, with several peaks, between which a median jumps, in
+    # either kind alike. A hand-over that each step of one kind makes is in the step that waits for the fewest, too.
+    fewest, fewest_plain = (min(calls["futex"] for calls in steps) for steps in (elastic, plain))
+    assert fewest <= fewest_plain + 1
 
 
 def _calls_of_steps(trace: str, thread: int) -> tuple[list[Counter[str]], list[Counter[str]]]:
@@ -98,11 +100,6 @@ def _calls_of_steps(trace: str, thread: int) -> tuple[list[Counter[str]], list[C
 
 def _median(steps: list[Counter[str]], name: str) -> float:
     return statistics.median(calls[name] for calls in steps)
-
-
-def _calm(steps: list[Counter[str]], name: str) -> int:
-    """What a tenth of the steps make at most."""
-    return sorted(calls[name] for calls in steps)[len(steps) // 10]
 
 
 def _require_strace() -> None:
