@@ -73,8 +73,8 @@ def test_the_training_thread_makes_no_system_call_more(tmp_path: Path) -> None:
     names = {name for calls in elastic + plain for name in calls}
     more = {name: _median(elastic, name) - _median(plain, name) for name in names}
     assert {name: count for name, count in more.items() if count > 0 and name != "futex"} == {}
-    # How often differs by who comes first to a lock: 0 to 12 times, with several peaks, between which a median jumps, in
-    # either kind alike. A hand-over that each step of one kind makes is in the step that waits for the fewest, too.
+    # How often, differs by who comes first to a lock: 0 to 12 times, with several peaks, between which a median jumps,
+    # in either kind alike. A hand-over that each step of one kind makes is in the step with the fewest, too.
     fewest, fewest_plain = (min(calls["futex"] for calls in steps) for steps in (elastic, plain))
     assert fewest <= fewest_plain + 1
 
