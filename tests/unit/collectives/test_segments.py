@@ -37,7 +37,7 @@ def engine(nodes: str, members: tuple[int, ...] = ()) -> Engine:
         ("ab", (), 1, 1, AHEAD),
     ],
 )
-def test_two_members_alone_on_a_node_send_the_longest_frames(
+def test_two_members_alone_on_a_node_send_long_frames(
     nodes: str, members: tuple[int, ...], frame: int, long: int, ahead: int
 ) -> None:
     """A part of the view has links with the room that the view leaves them."""
