@@ -1,12 +1,17 @@
 """The arithmetic of a reduction, on segments. No links, no frames.
 
+Infinities are values here, and a warning on one rank would help nobody: NumPy is told to give none.
+
 Shapes: n elements of a segment.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from contextvars import Context
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +19,22 @@ from paceline.arrays import Array
 from paceline.collectives.ops import Reduction
 
 __all__ = ["Arithmetic", "arithmetic"]
+
+
+class _Quiet(threading.local):
+    """A context in which NumPy warns of nothing; each thread has its own, for a context is entered by one at a time.
+
+    Nothing but a ufunc runs in it, so no signal handler ever finds itself there. It costs a tenth of `np.errstate`,
+    which a small all_reduce notices.
+    """
+
+    def __init__(self) -> None:
+        context = Context()
+        context.run(np.seterr, all="ignore")
+        self.run = context.run
+
+
+_quiet = _Quiet()
 
 
 class Arithmetic:
@@ -37,22 +58,23 @@ class Arithmetic:
         if self.scale is None:
             return own
         scaled = np.empty_like(own)
-        np.multiply(_real(own), self.scale, out=_real(scaled))
+        _quiet.run(np.multiply, _real(own), self.scale, out=_real(scaled))
         return scaled
 
     def combine(self, left: Array, right: Array, target: Array) -> None:
         """Two operands into the target, which may be one of them."""
-        self._ufunc(left, right, out=target)
+        _quiet.run(self._ufunc, left, right, out=target)
 
     def finish(self, target: Array) -> None:
         """The total is complete: divides it, if it is to be divided."""
         if self._divisor == 1.0:
             return
         if self._half:
-            target[...] = target.astype(np.float32) / np.float32(self._divisor)
+            with np.errstate(all="ignore"):
+                target[...] = target.astype(np.float32) / np.float32(self._divisor)
         else:
             real = _real(target)
-            np.true_divide(real, real.dtype.type(self._divisor), out=real)
+            _quiet.run(np.true_divide, real, real.dtype.type(self._divisor), out=real)
 
     def fold(self, terms: Mapping[int, Array], target: Array) -> None:
         """The terms of all ranks, added up in rank order and finished, into the target, which may be a term.
@@ -60,18 +82,22 @@ class Arithmetic:
         In the wide dtype, if there is one, and rounded once.
         """
         first, second, *rest = map(terms.__getitem__, sorted(terms))
-        if self._wide is None:
-            # What stands further behind must not be overwritten before its turn.
+        if self._wide is not None:
+            self._fold_wide(self._wide, [first, second, *rest], target)
+            return
+        if rest:  # what stands further behind must not be overwritten before its turn
             rest = [term.copy() if np.may_share_memory(term, target) else term for term in rest]
-            total = self._ufunc(first, second, out=target)
-        else:
-            total = self._ufunc(first.astype(self._wide), second.astype(self._wide))
+        self.combine(first, second, target)
         for term in rest:
-            self._ufunc(total, term, out=total)
-        if self._wide is None:
-            self.finish(target)
-        else:
-            target[...] = total if self._divisor == 1.0 else total / self._wide.type(self._divisor)
+            self.combine(target, term, target)
+        self.finish(target)
+
+    def _fold_wide(self, wide: np.dtype[Any], terms: list[Array], target: Array) -> None:
+        with np.errstate(all="ignore"):
+            total = self._ufunc(terms[0].astype(wide), terms[1].astype(wide))
+            for term in terms[2:]:
+                self._ufunc(total, term, out=total)
+            target[...] = total if self._divisor == 1.0 else total / wide.type(self._divisor)
 
 
 @lru_cache(maxsize=64)

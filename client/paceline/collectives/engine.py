@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
@@ -112,10 +113,10 @@ class Engine:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
         exchange, deadline, size = self._exchange, call.deadline, base.itemsize
-        scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
+        scratch = np.empty(program.scratch, base.dtype) if program.scratch else out  # of which nothing is used
         areas, out_bytes = (base, out, scratch), as_bytes(out)
         base_bytes = out_bytes if base is out else as_bytes(base)
-        data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
+        data = (base_bytes, out_bytes, out_bytes if scratch is out else as_bytes(scratch))
         addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}
@@ -348,6 +349,7 @@ class Engine:
         raise self.mesh.fault.error() from None
 
 
+@lru_cache(maxsize=1024)
 def _moving(do: Do, peer: int, part: int) -> Move:
     """What is being done, as blame needs it."""
     return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

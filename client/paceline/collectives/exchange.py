@@ -203,16 +203,8 @@ class Exchange:
         Raises:
             Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
         """
-        while True:
-            try:
-                self._links[peer].settle(min(deadline, monotonic() + PATIENCE))
-            except LinkTimeout:
-                if monotonic() >= deadline:
-                    raise
-                self._look_around()
-            else:
-                self.lent.discard(peer)
-                return
+        self._patiently(self._links[peer].settle, deadline)
+        self.lent.discard(peer)
 
     def recall(self) -> None:
         """Takes back all that was lent."""

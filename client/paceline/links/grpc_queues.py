@@ -36,7 +36,12 @@ OUTBOX_FRAMES = 8
 
 
 class Outbox:
-    """Encoded frames on their way out: filled by one thread, emptied on the loop."""
+    """Encoded frames on their way out: filled by one thread, emptied on the loop.
+
+    Attributes:
+        closing: True once the last frame has been added.
+        sent_bytes: bytes that were added so far.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -44,7 +49,7 @@ class Outbox:
         self._room = threading.Condition(self._lock)
         self._frames: deque[bytes] = deque()
         self._ended: LinkEnded | None = None
-        self._closing = False
+        self.closing = False
         self._ready = asyncio.Event()  # touched on the loop only
         self.sent_bytes = 0
 
@@ -55,7 +60,7 @@ class Outbox:
                 left = deadline - time.monotonic()
                 if not self._room.wait(min(SLICE, left)) and left <= SLICE:
                     raise LinkTimeout("the peer took nothing")
-            accepted = self._ended is None and not self._closing and not fault.failed
+            accepted = self._ended is None and not self.closing and not fault.failed
             if accepted:
                 self._frames.append(data)
                 self.sent_bytes += len(data)
@@ -66,17 +71,12 @@ class Outbox:
             fault.check()  # not under the lock: it may wait for a verdict, which comes through the loop
             raise self._ended or LinkEnded("the link is closed", orderly=True)
 
-    @property
-    def closing(self) -> bool:
-        """True once the last frame has been added."""
-        return self._closing
-
     def put_last(self, data: bytes) -> None:
         """Drops what waits and sends this frame instead: the news that the generation has failed."""
         with self._lock:
             self._frames.clear()
             self._frames.append(data)
-            self._closing = True
+            self.closing = True
         self._loop.call_soon_threadsafe(self._ready.set)
 
     def wake(self) -> None:
@@ -95,8 +95,8 @@ class Outbox:
     def close(self, last: bytes) -> None:
         """No more frames after this one; the writer half-closes the stream when it has written what is here."""
         with self._lock:
-            if not self._closing:
-                self._closing = True
+            if not self.closing:
+                self.closing = True
                 self._frames.append(last)
         self._loop.call_soon_threadsafe(self._ready.set)
 
@@ -114,7 +114,7 @@ class Outbox:
                     data = self._frames.popleft()
                     self._room.notify()
                     return data
-                if self._closing or self._ended is not None:
+                if self.closing or self._ended is not None:
                     return None
                 self._ready.clear()
             await self._ready.wait()

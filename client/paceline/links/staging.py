@@ -34,15 +34,16 @@ LONG_FRAMES_AHEAD = 2
 """How many of them a schedule sends ahead: staging holds those, and what is lost where the ring begins anew."""
 
 LONGEST_FRAME_BYTES = LONG_FRAME_BYTES + 1024
-"""Bytes of such a frame where the array is too large for the caches: just longer than all others, so that a threshold
-can tell which frames are copied past the caches. The longest signature fits beside it (`MAX_FRAME_BYTES`)."""
+"""Bytes of such a frame where the array is too large for the caches: just longer than all others, by which its reader
+knows that it is to be copied past the caches (`shm.copying`). The longest signature fits beside it
+(`MAX_FRAME_BYTES`)."""
 
 LONGEST_FRAMES_AHEAD = 1
 """How many of those a schedule sends ahead: two are more than the 8 MiB that every link must hold."""
 
-STREAMED_BYTES = LONG_FRAME_BYTES + 512
-"""From where on copies go past the caches (`cli.launcher.streaming`). In the middle: some of glibc's ways to copy ask
-for more than the threshold, or leave out a line or two at the ends."""
+STREAMED_BYTES = LONG_FRAME_BYTES - 512
+"""From where on copies go past the caches (`cli.launcher.streaming`). A little less than a long frame has: some of
+glibc's ways to copy ask for more than the threshold, or leave out a line or two at the ends."""
 
 
 def frame_bytes(neighbours: int) -> int:

@@ -151,10 +151,9 @@ def _reduce(engine: Engine, call: Call, program: Program, x: Array, result: Arra
     base = flat if x is result else as_flat(x)
     if base is not flat and np.may_share_memory(base, flat):
         base = flat
-    with np.errstate(all="ignore"):  # infinities are values here; a warning on one rank would help nobody
-        engine.run(call, program, base, flat, how)
-        if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
-            how.finish(flat)
+    engine.run(call, program, base, flat, how)
+    if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
+        how.finish(flat)
 
 
 def _sums(reduce: Reduction, order: str) -> Sums:

@@ -26,6 +26,7 @@ from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.halves import Incoming
 from paceline.links.shm.bell import AWAKE, Bell, Vigil, awake_for
 from paceline.links.shm.breach import again, breach
+from paceline.links.shm.copying import Copier
 from paceline.links.shm.layout import (
     DESCRIPTOR,
     INLINE_AT,
@@ -97,6 +98,7 @@ class ShmIncoming(Incoming):
         self._marked = 0  # marks that were read
         self._seen = [0] * MARKS  # what was read last in each place
         self._room = room
+        self._copier = Copier()
         self._bell.watch(sock.fileno(), self._on_socket)
         self._vigil, self._mark_vigil = Vigil(awake_for(neighbours)), Vigil(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
@@ -145,7 +147,7 @@ class ShmIncoming(Incoming):
         # NumPy's copies let other threads run meanwhile, a memoryview's do not.
         if into is not None and len(into) == size:
             if in_place:
-                np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
+                self._copier.copy(payload, into, operation)
             else:
                 into[:] = payload
             payload = into

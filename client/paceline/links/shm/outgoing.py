@@ -13,8 +13,6 @@ import threading
 from collections import deque
 from time import monotonic
 
-import numpy as np
-
 from paceline._fork import check_process
 from paceline.arrays import address_of
 from paceline.errors import LimitExceeded
@@ -25,6 +23,7 @@ from paceline.links.halves import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
 from paceline.links.shm.breach import again, breach
+from paceline.links.shm.copying import copy_through_caches
 from paceline.links.shm.layout import (
     DESCRIPTOR,
     FRAME,
@@ -53,9 +52,6 @@ ANNOUNCEMENT = struct.Struct("<QQ")
 
 _STEP = 1 << 20
 """Bytes of staging behind which memory is put at a time."""
-
-_COPY_BYTES = 2 << 20
-"""Bytes of a payload copied at a time."""
 
 _SLOT, _STAGING, _ARENA = (int(place) for place in Place)
 _DATA = int(FrameKind.DATA)
@@ -124,24 +120,17 @@ class ShmOutgoing(Outgoing):
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
-        if not self._lend(frame, deadline):
-            self.send(frame, deadline)
-
-    def _lend(self, frame: Frame, deadline: float) -> bool:
         check_process()
-        size = len(frame.payload)
-        if not arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
-            return False
-        found = self._arena.find(frame.address or address_of(memoryview(frame.payload)), size)
-        if found is None:
-            return False
+        size, found = len(frame.payload), None
+        if arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
+            found = self._arena.find(frame.address or address_of(memoryview(frame.payload)), size)
+        if found is None or (found[0].number not in self._announced and not self._announce(found[0])):
+            self.send(frame, deadline)
+            return
         segment, offset = found
-        if segment.number not in self._announced and not self._announce(segment):
-            return False
         self._await_slot(deadline)
         self._lent_until = self.frames + 1
         self._publish(frame, size, _ARENA, segment.number, offset)
-        return True
 
     def mark(self, number: int) -> bool:
         """See `Outgoing.mark`."""
@@ -278,11 +267,7 @@ class ShmOutgoing(Outgoing):
             text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
             raise LimitExceeded(text) from error
         offset = STAGING_AT + at % self._ring
-        # NumPy's copy lets other threads run meanwhile, a memoryview's does not. In pieces, for a long copy may go past
-        # the caches (`STREAMED_BYTES`), out of which the peer is about to read it.
-        source, target = np.frombuffer(payload, np.uint8), self._segment.array[offset : offset + size]
-        for start in range(0, size, _COPY_BYTES):
-            np.copyto(target[start : start + _COPY_BYTES], source[start : start + _COPY_BYTES])
+        copy_through_caches(payload, self._memory[offset : offset + size])  # for the peer is about to read it there
         self._staged.append((self.frames, at + size))
         self._head = at + size
         return offset
