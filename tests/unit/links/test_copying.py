@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.links.shm import copying
-from paceline.links.shm.copying import Copier, Route, copy_through_caches
+from paceline.links.shm.copying import Copier, Route
 from paceline.links.staging import LONG_FRAME_BYTES, LONGEST_FRAME_BYTES, STREAMED_BYTES
 
 EVERY = 256
@@ -91,19 +91,17 @@ def test_a_trial_that_met_a_slow_moment_is_made_again() -> None:
 
 @pytest.mark.parametrize("size", [1, STREAMED_BYTES - 1, STREAMED_BYTES, LONG_FRAME_BYTES, LONGEST_FRAME_BYTES])
 def test_every_byte_is_copied_by_either_way(size: int) -> None:
-    rng, copier = np.random.default_rng(size), Copier()
+    rng, copier = np.random.default_rng(size), Copier(LONG_FRAME_BYTES)
     target = np.zeros(size + 2, np.uint8)
     for operation in range(1, 13):  # a trial is among them
         source = rng.integers(1, 255, size, np.uint8)
         copier.copy(source.data, target[1:-1].data, operation)
         assert np.array_equal(target[1:-1], source)
     assert target[0] == target[-1] == 0
-    target[:] = 0
-    copy_through_caches(source.data, target[1:-1].data)
-    assert np.array_equal(target[1:-1], source)
 
 
-def test_only_what_is_as_long_as_a_long_frame_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [LONG_FRAME_BYTES, LONGEST_FRAME_BYTES])
+def test_what_is_long_enough_to_stream_has_a_choice_up_to_a_length(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer ones always stream; and no piece is long enough to, nor is what is too short for a choice."""
     lengths: list[int] = []
     copyto = np.copyto
@@ -114,15 +112,14 @@ def test_only_what_is_as_long_as_a_long_frame_has_a_choice(monkeypatch: pytest.M
 
     monkeypatch.setattr(copying.np, "copyto", record)
     data = bytearray(LONGEST_FRAME_BYTES)
-    for size in (frame := STREAMED_BYTES - 1, LONG_FRAME_BYTES, LONGEST_FRAME_BYTES):
+    for size in (STREAMED_BYTES - 1, STREAMED_BYTES, LONG_FRAME_BYTES, LONGEST_FRAME_BYTES):
         lengths.clear()
-        Copier().copy(memoryview(data)[:size], memoryview(bytearray(size)), 1)
+        Copier(most).copy(memoryview(data)[:size], memoryview(bytearray(size)), 1)
         assert sum(lengths) == size
-        if size == LONG_FRAME_BYTES:
+        if STREAMED_BYTES <= size <= most:
             assert max(lengths) <= STREAMED_BYTES // 2
         else:
             assert lengths == [size]
-    assert frame < STREAMED_BYTES
 
 
 def test_the_frames_of_an_operation_are_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +127,7 @@ def test_the_frames_of_an_operation_are_one_measurement(monkeypatch: pytest.Monk
     monkeypatch.setattr(Route, "note", lambda self, rate: noted.append(rate))
     clock = iter(range(100))
     monkeypatch.setattr(copying, "perf_counter", lambda: float(next(clock)))  # each copy takes a second
-    copier, data = Copier(), memoryview(bytearray(LONG_FRAME_BYTES))
+    copier, data = Copier(LONG_FRAME_BYTES), memoryview(bytearray(LONG_FRAME_BYTES))
     for operation in (1, 1, 1, 2, 4):
         copier.copy(data, data, operation)
     assert noted == [LONG_FRAME_BYTES, LONG_FRAME_BYTES]

@@ -23,7 +23,7 @@ from paceline.links.halves import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
 from paceline.links.shm.breach import again, breach
-from paceline.links.shm.copying import copy_through_caches
+from paceline.links.shm.copying import Copier
 from paceline.links.shm.layout import (
     DESCRIPTOR,
     FRAME,
@@ -98,6 +98,7 @@ class ShmOutgoing(Outgoing):
         self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
         self._head = self._tail = 0
         self._ring = staging_bytes(neighbours)
+        self._copier = Copier(MAX_PAYLOAD_BYTES)
         self._arena = arenas.arena()
         self._announced: set[int] = set()
         self._stale: set[int] = set()  # announced, but gone since
@@ -116,7 +117,7 @@ class ShmOutgoing(Outgoing):
                 self._memory[at : at + size] = payload
             self._publish(frame, size, _SLOT, 0, 0)
         else:
-            self._publish(frame, size, _STAGING, 0, self._stage(payload, size, deadline))
+            self._publish(frame, size, _STAGING, 0, self._stage(frame, size, deadline))
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
@@ -253,8 +254,8 @@ class ShmOutgoing(Outgoing):
                 self._head = self._tail = 0  # so that a ring which is used little stays in the caches
         return count
 
-    def _stage(self, payload: bytes | memoryview, size: int, deadline: float) -> int:
-        """Copies a payload into staging; where."""
+    def _stage(self, frame: Frame, size: int, deadline: float) -> int:
+        """Copies a frame's payload into staging; where."""
         if size > MAX_PAYLOAD_BYTES:
             raise FrameError(f"a payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
         self._take_room(0.0)
@@ -267,7 +268,7 @@ class ShmOutgoing(Outgoing):
             text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
             raise LimitExceeded(text) from error
         offset = STAGING_AT + at % self._ring
-        copy_through_caches(payload, self._memory[offset : offset + size])  # for the peer is about to read it there
+        self._copier.copy(frame.payload, self._memory[offset : offset + size], frame.operation)
         self._staged.append((self.frames, at + size))
         self._head = at + size
         return offset
