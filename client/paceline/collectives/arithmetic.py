@@ -8,7 +8,7 @@ Shapes: n elements of a segment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Context
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,11 @@ from paceline.collectives.ops import Reduction
 __all__ = ["Arithmetic", "arithmetic"]
 
 
+def _run_quietly(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
+    with np.errstate(all="ignore"):
+        ufunc(*args, out=out)
+
+
 class _Quiet(threading.local):
     """A context in which NumPy warns of nothing; each thread has its own, for a context is entered by one at a time.
 
@@ -29,9 +34,11 @@ class _Quiet(threading.local):
     """
 
     def __init__(self) -> None:
-        context = Context()
-        context.run(np.seterr, all="ignore")
-        self.run = context.run
+        self.run: Callable[..., Any] = _run_quietly
+        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before that it is the thread's to warn, not the context's
+            context = Context()
+            context.run(np.seterr, all="ignore")
+            self.run = context.run
 
 
 _quiet = _Quiet()
