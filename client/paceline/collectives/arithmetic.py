@@ -29,8 +29,8 @@ def _run_quietly(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
 class _Quiet(threading.local):
     """A context in which NumPy warns of nothing; each thread has its own, for a context is entered by one at a time.
 
-    Nothing but a ufunc runs in it, so no signal handler ever finds itself there. It costs a tenth of `np.errstate`,
-    which a small all_reduce notices.
+    Nothing but a ufunc runs in it, so no signal handler finds itself there (a finalizer may, before Python 3.12). It
+    costs a tenth of `np.errstate`, which a small all_reduce notices.
     """
 
     def __init__(self) -> None:

@@ -113,10 +113,10 @@ class Engine:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
         """
         exchange, deadline, size = self._exchange, call.deadline, base.itemsize
-        scratch = np.empty(program.scratch, base.dtype) if program.scratch else out  # of which nothing is used
+        scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
         areas, out_bytes = (base, out, scratch), as_bytes(out)
         base_bytes = out_bytes if base is out else as_bytes(base)
-        data = (base_bytes, out_bytes, out_bytes if scratch is out else as_bytes(scratch))
+        data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
         addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}

@@ -55,6 +55,13 @@ class MemberLink(Link):
 
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Link.send`."""
+        self._send(frame, deadline, lend=False)
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Link.lend`; gRPC copies."""
+        self._send(frame, deadline, lend=True)
+
+    def _send(self, frame: Frame, deadline: float, *, lend: bool) -> None:
         self._sending = True  # before the look at `_shut`: `shut` looks the other way round
         try:
             half = self._half
@@ -62,24 +69,10 @@ class MemberLink(Link):
                 half = self._way_out(deadline)
             if half is None:
                 self.outbox.put(encode(frame), deadline, self._fault)
+            elif lend:
+                half.lend(frame, deadline)
             else:
                 half.send(frame, deadline)
-        finally:
-            self._sending = False
-            if self._shut:
-                self._close_out()
-
-    def lend(self, frame: Frame, deadline: float) -> None:
-        """See `Link.lend`; gRPC copies."""
-        self._sending = True
-        try:
-            half = self._half
-            if half is None or self._shut or self.outbox.closing:
-                half = self._way_out(deadline)
-            if half is None:
-                self.outbox.put(encode(frame), deadline, self._fault)
-            else:
-                half.lend(frame, deadline)
         finally:
             self._sending = False
             if self._shut:

@@ -48,7 +48,7 @@ def test_two_members_alone_on_a_node_send_long_frames(
 
 
 def test_frames_of_what_fits_no_cache_are_just_longer() -> None:
-    """So that their copies go past the caches, and no others."""
+    """So that whoever reads them knows that they go past the caches, whatever is faster for others."""
     elements, sent_ahead = long_segment(FLOAT, 32 * MIB, engine("aa"))
     assert (elements * 4, sent_ahead) == (LONGEST_FRAME_BYTES, 1)
     assert LONGEST_FRAME_BYTES > LONG_FRAME_BYTES

@@ -15,7 +15,7 @@ from paceline.links.shm import copying
 from paceline.links.shm.copying import Copier, Route
 from paceline.links.staging import LONG_FRAME_BYTES, LONGEST_FRAME_BYTES, STREAMED_BYTES
 
-EVERY = 256
+FIRST, EVERY = 8, 256
 
 Machine = Callable[[bool, bool], float]
 
@@ -47,14 +47,14 @@ def ride(route: Route, machine: Machine, operations: int) -> list[bool]:
 
 @pytest.mark.parametrize(("machine", "streams"), [(one_cache, False), (two_caches, True), (no_streams, False)])
 def test_the_faster_way_is_found_and_kept(machine: Machine, streams: bool) -> None:
-    ways = ride(Route(), machine, 20 * EVERY)
+    ways = ride(Route(FIRST), machine, 20 * EVERY)
     assert ways[20:EVERY] == [streams] * (EVERY - 20)
     assert ways[20:].count(not streams) <= 2 * 20
 
 
 def test_each_trial_is_two_operations_long() -> None:
     """The first finds what the other way has left in the caches, so it says nothing."""
-    ways = ride(Route(), one_cache, 3 * EVERY)
+    ways = ride(Route(FIRST), one_cache, 3 * EVERY)
     starts = [at for at, (a, b) in enumerate(pairwise([False, *ways])) if b and not a]
     assert len(starts) == 3
     assert all(ways[at : at + 3] == [True, True, False] for at in starts)
@@ -62,7 +62,7 @@ def test_each_trial_is_two_operations_long() -> None:
 
 @pytest.mark.parametrize("first", [one_cache, two_caches])
 def test_it_follows_a_machine_that_changes(first: Machine) -> None:
-    route, second = Route(), two_caches if first is one_cache else one_cache
+    route, second = Route(FIRST), two_caches if first is one_cache else one_cache
     for machine in (first, second, first, second):
         ride(route, machine, EVERY + 20)
         assert route.streams is (machine is two_caches)
@@ -71,7 +71,7 @@ def test_it_follows_a_machine_that_changes(first: Machine) -> None:
 @pytest.mark.parametrize("machine", [one_cache, two_caches])
 def test_one_slow_operation_changes_nothing(machine: Machine) -> None:
     """Somebody else had the processor meanwhile."""
-    route = Route()
+    route = Route(FIRST)
     ride(route, machine, 50)
     streams = route.streams
     route.note(machine(streams, streams) / 20)
@@ -79,7 +79,7 @@ def test_one_slow_operation_changes_nothing(machine: Machine) -> None:
 
 
 def test_a_trial_that_met_a_slow_moment_is_made_again() -> None:
-    route = Route()
+    route = Route(FIRST)
     while not route.streams:
         route.note(two_caches(False, False))
     route.note(1e9)
@@ -91,12 +91,14 @@ def test_a_trial_that_met_a_slow_moment_is_made_again() -> None:
 
 @pytest.mark.parametrize("size", [1, STREAMED_BYTES - 1, STREAMED_BYTES, LONG_FRAME_BYTES, LONGEST_FRAME_BYTES])
 def test_every_byte_is_copied_by_either_way(size: int) -> None:
-    rng, copier = np.random.default_rng(size), Copier(LONG_FRAME_BYTES)
-    target = np.zeros(size + 2, np.uint8)
+    rng, copier = np.random.default_rng(size), Copier(LONG_FRAME_BYTES, FIRST)
+    target, ways = np.zeros(size + 2, np.uint8), set()
     for operation in range(1, 13):  # a trial is among them
         source = rng.integers(1, 255, size, np.uint8)
         copier.copy(source.data, target[1:-1].data, operation)
         assert np.array_equal(target[1:-1], source)
+        ways.add(copier.streams)
+    assert (True in ways) == (STREAMED_BYTES <= size <= LONG_FRAME_BYTES)
     assert target[0] == target[-1] == 0
 
 
@@ -114,10 +116,11 @@ def test_what_is_long_enough_to_stream_has_a_choice_up_to_a_length(most: int, mo
     data = bytearray(LONGEST_FRAME_BYTES)
     for size in (STREAMED_BYTES - 1, STREAMED_BYTES, LONG_FRAME_BYTES, LONGEST_FRAME_BYTES):
         lengths.clear()
-        Copier(most).copy(memoryview(data)[:size], memoryview(bytearray(size)), 1)
+        Copier(most, FIRST).copy(memoryview(data)[:size], memoryview(bytearray(size)), 1)
         assert sum(lengths) == size
         if STREAMED_BYTES <= size <= most:
-            assert max(lengths) <= STREAMED_BYTES // 2
+            assert len(lengths) == 2
+            assert max(lengths) < STREAMED_BYTES - 64
         else:
             assert lengths == [size]
 
@@ -126,8 +129,8 @@ def test_the_frames_of_an_operation_are_one_measurement(monkeypatch: pytest.Monk
     noted: list[float] = []
     monkeypatch.setattr(Route, "note", lambda self, rate: noted.append(rate))
     clock = iter(range(100))
-    monkeypatch.setattr(copying, "perf_counter", lambda: float(next(clock)))  # each copy takes a second
-    copier, data = Copier(LONG_FRAME_BYTES), memoryview(bytearray(LONG_FRAME_BYTES))
+    monkeypatch.setattr(copying, "thread_time", lambda: float(next(clock)))  # each copy takes a second
+    copier, data = Copier(LONG_FRAME_BYTES, FIRST), memoryview(bytearray(LONG_FRAME_BYTES))
     for operation in (1, 1, 1, 2, 4):
         copier.copy(data, data, operation)
     assert noted == [LONG_FRAME_BYTES, LONG_FRAME_BYTES]

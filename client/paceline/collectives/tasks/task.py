@@ -65,16 +65,16 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
 
 
 _PAST_CACHES_BYTES = 32 << 20
-"""Arrays of so many bytes are copied past the caches: two members' fill the last cache of most core complexes. Those
-that fit are faster within it. Source: lent arrays, W=2, cores that share 32 MiB: 16 MiB 0.83 ms, streamed 1.1; 32 MiB
-2.9 ms both."""
+"""Results of so many bytes always go past the caches: two members' fill the last cache of most core complexes. For
+shorter ones `links.shm.copying` chooses. Source: lent arrays, W=2, cores that share 32 MiB: 16 MiB 0.83 ms, streamed
+1.1; 32 MiB 2.9 ms both."""
 
 
 def long_segment(dtype: np.dtype[Any], nbytes: int, engine: Engine) -> tuple[int, int]:
     """Elements per frame of an all_reduce, and how many frames a rank sends ahead (`program.AHEAD`).
 
     Where all are on one node, and no node has more than two, frames are twice as long as in other collectives, and half
-    as many go ahead; a little longer, with one ahead, where the array does not fit the caches: their copies stream.
+    as many go ahead; a little longer, with one ahead, where the array does not fit the caches: those always stream.
 
     Args:
         dtype: of the array.

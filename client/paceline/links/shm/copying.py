@@ -11,7 +11,7 @@ Source: all_reduce of 8 and 16 MiB, lent, W=2 on an AMD EPYC: through the caches
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -19,14 +19,11 @@ from paceline.links.staging import STREAMED_BYTES
 
 __all__ = ["Copier", "Route"]
 
-_PIECE_BYTES = STREAMED_BYTES // 2
-"""Far enough below the threshold that no piece streams."""
-
 _WORTH = 2.0
 """A stream must be so many times as fast: what it has written, whoever reads it next must fetch from main memory."""
 
-_FIRST_TRIAL, _TRIAL_EVERY = 8, 256
-"""Operations after which the other way is tried, and again: two operations that are four times as slow cost 2 %."""
+_TRIAL_EVERY = 256
+"""Operations after which the other way is tried again: two that are four times as slow cost 2 %."""
 
 
 class Route:
@@ -34,12 +31,16 @@ class Route:
 
     Each change shows only in the second operation behind it: the first finds in the caches what the other way has left.
 
+    Args:
+        first_trial: operations after which the other way is tried for the first time, fewer than those until the next.
+
     Attributes:
         streams: True if they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_trial: int) -> None:
         self.streams = False
+        self._first_trial = first_trial
         self._rates = [0.0, 0.0]  # of copies through and past the caches; 0 where none is known
         self._noted = 0
         self._changed = self._on_trial = False
@@ -56,7 +57,7 @@ class Route:
         streams = past > _WORTH * through
         if not was_trial:
             self._noted += 1
-            if self._noted % _TRIAL_EVERY == _FIRST_TRIAL:
+            if self._noted % _TRIAL_EVERY == self._first_trial:
                 streams, self._on_trial = not self.streams, True
         self._changed = streams is not self.streams
         self.streams = streams
@@ -67,14 +68,21 @@ class Copier:
 
     Args:
         most: bytes of the longest that may go either way; longer ones always stream.
+        first_trial: see `Route`. Who writes and who reads make theirs at other times: what one streams tells on the
+            other.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, first_trial: int) -> None:
         self._most = most
-        self._route = Route()
+        self._route = Route(first_trial)
         self._operation = 0
         self._bytes = 0  # that this operation has copied by the route
         self._seconds = 0.0
+
+    @property
+    def streams(self) -> bool:
+        """True if what has a choice goes past the caches just now."""
+        return self._route.streams
 
     def copy(self, source: bytes | memoryview, target: memoryview, operation: int) -> None:
         """Copies a payload, without the GIL, so that other threads run meanwhile.
@@ -85,18 +93,18 @@ class Copier:
             operation: number of the operation that it is part of.
         """
         size = len(target)
-        if not STREAMED_BYTES <= size <= self._most:  # too short to stream, or so long that it should
+        if size < STREAMED_BYTES or size > self._most:  # too short to stream, or so long that it should
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
             return
         if operation != self._operation:
             self._note()
             self._operation = operation
-        step = size if self._route.streams else _PIECE_BYTES
+        step = size if self.streams else (size + 1) // 2  # halves are too short to stream
         here, there = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-        started = perf_counter()
+        started = thread_time()  # what it waits for the GIL does not count, for there is more of that in two halves
         for start in range(0, size, step):
             np.copyto(here[start : start + step], there[start : start + step])
-        self._seconds += perf_counter() - started
+        self._seconds += thread_time() - started
         self._bytes += size
 
     def _note(self) -> None:

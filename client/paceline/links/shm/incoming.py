@@ -99,7 +99,7 @@ class ShmIncoming(Incoming):
         self._marked = 0  # marks that were read
         self._seen = [0] * MARKS  # what was read last in each place
         self._room = room
-        self._copier = Copier(LONG_FRAME_BYTES)
+        self._copier = Copier(LONG_FRAME_BYTES, first_trial=12)
         self._bell.watch(sock.fileno(), self._on_socket)
         self._vigil, self._mark_vigil = Vigil(awake_for(neighbours)), Vigil(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read

@@ -98,7 +98,7 @@ class ShmOutgoing(Outgoing):
         self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
         self._head = self._tail = 0
         self._ring = staging_bytes(neighbours)
-        self._copier = Copier(MAX_PAYLOAD_BYTES)
+        self._copier = Copier(MAX_PAYLOAD_BYTES, first_trial=8)
         self._arena = arenas.arena()
         self._announced: set[int] = set()
         self._stale: set[int] = set()  # announced, but gone since
