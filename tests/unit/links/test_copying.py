@@ -134,3 +134,11 @@ def test_the_frames_of_an_operation_are_one_measurement(monkeypatch: pytest.Monk
     for operation in (1, 1, 1, 2, 4):
         copier.copy(data, data, operation)
     assert noted == [LONG_FRAME_BYTES, LONG_FRAME_BYTES]
+
+
+def test_a_clock_that_stands_still_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "thread_time", lambda: 1.0)
+    copier, data = Copier(LONG_FRAME_BYTES, FIRST), memoryview(bytearray(LONG_FRAME_BYTES))
+    for operation in range(1, 2 * FIRST):
+        copier.copy(data, data, operation)
+        assert not copier.streams

@@ -108,6 +108,6 @@ class Copier:
         self._bytes += size
 
     def _note(self) -> None:
-        if self._bytes:
+        if self._seconds:  # a clock may tick more slowly than copies are made
             self._route.note(self._bytes / self._seconds)
         self._bytes, self._seconds = 0, 0.0
