@@ -41,9 +41,10 @@ knows that it is to be copied past the caches (`shm.copying`). The longest signa
 LONGEST_FRAMES_AHEAD = 1
 """How many of those a schedule sends ahead: two are more than the 8 MiB that every link must hold."""
 
-STREAMED_BYTES = LONG_FRAME_BYTES - 512
-"""From where on copies go past the caches (`cli.launcher.streaming`). A little less than a long frame has: some of
-glibc's ways to copy ask for more than the threshold, or leave out a line or two at the ends."""
+STREAMED_BYTES = LONG_FRAME_BYTES - (64 << 10)
+"""From where on copies go past the caches (`cli.launcher.streaming`). Less than a long frame has: some of glibc's ways
+to copy ask for more than the threshold, or leave out a line or two at the ends. And no more than longest frames leave
+at the end of a chunk of 4, 8, 12, ... 256 MiB."""
 
 
 def frame_bytes(neighbours: int) -> int:

@@ -46,6 +46,12 @@ def test_a_threshold_tells_long_frames_from_all_others() -> None:
     assert LONG_FRAME_BYTES < LONGEST_FRAME_BYTES
 
 
+@pytest.mark.parametrize("mib", range(16, 257, 4))
+def test_what_longest_frames_leave_at_the_end_of_a_chunk_can_stream(mib: int) -> None:
+    """Else it would be slow where cores share no cache, and half of 32 MiB with it."""
+    assert STREAMED_BYTES + 128 <= mib * MIB % LONGEST_FRAME_BYTES <= LONG_FRAME_BYTES
+
+
 def test_the_longest_frame_fits_every_link_with_the_longest_signature() -> None:
     frame = Frame(FrameKind.DATA, 1, 1, 0, bytes(MAX_SIGNATURE_BYTES), bytes(LONGEST_FRAME_BYTES))
     assert encode(frame)
