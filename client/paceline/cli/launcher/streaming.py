@@ -25,7 +25,7 @@ _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
 def streaming_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables for a program that is to be started; none if its user has set the threshold.
 
-    Copies of long frames stream, unless they are made in pieces, and those of others stay in the caches; the program's
+    Copies of long frames stream, unless they are made in halves, and those of others stay in the caches; the program's
     own copies of that length stream too. Elsewhere than on glibc and x86 it says nothing to anyone.
 
     Args:
