@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -20,6 +21,26 @@ def _extra(before: set[threading.Thread]) -> list[threading.Thread]:
         for thread in threading.enumerate()
         if thread not in before and thread.is_alive() and not any(word in thread.name for word in _LASTING)
     ]
+
+
+_SLOW_S = 240
+"""The time limit of slow tests that name none: six of them may share two cores with a build."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives slow tests more time before they count as hung, and makes all but one in n of `sampled` ones exhaustive."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_SLOW_S))
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            (n,) = sampled.args
+            test = item.nodeid.partition("[")[0]
+            at, seen[test] = seen[test], seen[test] + 1
+            if at % n != at // n % n:  # a diagonal: each value of each argument has its turn
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,13 +7,15 @@ made them and grpc polls for one loop best. The thread is a daemon and starts wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from paceline._exhausted import is_exhausted
 from paceline._grpc import hold_aio
 from paceline._wait import Outcome
 
@@ -28,16 +30,62 @@ class LoopThread:
     def __init__(self) -> None:
         # Made in its own thread: Ctrl-C reaches the main thread only, and a loop half made complains when it is freed.
         made: Future[asyncio.AbstractEventLoop] = Future()
+        self._hearers: list[Callable[[BaseException], None]] = []
         self._thread = threading.Thread(target=self._run, args=(made,), name="paceline-loop", daemon=True)
         self._thread.start()
         self.loop = made.result()
 
     def _run(self, made: Future[asyncio.AbstractEventLoop]) -> None:
-        loop = asyncio.new_event_loop()
+        try:
+            loop = asyncio.new_event_loop()
+        except BaseException as error:  # noqa: BLE001  no descriptor is left, most likely; raised where it was asked for
+            made.set_exception(error)
+            return
         asyncio.set_event_loop(loop)
-        loop.call_soon(hold_aio)  # before anything that is started here
-        made.set_result(loop)
-        loop.run_forever()
+        loop.set_exception_handler(self._on_exception)
+        loop.call_soon(self._begin, loop, made)
+        while True:
+            try:
+                loop.run_forever()
+            except BaseException as error:  # noqa: BLE001  asyncio itself has failed; the goodbye still needs the loop
+                self._tell(error)
+            else:  # it was stopped
+                loop.close()
+                return
+
+    @staticmethod
+    def _begin(loop: asyncio.AbstractEventLoop, made: Future[asyncio.AbstractEventLoop]) -> None:
+        """The first thing on the loop: grpc.aio is up before anything that is started here."""
+        try:
+            hold_aio()
+        except BaseException as error:  # noqa: BLE001  no thread is left, most likely; raised where it was asked for
+            made.set_exception(error)
+            loop.stop()
+        else:
+            made.set_result(loop)
+
+    def on_failure(self, hear: Callable[[BaseException], None]) -> None:
+        """Has a function called, on the loop, when work there has failed for want of memory, threads or descriptors.
+
+        It is unknown then which work was left out, so a session must not go on with this loop.
+        """
+        self._hearers.append(hear)
+
+    def forget(self, hear: Callable[[BaseException], None]) -> None:
+        """Undoes `on_failure`."""
+        with contextlib.suppress(ValueError):
+            self._hearers.remove(hear)
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback has failed, or a task whose end nobody asked for."""
+        error = context.get("exception")
+        if isinstance(error, BaseException) and is_exhausted(error):
+            self._tell(error)
+        loop.default_exception_handler(context)
+
+    def _tell(self, error: BaseException) -> None:
+        for hear in list(self._hearers):
+            hear(error)
 
     @property
     def is_current(self) -> bool:
@@ -65,8 +113,11 @@ class LoopThread:
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            tasks.append(self.loop.create_task(work))
-            tasks[0].add_done_callback(end)
+            try:
+                tasks.append(self.loop.create_task(work))
+                tasks[0].add_done_callback(end)
+            except BaseException as error:  # noqa: BLE001  no memory is left; the waiting caller must hear of it
+                outcome.set_exception(error)
 
         def end(task: asyncio.Task[T]) -> None:
             tasks.clear()  # freed here: asyncio has a callback for that, in which an interrupt would be lost

@@ -109,6 +109,13 @@ class Work(Generic[T]):
             with suppress(KeyboardInterrupt):
                 self._over.wait()
 
+    def _fail(self, error: BaseException) -> None:
+        """It ends with an error that is not its own; without effect if it has ended."""
+        if not self._over.is_set():
+            self._error, self._task = error, None
+            self._over.set()
+            self._tell()
+
     def _run(self) -> None:
         task, self._task = self._task, None  # let go of the arrays when it is over
         assert task is not None
@@ -272,16 +279,33 @@ class Lane:
         return self._issued, begin(self._issued)
 
     def _enqueue(self, operation: int, task: Callable[[], T]) -> Work[T]:
-        work = Work(operation, task, self._abort)
-        self._queue.append(work)
-        if self._thread is None:
+        if self._thread is None:  # before anything is in line: if no thread can be had, nobody waits for what is there
             thread = threading.Thread(target=self._serve, name="paceline-group", daemon=True)
             thread.start()
             self._thread = thread
+        work = Work(operation, task, self._abort)
+        self._queue.append(work)
         self._changed.notify_all()
         return work
 
     def _serve(self) -> None:
+        """The lane's thread. It does not end while somebody waits for what is in line."""
+        try:
+            self._run_all()
+        except BaseException as error:  # noqa: BLE001  no memory is left, most likely; `Work.wait` raises it
+            try:
+                self._abort(self._progress[0], error)  # first: who issues an operation now shall hear of this, too
+            finally:
+                with self._lock:
+                    self._closed = True
+                    self._busy = None
+                    while self._queue:
+                        self._queue.popleft()._fail(error)
+                    if self._running is not None:
+                        self._running._fail(error)
+                    self._changed.notify_all()
+
+    def _run_all(self) -> None:
         me = threading.current_thread()
         while True:
             with self._lock:
@@ -289,9 +313,9 @@ class Lane:
                 if not self._queue:
                     return
                 self._busy = me
-                work = self._queue.popleft()
+                self._running = work = self._queue[0]
+                self._queue.popleft()
             self._progress = (work.operation, monotonic(), True)
-            self._running = work
             work._run()
             del work  # its result belongs to the caller, not to an idle thread
             self._frees()

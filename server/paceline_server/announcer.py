@@ -6,6 +6,8 @@ workers changes it, and telling all of them each time would make W^2 messages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from paceline_server.effects import Effect, PushWaiting
 from paceline_server.model import Session
 
@@ -29,23 +31,24 @@ class Announcer:
         self._last_round = -_NEVER
         self.announce_at = _NEVER
 
-    def announce(self, now: float, reason: str, candidates: list[Session], newcomer: Session | None) -> list[Effect]:
+    def announce(self, now: float, reason: str, waiting: Iterable[Session], newcomer: Session | None) -> list[Effect]:
         """What to send now that the sentence is `reason`.
 
         Args:
             now: the time, in seconds.
             reason: the policy's sentence.
-            candidates: who waits.
+            waiting: the members and candidates that wait.
             newcomer: the one among them that has just come (back).
         """
         effects: list[Effect] = []
         if newcomer is not None:
             newcomer.told = reason
             effects.append(PushWaiting(newcomer.member_id, reason))
-        others = [session for session in candidates if session.told != reason]
-        if others and now < self._last_round + self._interval:
-            self.announce_at = self._last_round + self._interval
+        due = self._last_round + self._interval
+        if now < due:
+            self.announce_at = due if any(session.told != reason for session in waiting) else _NEVER
             return effects
+        others = [session for session in waiting if session.told != reason]
         for session in others:
             session.told = reason
             effects.append(PushWaiting(session.member_id, reason))

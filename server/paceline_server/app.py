@@ -131,15 +131,19 @@ class Coordinator:
             _log.warning("%s", warning)
         return address
 
-    async def stop(self, grace: float = 1.0) -> None:
+    async def stop(self, grace: float = 1.0, *, for_good: bool = False) -> None:
         """Drains and stops: not serving any more, waiters woken with DRAINING, calls ended, state closed.
 
         Args:
             grace: seconds for calls in progress to end before they are cut.
+            for_good: no coordinator will take this one's place: its sessions are ended in good order, so that members
+                do not look for it. They have `grace` to hear of it, too.
         """
         if self._stopped or not self._began:
             return
         self._stopped = True
+        if for_good:
+            await self._dispatcher.dissolve(grace)
         self._dispatcher.drain()
         # A watcher that does not read holds the lock of the health service, and must not hold us.
         with contextlib.suppress(TimeoutError):

@@ -14,8 +14,9 @@ from paceline_server.effects import Effect, EndSession, PushVerdict, StoreEnding
 from paceline_server.errors import SessionEnded
 from paceline_server.evidence import Evidence
 from paceline_server.leases import Leases
-from paceline_server.model import Ending, JobState, Session, Standing, Verdict
+from paceline_server.model import Ending, JobState, Session, Standing, Verdict, View
 from paceline_server.settings import ServerSettings
+from paceline_server.stragglers import Stragglers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Departures", "rank_of"]
@@ -37,12 +38,13 @@ class Departures:
         self._settings = settings
         self._leases = Leases(state)
         self._evidence = Evidence(state, settings)
+        self._stragglers = Stragglers(state)
         self._barriers = Barriers(state.view, settings.max_open_barriers) if state.view else None
         self._gone_meanwhile: dict[str, Ending] = {}  # sessions that ended while a view with them was being stored
 
     def _lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
         """Ends sessions that are gone, each with how; voids the view if one was in it."""
-        gone = {rank_of(session): ending for session, ending in lost if session.standing is Standing.IN_VIEW}
+        gone = {rank_of(session): ending for session, ending in lost if self._is_in_live_view(session)}
         effects: list[Effect] = []
         for rank, ending in gone.items():
             effects += self._mark(rank, ending)
@@ -53,6 +55,12 @@ class Departures:
                 self.state.last_arrival = now  # it may be on its way back, like those whom a restart has cut off
             effects += self._end(session, ending, SessionEnded(f"the session has ended: the member {ending.how}"))
         return effects
+
+    def _is_in_live_view(self, session: Session) -> bool:
+        """True also for a member that may go: it keeps the state together with others, who wait for it."""
+        live = self.state.live
+        going = session.standing is Standing.DISMISSED and live is not None and session.generation == live.generation
+        return going or session.standing is Standing.IN_VIEW
 
     def _mark(self, rank: int, ending: Ending) -> list[Effect]:
         """Remembers how a member of the view went."""
@@ -78,28 +86,38 @@ class Departures:
         verdict = self._evidence.judge(now, {})
         effects = self._void(now, verdict)
         if verdict.reason == ErrorReason.ERROR_REASON_PEER_LOST:
-            effects += self._part_with(verdict.culprits)
+            # In the next generation the same link would break again. The member at its end may be well: it comes back
+            # when it has links to all.
+            effects += self._part_with(verdict.culprits, "was cut off from others")
         return effects
 
-    def _part_with(self, culprits: Collection[int]) -> list[Effect]:
-        """Who is at the bad end of a link is out of the line: in the next generation that link would break again.
+    def _part_with(self, ranks: Collection[int], how: str) -> list[Effect]:
+        """The line goes on without these members, unless none of the others may hold its state.
 
-        It may be well, and comes back as a newcomer when it has links to all. Not if none but it may hold the state.
+        Each may still be alive: it finds out that its session has ended, and comes back as a newcomer.
         """
         view = self.state.view
         if view is None or view.base is None:
             return []
-        rest = [session for session in self.state.present() if session.rank not in culprits]
-        if all(session.rank in view.newcomers or session.stream is None for session in rest):
+        parted, newcomers = set(ranks), set(view.newcomers)
+        rest = [session for session in self.state.present() if session.rank not in parted]
+        if not any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest):
             return []
         effects: list[Effect] = []
-        for rank in culprits:
+        for rank in ranks:
             session = self.state.session_of(rank)
             if session is not None and session.generation == view.generation:
-                ending = Ending("was cut off from others", orderly=False, sure=False)
+                ending = Ending(how, orderly=False, sure=False)
                 refusal = SessionEnded(f"the session has ended: the member {ending.how}")
                 effects += self._end(session, ending, refusal)
         return effects
+
+    def _part_with_stragglers(self, now: float) -> list[Effect]:
+        overdue = self._stragglers.overdue(now)
+        if not overdue:
+            return []
+        timeout = overdue[0].settings.failure_timeout
+        return self._part_with([rank_of(session) for session in overdue], f"did not stop within {timeout:g} s")
 
     def _void(self, now: float, verdict: Verdict) -> list[Effect]:
         """The view is over; every member of it is told the same, now or when it resumes."""
@@ -116,7 +134,9 @@ class Departures:
             session = self.state.sessions.get(seat.member_id)
             if session is None:
                 continue
-            session.standing, session.verdict = Standing.VOID, verdict
+            if session.standing is not Standing.DISMISSED:
+                session.standing = Standing.VOID
+            session.verdict = verdict
             if session.lease_from is None:  # not seen since a restart: from now on nobody vouches for it
                 session.lease_from = session.heard
                 self._leases.began(session)
@@ -129,3 +149,14 @@ def rank_of(session: Session) -> int:
     """The rank of a member of a view."""
     assert session.rank is not None, "a member of a view has a rank"
     return session.rank
+
+
+def _may_lead(view: View, newcomers: Collection[int], session: Session) -> bool:
+    """True if the line can go on from what this member holds, as far as it has said what that is.
+
+    A newcomer has yet to show that it has gone further; of others something may have spoiled the state.
+    """
+    met = session.met if session.has_met else None
+    if met is not None and (met.tag is None or not met.holds_base):
+        return False
+    return session.rank not in newcomers or (met is not None and met.tag != view.base)

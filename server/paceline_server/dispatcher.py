@@ -8,6 +8,7 @@ back are performed here, in order, without awaiting anything: pushes go to queue
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import secrets
@@ -49,7 +50,7 @@ from paceline_server.pages import ViewPages
 from paceline_server.pushes import to_message
 from paceline_server.restore import restore
 from paceline_server.settings import ServerSettings
-from paceline_server.storage.base import Storage
+from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.storeroom import Storeroom
 from paceline_server.streams import SessionStream
 from paceline_server.timers import Timers
@@ -70,17 +71,22 @@ class Dispatcher:
         settings: limits and times.
         storage: what outlives the process; opened by `start`, closed by whoever made it.
         observer: told of streams that begin and end.
+
+    Attributes:
+        jobs: those that have sessions, a line or keys. `find` knows those at rest, too.
     """
 
     def __init__(self, settings: ServerSettings, storage: Storage, observer: Observer | None = None) -> None:
         self.settings = settings
         self.jobs: dict[str, Job] = {}
         self.draining = False
+        self._resting: dict[str, JobState] = {}  # nothing is left of them but the number, and whether they are done
         self.storage = storage
         self._observer = observer
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
+        self._emptied = asyncio.Event()  # no stream is left of those that were there when it began to stop
         self._knocks = Knocks()
         self._keeper = Keeper(storage, self.apply)
         self._timers: Timers | None = None
@@ -98,8 +104,25 @@ class Dispatcher:
         for stored in stored_jobs:
             job = self._make_job(restore(now, stored), KeyValues(stored.name, self.settings, stored.keys))
             self.jobs[stored.name] = job
+            if stored.view is not None:
+                self._pages(job, stored.view)  # its members have this list
             self.apply(job, Ticked())
         self._timers.start()
+
+    async def dissolve(self, patience: float) -> None:
+        """Ends all sessions for good, in good order: members are told so, and need neither wait nor say goodbye.
+
+        Args:
+            patience: seconds for the members to hear of it, which they answer by ending their streams. If the process
+                ended before, what was said might get lost with its connections.
+        """
+        self.draining = True
+        for stream in self._streams.values():
+            stream.push(pb.SessionResponse(left=pb.Left()))
+        if self._streams:
+            with contextlib.suppress(TimeoutError):  # a frozen member; its stream is cut as at any other end
+                async with asyncio.timeout(patience):
+                    await self._emptied.wait()
 
     def drain(self) -> None:
         """Refuses what is new and ends what waits; members keep their sessions for whoever comes after."""
@@ -112,6 +135,45 @@ class Dispatcher:
         self._knocks.close()
         for stream in self._streams.values():
             stream.close(Draining("the coordinator is stopping"))
+
+    # Jobs -------------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """The names of all jobs, in order."""
+        return sorted([*self.jobs, *self._resting])
+
+    def find(self, name: str) -> Job | None:
+        """The job of that name. One at rest is made for the occasion, and taken up if a session is opened in it."""
+        job = self.jobs.get(name)
+        if job is None and (state := self._resting.get(name)) is not None:
+            job = self._make_job(state, KeyValues(name, self.settings, {}))
+        return job
+
+    async def forget(self, name: str) -> None:
+        """Removes a job that is over, with its keys and its number. Returns when that is durable.
+
+        Raises:
+            NotFound: there is no such job.
+            BadRequest: it is not over; the text says what to do.
+            OSError: it cannot be stored, and the job is back when the coordinator is started again.
+        """
+        job = self.find(name)
+        if job is None:
+            raise NotFound(f"there is no job {name!r}; paceline status shows those that there are")
+        state = job.membership.state
+        if count := sum(session.stream is not None for session in state.sessions.values()):
+            raise BadRequest(
+                f"job {name!r} has {count} worker{'s' if count > 1 else ''}: to have them leave use paceline drain "
+                f"--all --job {name}; nothing was forgotten"
+            )
+        if not state.is_at_rest:
+            raise BadRequest(
+                f"job {name!r} may go on: workers of it are silent, and may hold its state; if you know that they have "
+                f"ended, paceline restart {name} says so; nothing was forgotten"
+            )
+        self.jobs.pop(name, None)
+        self._resting.pop(name, None)
+        await self.storage.write([JobForgotten(name)])  # after all that was written of it, and before what will be
 
     # Sessions ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +202,7 @@ class Dispatcher:
             former_member_id=wire.check_length(message.former_member_id, "a member id", 64),
             former_token_sha256=wire.token_hash(message.former_session_token),
         )
-        job = self.jobs.get(name)
+        job = self.find(name)
         former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
         freed = int(former is not None and admission.has_been(event, former))  # its place, when it has come in
         if (
@@ -148,7 +210,9 @@ class Dispatcher:
             >= self.settings.max_sessions
         ):
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
-        job = job or self._new_job(name)
+        if name not in self.jobs:
+            self._check_room(name)
+        job = job or self._make_job(JobState(name), KeyValues(name, self.settings, {}))
         if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
             raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
         self._attach(job, stream, token, event)
@@ -162,7 +226,7 @@ class Dispatcher:
         """
         self._check_running()
         wire.check_version(message.protocol_version)
-        job = self.jobs.get(message.job)
+        job = self.find(message.job)
         if job is None:
             stateless = "" if self.settings.state_path else " without a state file (--state)"
             raise SessionEnded(
@@ -182,6 +246,8 @@ class Dispatcher:
             self._observer("stream_ended", stream.member_id, now)
         if self._streams.get(stream.member_id) is stream:
             del self._streams[stream.member_id]
+        if self.draining and not self._streams:
+            self._emptied.set()
         job = self.jobs.get(stream.job)
         if job is not None and not self.draining:
             session = job.membership.state.sessions.get(stream.member_id)
@@ -192,7 +258,7 @@ class Dispatcher:
 
     def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
         """A launcher saw a process end. Returns whether a live member of the job is that process."""
-        job = self.jobs.get(name)
+        job = self.find(name)
         if job is None:
             return False
         known = bool(job.membership.find(process))
@@ -214,24 +280,25 @@ class Dispatcher:
             raise SessionEnded("the token does not prove the session")
         return job
 
-    def page(self, name: str, generation: int, number: int) -> bytes:
-        """A serialised page of a view.
+    def page(self, name: str, generation: int, number: int, known_sha256: bytes) -> bytes:
+        """A serialised page of a view, or what has changed since the view whose hash the worker knows.
 
         Raises:
             NotFound: no such job.
             StaleGeneration: not the job's current generation.
             BadRequest: no such page.
         """
-        job = self.jobs.get(name)
+        job = self.find(name)
         if job is None:
             raise NotFound(f"there is no job {name!r}")
         view = job.membership.state.view
         if view is None or view.generation != generation:
             raise StaleGeneration(f"generation {generation} of job {name!r} is not the current one")
-        pages = self._pages(job, view).pages
-        if number >= len(pages):
-            raise BadRequest(f"the view has {len(pages)} pages; there is no page {number}")
-        return pages[number]
+        pages = self._pages(job, view)
+        page = pages.page(number, known_sha256)
+        if page is None:
+            raise BadRequest(f"the view has {len(pages.pages)} pages; there is no page {number}")
+        return page
 
     # Events and effects -----------------------------------------------------------------------------------------------
 
@@ -277,8 +344,8 @@ class Dispatcher:
         match effect:
             case PushView(member_id, view, rank):
                 self._push(member_id, pb.SessionResponse(view_formed=self._pages(job, view).formed(rank)))
-            case PushRunning(member_id, view):
-                self._push(member_id, pb.SessionResponse(running=self._pages(job, view).running()))
+            case PushRunning(member_id, view, ended):
+                self._push(member_id, pb.SessionResponse(running=self._pages(job, view).running(ended)))
             case Welcome(member_id, heartbeat_interval):
                 registered = pb.Registered(
                     member_id=member_id,
@@ -300,6 +367,7 @@ class Dispatcher:
 
     def _end_session(self, job: Job, member_id: str, refusal: Refused | None) -> None:
         job.store.end(member_id, refusal or SessionEnded("the member has left the job"))
+        self._tokens.pop(member_id, None)
         stream = self._streams.pop(member_id, None)
         if stream is not None:
             if refusal is None:
@@ -308,7 +376,7 @@ class Dispatcher:
 
     def _pages(self, job: Job, view: View) -> ViewPages:
         if job.pages is None or job.pages.view is not view:
-            job.pages = ViewPages.of(view, self.settings.page_members)
+            job.pages = ViewPages.of(view, self.settings.page_members, job.pages)
         return job.pages
 
     # Streams and jobs -------------------------------------------------------------------------------------------------
@@ -321,10 +389,20 @@ class Dispatcher:
         self._next_stream += 1
         return SessionStream(self._next_stream, job, member_id, self.settings.max_pending_messages)
 
-    def _new_job(self, name: str) -> Job:
-        if len(self.jobs) >= self.settings.max_jobs:
-            raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, as many as it takes")
-        return self._make_job(JobState(name), KeyValues(name, self.settings, {}))
+    def _check_room(self, name: str) -> None:
+        """Refuses to take up a job if there are too many."""
+        limits = self.settings
+        if len(self.jobs) >= limits.max_jobs:
+            raise LimitMet(f"the coordinator has {limits.max_jobs} jobs, as many as it takes")
+        # All that are there may come to rest.
+        if (
+            name not in self._resting
+            and len(self.jobs) + len(self._resting) >= limits.max_jobs + limits.max_resting_jobs
+        ):
+            raise LimitMet(
+                f"the coordinator remembers {len(self._resting)} jobs that are over, as many as it takes: paceline "
+                "status shows them, and paceline forget JOB removes one"
+            )
 
     def _make_job(self, state: JobState, values: KeyValues) -> Job:
         abandonment = Abandonment(self.settings.restart_after)
@@ -334,6 +412,7 @@ class Dispatcher:
         """Binds a stream to its session before the effects of its first event are performed."""
         effects = job.membership.handle(self._loop.time(), event)  # refuses before anything is bound
         self.jobs.setdefault(stream.job, job)
+        self._resting.pop(stream.job, None)
         earlier = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self._tokens[stream.member_id] = token
@@ -344,12 +423,14 @@ class Dispatcher:
         self._act(job, effects)
 
     def _arm(self, job: Job, due: float) -> None:
-        """Sets the job's timer to its next deadline, and lets go of a job of which nothing is left."""
+        """Sets the job's timer to its next deadline; puts a job to rest of which no more than its number is left."""
         state = job.membership.state
         deadline = min(due, job.membership.next_deadline())
-        if not state.sessions and not state.generation and not len(job.store.values):
-            if self.jobs.get(state.name) is job:
-                del self.jobs[state.name]
-            deadline = float("inf")  # a job of this name that comes later is another one
+        if self.jobs.get(state.name) is job and state.is_at_rest and not len(job.store.values):
+            del self.jobs[state.name]
+            if state.generation or state.finished is not None:
+                self._resting[state.name] = JobState(state.name, generation=state.generation, finished=state.finished)
+        if self.jobs.get(state.name) is not job:
+            deadline = float("inf")  # if it is taken up again, then by another object
         assert self._timers is not None
         self._timers.set(job, deadline)

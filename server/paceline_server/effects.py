@@ -75,6 +75,8 @@ class PushRunning:
 
     member_id: str
     view: View
+    ended: tuple[int, ...]
+    """Ranks of members that have ended: the candidate need not reach them."""
 
 
 @dataclass(frozen=True, slots=True)

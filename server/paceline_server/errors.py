@@ -15,6 +15,7 @@ Refused
     VersionMismatch      the versions of the protocol differ
     Unauthenticated      no token came, or one that is unknown here
     PermissionDenied     the token is good for another job
+    Damaged              what came is no message: it has changed on the way
 
 Handlers raise these and pick no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
 """
@@ -29,6 +30,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
     "BadRequest",
+    "Damaged",
     "Draining",
     "InvalidRank",
     "InvalidWorldSize",
@@ -141,6 +143,12 @@ class PermissionDenied(Refused):
     reason = ErrorReason.ERROR_REASON_PERMISSION_DENIED
 
 
+class Damaged(Refused):
+    """The bytes that came are no message of this call; the same call may succeed when it is made again."""
+
+    reason = ErrorReason.ERROR_REASON_DAMAGED
+
+
 STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
     NotFound: grpc.StatusCode.NOT_FOUND,
@@ -156,5 +164,6 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Damaged: grpc.StatusCode.DATA_LOSS,
 }
 """The gRPC status of each refusal (the comments of errors.proto promise these)."""

@@ -32,6 +32,7 @@ class Leases:
     def __init__(self, state: JobState) -> None:
         self._state = state
         self._unseen_from: float | None = None
+        self._unseen = any(session.lease_from is None for session in state.sessions.values())
         self._nobody_at = float("-inf")  # when last nobody of the line was heard
         # Heartbeats only move leases on, so a look may come early but never late: no heartbeat has to touch this.
         self.check_at = float("-inf") if state.sessions else float("inf")
@@ -43,7 +44,7 @@ class Leases:
 
     def renew_after_stall(self, now: float, slept: float) -> None:
         """Lets all leases start anew if the coordinator slept for longer than their heartbeat interval."""
-        for session in self._state.sessions.values():
+        for session in self._state.sessions.values() if slept else ():
             if slept > session.settings.heartbeat_interval:
                 session.overdue_from = None
                 if session.lease_from is not None:
@@ -86,10 +87,11 @@ class Leases:
 
     def count_unseen(self, now: float) -> None:
         """From now on nobody vouches for members that have not been seen since the restart."""
-        for session in self._state.sessions.values():
+        for session in self._state.sessions.values() if self._unseen else ():
             if session.lease_from is None:
                 session.lease_from = now
                 self.began(session)
+        self._unseen = False
 
     def whereabouts(self, now: float, rank: int) -> str:
         """When a member of the view was last seen, for a list of who is missing."""

@@ -6,11 +6,13 @@ again and does what it says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline_server.announcer import Announcer
+from paceline_server.awaited import Awaited
 from paceline_server.barriers import Barriers
-from paceline_server.departures import Departures
+from paceline_server.departures import Departures, rank_of
 from paceline_server.effects import (
     Effect,
     ForgetView,
@@ -26,10 +28,11 @@ from paceline_server.effects import (
 from paceline_server.errors import BadRequest, SessionEnded
 from paceline_server.events import DrainAsked, FinishedLine, FinishStored, MetOthers, StoreFailed
 from paceline_server.meeting import Meeting
-from paceline_server.model import Ending, JobState, Progress, Seat, Session, Standing, View
+from paceline_server.model import Ending, JobState, Met, Progress, Seat, Session, Standing, Verdict, View
 from paceline_server.orders import Orders
-from paceline_server.policy import decide
+from paceline_server.policy import Decision, decide
 from paceline_server.settings import ServerSettings
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Line"]
 
@@ -55,6 +58,7 @@ class Line(Departures):
         self._announcer = Announcer(settings.announce_interval)
         self._retry_at = _NEVER
         self._orders = Orders(state)
+        self._awaited: Awaited | None = None  # of the meeting that is on, while only these keep it from going on
         self.decision = decide(-_NEVER, state, settings.settle_time)
         self.waits_since: float | None = None
 
@@ -73,12 +77,17 @@ class Line(Departures):
         if session.standing is not Standing.WAITING and (view is None or view.generation != session.generation):
             # Its view was forgotten, for it had no state yet: now it is as any other newcomer.
             self._become_candidate(now, session)
+        # What is brought may be from a disk, and another coordinator's: tags of this line must not be the same (I3).
+        tags = [tag.generation for tag in (met.tag, met.prepared) if tag is not None]
+        self.state.generation = max(self.state.generation, *tags, 0)
+        before = session.met
         session.met = replace(met, generation=session.generation, holds_base=met.holds_base and session.generation > 0)
         session.catching_up = False
         self._orders.forget(session)
         if session.generation:
             self._leases.count_unseen(now)  # at a change of view nobody vouches for who is not there
-        return self._reconsider(now)
+        effects = self._cross_off(now, session, before)
+        return self._reconsider(now) if effects is None else effects
 
     def _finish(self, now: float, event: FinishedLine) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -128,7 +137,8 @@ class Line(Departures):
 
     def _reconsider(self, now: float, newcomer: Session | None = None) -> list[Effect]:
         """Asks the policy again; every event that may change its mind ends here."""
-        effects: list[Effect] = []
+        self._awaited = None
+        effects = self._part_with_stragglers(now)
         view = self.state.view
         if view is not None and self._line_is_over(view):
             effects += self._forget_view(view)
@@ -148,8 +158,25 @@ class Line(Departures):
             return effects
         effects += self._orders.give(self.decision)
         if meeting is not None and meeting.dismissed:
-            effects += self._dismiss(meeting.dismissed)
+            effects += self._dismiss(now, meeting.dismissed)
+        if view is not None and meeting is not None and meeting.wording:
+            self._awaited = Awaited(view, meeting, len(self.state.present()))
         return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
+
+    def _cross_off(self, now: float, session: Session, before: Met | None) -> list[Effect] | None:
+        """What follows if others are waited for as much as before; None if the policy is to be asked again."""
+        awaited = self._awaited
+        if awaited is None or now >= self._stragglers.due_at:
+            return None
+        reason = awaited.cross_off(session, before)
+        if reason is None:
+            return None
+        meeting = awaited.meeting
+        self.decision = Decision(None, reason, meeting=meeting)
+        effects = self._orders.give_one(session, meeting if session in awaited else None)
+        if now < self._announcer.announce_at < _NEVER:  # the next round tells this, too
+            return effects
+        return effects + self._announcer.announce(now, reason, self._who_wait(), None)
 
     def _line_is_over(self, view: View) -> bool:
         """True if all members of the view have gone, and none that may hold a state is merely silent."""
@@ -158,15 +185,55 @@ class Line(Departures):
             return False
         return view.base is None or all(ending.sure for ending in endings.values())
 
-    def _who_wait(self) -> list[Session]:
-        met = [s for s in self.state.present() if s.has_met and s.stream is not None] if self.state.view else []
-        return self.state.candidates() + met
+    def _who_wait(self) -> Iterator[Session]:
+        yield from self.state.candidates()
+        for seat in self.state.view.seats if self.state.view is not None else ():
+            session = self.state.sessions.get(seat.member_id)
+            if session is None or session.stream is None:
+                continue
+            if self.state.is_present(session) and session.has_met:
+                yield session
 
     def _forget_view(self, view: View) -> list[Effect]:
-        self.state.view, self._barriers = None, None
+        self.state.view, self.state.verdict, self.state.restored, self._barriers = None, None, False, None
         self.state.endings.clear()
         self._evidence.clear()
         return [ForgetView(view.generation)]
+
+    def _show(self, now: float, generation: int, failure_timeout: float) -> list[Effect]:
+        """A worker was in this generation. If it is news, the coordinator's state is lost, or an older copy of it.
+
+        Then a stored view says nothing about the line any more: its members, and those that the coordinator has never
+        heard of, come back as new ones, each with the state that it holds.
+        """
+        view = self.state.view
+        # Its number counts, and not the job's: that may be above it for a tag which somebody found on a disk.
+        is_old = view is not None and self.state.restored and generation > view.generation
+        if generation <= self.state.generation and not is_old:
+            return []
+        self.state.generation = max(self.state.generation, generation)
+        self.state.patient_until = now + failure_timeout
+        if view is None or not is_old:
+            return []
+        text = f"the stored state of job {self.state.name!r} is old: it knows nothing of generation {generation}"
+        effects: list[Effect] = []
+        for session in [s for s in self.state.sessions.values() if s.generation == view.generation]:
+            effects += self._end(
+                session, Ending("belongs to an old copy of the state", orderly=False), SessionEnded(text)
+            )
+        if self.state.forming is not None:
+            effects.append(ForgetView(self.state.forming.generation))
+            self.state.forming = None
+        return effects + self._forget_view(view)
+
+    def _trust_stored_view(self) -> None:
+        """If all members of the stored view are here, and in that generation, no later one of their line exists.
+
+        A worker that shows a greater number is of another line then, and shall not end this one.
+        """
+        if self.state.restored and self.state.view is not None:
+            sessions = (self.state.sessions.get(seat.member_id) for seat in self.state.view.seats)
+            self.state.restored = any(session is None or session.stream is None for session in sessions)
 
     def _begin_anew(self, now: float, meeting: Meeting) -> list[Effect]:
         """The line is over: its last members are newcomers to the next, but for those that hold nothing.
@@ -177,10 +244,11 @@ class Line(Departures):
         assert view is not None
         effects: list[Effect] = []
         present = self.state.present()
+        lost = set(meeting.lost)
         for session in meeting.lost:
             self._become_candidate(now, session)
             effects.append(PushStateLost(session.member_id, meeting.reason))
-        for session in (session for session in present if session not in meeting.lost):
+        for session in (session for session in present if session not in lost):
             assert session.met is not None
             if session.met.tag is None:
                 text = (
@@ -200,23 +268,29 @@ class Line(Departures):
         session.promised = None
         self.state.last_arrival = now
 
-    def _dismiss(self, sessions: tuple[Session, ...]) -> list[Effect]:
+    def _dismiss(self, now: float, sessions: tuple[Session, ...]) -> list[Effect]:
+        live = self.state.live
+        there = self.state.sessions.values()
+        gone = [s for s in there if s.standing is Standing.DISMISSED and live and s.generation == live.generation]
         for session in sessions:
             session.standing = Standing.DISMISSED
-        return [self._may_go(session) for session in sessions]
+        told = [self._may_go(session) for session in sessions]
+        effects: list[Effect] = []
+        if gone and live is not None and any(order.last for order in told):
+            # Who was let go before keeps nothing, and may be there for long: the last ones shall not wait for it.
+            ranks = tuple(sorted(rank_of(session) for session in gone))
+            text = f"{', '.join(live.seats[rank].short_label for rank in ranks)} left before the others"
+            effects += self._void(now, Verdict(live.generation, ErrorReason.ERROR_REASON_PEER_LOST, ranks, 0, text))
+        return [*effects, *told]
 
     def _may_go(self, session: Session) -> PushDismissed:
-        """Who goes keeps the state if no view has formed without it; of a spread one, which takes all, if all go."""
+        """A member that goes; if nobody stays, all who go keep the state, in a collective."""
         view = self.state.view
-        whole = session.met is None or session.met.node_size == 1
-        last = view is None or (view.generation == session.generation and (whole or not self.state.present()))
+        last = view is None or (view.generation == session.generation and not self.state.present())
         return PushDismissed(session.member_id, last)
 
     def _form(self, members: tuple[Session, ...], meeting: Meeting | None) -> list[Effect]:
-        shown = max(session.generation_floor for session in self.state.sessions.values())
-        if meeting is not None and meeting.base is not None:  # it may be older than this coordinator: a checkpoint's
-            shown = max(shown, meeting.base.generation)
-        self.state.generation = max(self.state.generation, shown) + 1
+        self.state.generation += 1
         seats = tuple(
             Seat(rank, s.member_id, s.token_sha256, s.process, s.address, s.arrival) for rank, s in enumerate(members)
         )
@@ -240,9 +314,12 @@ class Line(Departures):
             # that: on the disk it has replaced the one before, whose members would be forgotten.
             return [ForgetView(generation), *self._reconsider(now)]
         there = self.state.present() if self.state.view is not None else []
-        leavers = tuple(s for s in there if s not in sessions and s.met is not None and s.met.leaving)
-        spares = [s for s in there if s not in sessions and s not in leavers and s.has_met]
+        seated = set(sessions)
+        unseated = [session for session in there if session not in seated]
+        leavers = tuple(s for s in unseated if s.met is not None and s.met.leaving)
+        spares = [s for s in unseated if s.has_met and not (s.met is not None and s.met.leaving)]
         self.state.view, self.state.verdict, self.state.vouched_at = view, None, now
+        self.state.restored = False
         self.state.endings.clear()
         self._evidence.clear()
         self._orders.clear()
@@ -254,7 +331,7 @@ class Line(Departures):
                 session.generation = session.last_generation = generation
                 session.verdict, session.met, session.progress = None, None, Progress()
                 effects.append(PushView(session.member_id, view, rank))
-        effects += self._dismiss(leavers)
+        effects += self._dismiss(now, leavers)
         for session in spares:
             self._become_candidate(now, session)
             session.came_back = True

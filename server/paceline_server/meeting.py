@@ -28,14 +28,15 @@ Source: the interleavings in DESIGN.md 10.3 and 10.4, each of which is a test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from paceline_server.model import JobState, Met, Seat, Session, Standing, Tag, View
 from paceline_server.seats import holds, seated
 from paceline_server.shares import WHOLE, Share, lacking, share_of
 
-__all__ = ["Meeting", "convene", "way_out"]
+__all__ = ["Meeting", "convene", "has_caught_up", "names", "way_out"]
 
 
 _BEGINNING = Tag(0, 0)
@@ -64,6 +65,9 @@ class Meeting:
         spares: who gets no seat, for members come in nodes.
         over: the line is over; whoever holds a state of any kind may begin a new one.
         lost: whose shares are of no use any more, for nobody has the rest.
+        late: members that have yet to stop.
+        wording: of `reason` where it waits for `late` or for `laggards`, with {} for their names.
+        firm: no member leads with a greater tag than `base`.
     """
 
     reason: str
@@ -79,6 +83,9 @@ class Meeting:
     spares: tuple[Session, ...] = ()
     over: bool = False
     lost: tuple[Session, ...] = ()
+    late: tuple[Session, ...] = ()
+    wording: str = ""
+    firm: bool = False
 
 
 def convene(state: JobState) -> Meeting:
@@ -92,31 +99,59 @@ def convene(state: JobState) -> Meeting:
     present = state.present()
     late = [session for session in present if not session.has_met]
     if late:
-        return Meeting(f"generation {view.generation} is over; waiting for {_names(view, late)} to stop")
+        wording = f"generation {view.generation} is over; waiting for {{}} to stop"
+        return Meeting(wording.format(names(view, late)), wording=wording, late=tuple(late))
     leaders = [session for session in present if _leads(view, session)]
     if not leaders or not _may_speak(view, leaders):
         return _without_leader(state, view, present)
     found = _whole_base(state, view, present, leaders)
     if isinstance(found, Meeting):
         return found
-    base, first = found
+    base, first, firm = found
     spread = _met(first).node_size != 1
     manifest = view.manifest or _met(first).manifest
     misfits = tuple(session for session in [*present, *state.ready()] if _met(session).manifest != manifest)
     holders = _bring(state, present) if spread else leaders
     donors = tuple(s for s in holders if _met(s).state == _met(first).state and _met(s).manifest == manifest)
-    meeting = Meeting("", base=base, manifest=manifest, misfits=misfits, donors=donors)
-    odd = [session for session in present if session in misfits]
+    meeting = Meeting("", base=base, manifest=manifest, misfits=misfits, donors=donors, firm=firm)
+    settled = {*donors, *misfits}
     if not spread:
-        behind = [s for s in present if s not in donors and s not in misfits and not _met(s).leaving]
-        what = f"take the state of step {base.step}"
+        behind = [s for s in present if s not in settled and not _met(s).leaving]
+        wording = f"waiting for {{}} to take the state of step {base.step}"
     else:
-        behind = [s for s in holders if s not in donors and s not in misfits and _met(s).prepared == base]
-        what = f"finish step {base.step}"
-    meeting = _with(meeting, f"waiting for {_names(view, behind)} to {what}", laggards=tuple(behind))
-    if odd:
-        return _with(meeting, f"waiting for {_names(view, odd)} to leave: what it trains differs from the others'")
+        behind = [s for s in holders if s not in settled and _met(s).prepared == base]
+        wording = f"waiting for {{}} to finish step {base.step}"
+    reason = wording.format(names(view, behind))
+    meeting = _with(meeting, reason, wording=wording, laggards=tuple(behind))
+    if odd := [session for session in present if _met(session).manifest != manifest]:
+        text = f"waiting for {names(view, odd)} to leave: what it trains differs from the others'"
+        return _with(meeting, text, firm=False)
     return meeting if behind else _seat(state, view, present, meeting)
+
+
+def has_caught_up(view: View, meeting: Meeting, session: Session, before: Met) -> bool:
+    """True if a laggard holds what it was to take, and the rest of the meeting surely stays as it is.
+
+    Args:
+        view: of the generation that is over.
+        meeting: as it was when this member was a laggard.
+        session: the member.
+        before: what it had said then. What the meeting rests on may have been its own only if the state is spread.
+    """
+    met, first = _met(session), _met(meeting.donors[0])
+    alike = (met.state, met.manifest, met.node_size) == (first.state, meeting.manifest, first.node_size)
+    if not alike or met.prepared is not None or met.stored or session.rank is None or not _leads(view, session):
+        return False
+    if met.node_size == 1:
+        return True
+    if before.stored or session.rank in view.newcomers or before.prepared not in (None, meeting.base):
+        return False
+    if (met.leaving, met.closed) != (before.leaving, before.closed):  # then others may get other seats
+        return False
+    share = meeting.targets.get(session.member_id)
+    if share is None or meeting.base is None:
+        return before.prepared == meeting.base
+    return holds(session, meeting.base, share)
 
 
 def way_out(state: JobState, silent: Sequence[Seat]) -> str:
@@ -136,7 +171,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     """Everyone of the old generation holds the base: who is in the next one?"""
     staying = [session for session in present if not _met(session).leaving]
     all_leave = not staying
-    fitting = [session for session in state.ready() if session not in meeting.misfits]
+    fitting = [session for session in state.ready() if _met(session).manifest == meeting.manifest]
     if all_leave:  # who is about to go as well is nobody to stay for
         fitting = [session for session in fitting if not _met(session).leaving]
     kept = staying if staying or view.explicit else present  # if all leave; where ranks are claimed they need who comes
@@ -144,7 +179,8 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     ready = [] if closed else _in_time(kept, fitting, meeting)
     if all_leave and (fitting or _is_to_be_kept(state, view, present, meeting)):
         # Somebody must hold the base then: they leave at the step after.
-        staying = [session for session in present if session in meeting.donors or _node_size(meeting) != 1]
+        donors = set(meeting.donors)
+        staying = [session for session in present if session in donors or _node_size(meeting) != 1]
     if not staying:
         text = f"all members of generation {view.generation} have left"
         return _with(meeting, text, dismissed=tuple(present))
@@ -154,17 +190,18 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     count, needed = len(members), most if view.explicit else least
     if (closed or (all_leave and not ready)) and not view.explicit:
         needed = 1  # nobody may come in before those who are left have done what they are about
-    leaving = tuple(session for session in present if session not in staying)
+    stays, comes, sits = set(staying), set(incoming), set(members)
+    leaving = tuple(session for session in present if session not in stays)
     if count < max(needed, 1):
         return _too_few(state, view, [*staying, *incoming], needed, _with(meeting, "", dismissed=leaving))
-    newcomers = tuple(rank for rank, session in enumerate(members) if session in incoming)
-    spares = tuple(session for session in staying if session not in members)
+    newcomers = tuple(rank for rank, session in enumerate(members) if session in comes)
+    spares = tuple(session for session in staying if session not in sits)
     on, new = len(members) - len(newcomers), len(newcomers)
     text = f"{on} member{'s'[: on != 1]} of generation {view.generation} go on"
     if new:
         text += f" with {new} newcomer{'s'[: new != 1]}"
     if spares:
-        text += f"; {_names(view, spares)} will be spare"
+        text += f"; {names(view, spares)} will be spare"
     seating = _with(meeting, text, members=tuple(members), newcomers=newcomers, dismissed=leaving, spares=spares)
     return _share_out(view, seating)
 
@@ -176,7 +213,8 @@ def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting)
     """
     promised = [s for s in [*staying, *ready] if s.promised is not None and s.promised[0] == meeting.base]
     worlds = {session.promised[1] for session in promised if session.promised is not None}
-    return [session for session in ready if session in promised] if worlds == {len(promised)} else ready
+    seats = set(promised)
+    return [session for session in ready if session in seats] if worlds == {len(promised)} else ready
 
 
 def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int, meeting: Meeting) -> Meeting:
@@ -186,9 +224,10 @@ def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int,
     of_node = f", in nodes of {node}" if node > 1 else ""
     why = f" ({state.verdict.text})" if state.verdict is not None else ""
     workers = f"{lacking_} more worker{'s'[: lacking_ != 1]} ({len(there)} of at least {needed}{of_node})"
-    staying = [session for session in meeting.donors if session not in meeting.dismissed]
+    dismissed = set(meeting.dismissed)
+    staying = [session for session in meeting.donors if session not in dismissed]
     if meeting.dismissed and _lacks(staying, meeting.base):
-        text = f"waiting for {workers}, who are to take what {_names(view, meeting.dismissed)} hold{why}"
+        text = f"waiting for {workers}, who are to take what {names(view, meeting.dismissed)} hold{why}"
         return _with(meeting, text, dismissed=())
     return _with(meeting, f"waiting for {workers}{why}")
 
@@ -207,12 +246,14 @@ def _share_out(view: View, meeting: Meeting) -> Meeting:
     if node_size == 1:
         return meeting
     targets = {s.member_id: share_of(rank, world, node_size) for rank, s in enumerate(meeting.members)}
-    late = [s for s in meeting.members if s not in meeting.donors or not holds(s, base, targets[s.member_id])]
+    donors = set(meeting.donors)
+    late = [s for s in meeting.members if s not in donors or not holds(s, base, targets[s.member_id])]
     if not late:
         return meeting
-    text = f"waiting for {_names(view, late)} to take their part of the state of step {base.step}"
+    wording = f"waiting for {{}} to take their part of the state of step {base.step}"
+    text = wording.format(names(view, late))
     changes = {"members": (), "newcomers": (), "dismissed": (), "spares": ()}
-    return _with(meeting, text, laggards=tuple(late), targets=targets, **changes)
+    return _with(meeting, text, wording=wording, laggards=tuple(late), targets=targets, **changes)
 
 
 def _in_order(view: View, staying: list[Session], incoming: list[Session], meeting: Meeting) -> list[Session]:
@@ -236,10 +277,10 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
     if silent:
         return Meeting(f"generation {view.generation} cannot go on: {way_out(state, silent)}")
     if going := _going(state, view):
-        return Meeting(f"waiting for {_names(view, going)} to leave")
+        return Meeting(f"waiting for {names(view, going)} to leave")
     taking = [session for session in present if session.catching_up]
     if taking:
-        return Meeting(f"waiting for {_names(view, taking)} to say if the state of the line was taken in time")
+        return Meeting(f"waiting for {names(view, taking)} to say if the state of the line was taken in time")
     text = f"all who held the state of generation {view.generation} have ended: a new line begins"
     return Meeting(text, over=True)
 
@@ -252,20 +293,24 @@ def _going(state: JobState, view: View) -> list[Session]:
 
 def _whole_base(
     state: JobState, view: View, present: Sequence[Session], leaders: Sequence[Session]
-) -> tuple[Tag, Session] | Meeting:
-    """The greatest tag among those who lead of which all is there, and one who holds it; else what to wait for."""
+) -> tuple[Tag, Session, bool] | Meeting:
+    """The greatest tag among those who lead of which all is there, and one who holds it; else what to wait for.
+
+    With them comes whether no greater tag was named at all.
+    """
     lost = ""
     everyone = _bring(state, present)
     prepared = {_met(session).prepared for session in leaders}  # these will lead with it, if anybody has applied it
     held = [(_met(session).tag, session) for session in [*reversed(everyone), *reversed(leaders)]]
-    firsts = {tag: s for tag, s in held if tag is not None and (s in leaders or tag in prepared)}
+    leading = set(leaders)
+    firsts = {tag: s for tag, s in held if tag is not None and (s in leading or tag in prepared)}
     for tag, first in sorted(firsts.items(), key=lambda item: item[0], reverse=True):
         if lost and view.base is None and tag == _BEGINNING:
             break  # everyone can build it, and nobody shall who knows of more
         there = [s for s in everyone if _has_some(s, tag, _met(first).fingerprint)]
         lacks = _lacks([first, *there], tag)
         if not lacks:
-            return tag, first
+            return tag, first, not lost
         if (text := _who_may_have(state, view, present, tag)) is not None:
             return Meeting(f"generation {view.generation} cannot go on: {_in_words(lacks)} is not there; {text}")
         lost = lost or f"{_in_words(lacks)} of the state of step {tag.step} is lost with {_ended(state, view)}"
@@ -294,7 +339,7 @@ def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: 
     coming = [s for s in waiting if s.came_back and s.met is None]
     coming += [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
     coming += [s for s in [*present, *state.bringing()] if s.catching_up]
-    return f"waiting for {_names(view, coming)} to say what it holds" if coming else None
+    return f"waiting for {names(view, coming)} to say what it holds" if coming else None
 
 
 def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
@@ -340,7 +385,8 @@ def _may_speak(view: View, leaders: Sequence[Session]) -> bool:
     coordinator for long they go on in the old one, and commit. Not so once a step was applied in the new generation:
     all of it had to be there. What newcomers hold is not lost: they bring it to a new line, as do all who come back.
     """
-    return view.base is None or any(s.rank not in view.newcomers or _met(s).tag != view.base for s in leaders)
+    newcomers = set(view.newcomers)
+    return view.base is None or any(s.rank not in newcomers or _met(s).tag != view.base for s in leaders)
 
 
 def _met(session: Session) -> Met:
@@ -348,8 +394,10 @@ def _met(session: Session) -> Met:
     return session.met
 
 
-def _names(view: View, sessions: Sequence[Session]) -> str:
-    named = [view.seats[s.rank].short_label if s.rank is not None else s.process.host for s in sessions[:_NAMED]]
+def names(view: View, sessions: Collection[Session]) -> str:
+    """The first of these members, and how many more there are."""
+    first = islice(sessions, _NAMED)
+    named = [view.seats[s.rank].short_label if s.rank is not None else s.process.host for s in first]
     more = len(sessions) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")
 

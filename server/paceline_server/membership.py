@@ -131,7 +131,8 @@ class Membership(Line):
         settle = self.decision.again_at if self.decision.again_at is not None else _NEVER
         # While a view is being stored nobody is told that he waits: a round that is due then waits for the disk.
         announce = self._announcer.announce_at if self.state.forming is None else _NEVER
-        return min(self._evidence.judge_at, self._leases.check_at, barriers, settle, announce, self._retry_at)
+        watches = (self._evidence.judge_at, self._leases.check_at, self._stragglers.due_at)
+        return min(*watches, barriers, settle, announce, self._retry_at)
 
     def find(self, process: Process) -> list[Session]:
         """The live sessions of a process."""
@@ -144,6 +145,7 @@ class Membership(Line):
         for ghost in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
             effects += self._end(ghost, Ending(text, orderly=False), SessionEnded(text))
+        effects += self._show(now, event.generation_floor, event.settings.failure_timeout)
         seat_freed = self._came_back(now, event)
         effects += seat_freed
         self._arrivals += 1
@@ -186,10 +188,14 @@ class Membership(Line):
         session = self.state.sessions.get(event.member_id)
         if session is None or session.token_sha256 != event.token_sha256:
             raise SessionEnded(self._why_unknown(event))
+        if superseded := self._show(now, event.generation, session.settings.failure_timeout):
+            return superseded + self._reconsider(now)  # this session is among those that have ended
         session.stream, session.stream_ended = event.stream, None
         session.heard = session.lease_from = now
         session.overdue_from = None
         self._leases.began(session)
+        self._trust_stored_view()
+        self._orders.forget(session)  # what it was told may be lost with the old stream
         effects: list[Effect] = [Welcome(session.member_id, session.settings.heartbeat_interval)]
         if self.state.finished is not None:
             effects.append(PushFinished(session.member_id, self.state.finished))
@@ -204,7 +210,6 @@ class Membership(Line):
             effects.append(PushView(session.member_id, view, rank_of(session)))  # it was lost with the old stream
         if session.verdict is not None:
             effects.append(PushVerdict(session.member_id, session.verdict))
-        self._orders.forget(session)  # what it was told may be lost with the old stream
         return [*effects, *drain, *self._reconsider(now)]
 
     def _why_unknown(self, event: Resumed) -> str:
@@ -281,10 +286,13 @@ class Membership(Line):
             return []
         if session.verdict is not None:
             effects: list[Effect] = [PushVerdict(session.member_id, session.verdict)]
-            return effects + self._second_death(session, report) + self._reconsider(now)
+            parted = self._second_death(session, report)
+            return effects + parted + (self._reconsider(now) if parted else [])
         view = self.state.live
         if view is None or view.generation != session.generation:  # it was dismissed: its view is past
             return []
+        if report.reason == ErrorReason.ERROR_REASON_TIMEOUT and all(s.has_met for s in self.state.present()):
+            return []  # the members wait for more workers, and not for each other
         if report.accused is not None and report.accused >= len(view.seats):
             raise BadRequest(f"a report that accuses rank {report.accused} in a world of {len(view.seats)}")
         if report.operation > session.progress.operation:  # newer than its last heartbeat
@@ -300,7 +308,9 @@ class Membership(Line):
         if report.reason != ErrorReason.ERROR_REASON_PEER_LOST or report.accused >= len(view.seats):
             return []
         other = self.state.session_of(report.accused)
-        return self._part_with([report.accused]) if other is not None and other.stream is None else []
+        if other is None or other.stream is not None:
+            return []
+        return self._part_with([report.accused], "was cut off from others")
 
     def _address_refused(self, now: float, event: AddressRefused) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -338,6 +348,7 @@ class Membership(Line):
 
     def _tick(self, now: float, slept: float) -> list[Effect]:
         self._leases.renew_after_stall(now, slept)
+        self._stragglers.renew_after_stall(slept)
         lapsed = [(session, Ending(how, orderly=False, sure=False)) for session, how in self._leases.lapsed(now)]
         effects = self._judge_if_ripe(now) + self._lose(now, lapsed)
         if self._barriers is not None:

@@ -44,18 +44,25 @@ class Process:
     node: str = ""
     """Alike for processes that can share memory, empty where it shares none."""
 
-    def can_see(self, other: Process) -> bool:
-        """True if this process can tell whether the other one is still there."""
-        mine, theirs = ((p.host, p.boot_id, p.pid_namespace) for p in (self, other))
-        return mine == theirs and all(mine) and other.start_ticks > 0
+    @property
+    def sight(self) -> tuple[str, str, int] | None:
+        """Whose processes this one can see: those for which this is equal. None where it is not known."""
+        known = self.host and self.boot_id and self.pid_namespace
+        return (self.host, self.boot_id, self.pid_namespace) if known else None
 
     def is_same(self, other: Process) -> bool:
-        """True if both are one incarnation, as far as both know: an unknown boot id or start matches any."""
-        return (
-            (self.host, self.pid) == (other.host, other.pid)
-            and (not self.boot_id or not other.boot_id or self.boot_id == other.boot_id)
-            and (not self.start_ticks or not other.start_ticks or self.start_ticks == other.start_ticks)
+        """True if both are one incarnation, as far as both know: what one of them does not know matches anything.
+
+        A launcher tells of a process with the pid that it has in the launcher's pid namespace, which is the worker's
+        too; of a worker in a namespace of its own, as in a container, it knows no name that the worker knows.
+        """
+        details = (
+            (self.boot_id, other.boot_id),
+            (self.start_ticks, other.start_ticks),
+            (self.pid_namespace, other.pid_namespace),
         )
+        alike = all(mine == theirs or not mine or not theirs for mine, theirs in details)
+        return alike and (self.host, self.pid) == (other.host, other.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,8 @@ class Met:
     holds_base: bool
     """It got its generation's base: what it holds is the line's."""
     fingerprint: bytes = b""
-    """Hash of the state at (0, 0), which members build for themselves."""
+    """Hash of a state that the tag does not tell apart: at (0, 0), which members build for themselves, and of what a
+    member found on its disk, as long as its generation has no base."""
     manifest: bytes = b""
     """Hash of what the state consists of, and of the settings of the run."""
     leaving: bool = False
@@ -321,8 +329,18 @@ class JobState:
     """The last step of the line that is done; None while there is something to do."""
     finishing: int | None = None
     """The same, while it is being stored: nobody is told before it is durable."""
+    restored: bool = False
+    """The view is as the storage had it, and no other has formed since."""
+    patient_until: float = float("-inf")
+    """No view forms of fewer than `max_workers` candidates before: members of a generation that this coordinator has
+    never heard of are on their way back."""
     vouched_at: float = float("-inf")
     """When a step word last completed in the view: every member of it was alive then."""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True if nothing is left of the job but its number, and whether it is done."""
+        return not self.sessions and self.view is None and self.forming is None and self.finishing is None
 
     @property
     def live(self) -> View | None:
@@ -344,10 +362,12 @@ class JobState:
         """The sessions of the view's members that are there, by rank."""
         assert self.view is not None
         found = (self.sessions.get(seat.member_id) for seat in self.view.seats)
-        generation = self.view.generation
-        return [
-            s for s in found if s is not None and s.generation == generation and s.standing is not Standing.DISMISSED
-        ]
+        return [session for session in found if session is not None and self.is_present(session)]
+
+    def is_present(self, session: Session) -> bool:
+        """True if it is a member of the view and has not been let go."""
+        assert self.view is not None
+        return session.generation == self.view.generation and session.standing is not Standing.DISMISSED
 
     def bringing(self) -> list[Session]:
         """Candidates that have said what they hold, in order of arrival."""

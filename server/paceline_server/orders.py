@@ -1,11 +1,16 @@
 """What members are told about a meeting, each thing once. Pure; part of a job's membership.
 
 An order is given again when its receiver has said something new (`Met`), or has come back on a new stream: what it was
-told may have been lost with the old one.
+told may have been lost with the old one. An order to take a state is about that state, not about who has it: a donor
+that comes or goes changes no order. A laggard that got it from none of the donors that it was named says so, and is
+named others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from paceline_server.donors import Donors, seat_of
 from paceline_server.effects import Effect, PushCatchUp, PushMisfit, PushMissing, PushRunning, PushSummons
 from paceline_server.meeting import Meeting
 from paceline_server.model import JobState, Seat, Session, View
@@ -13,6 +18,9 @@ from paceline_server.policy import Decision
 from paceline_server.shares import Share
 
 __all__ = ["Orders"]
+
+_Missing = dict[tuple[str, str, int] | None, list[Seat]]
+"""Members by `Process.sight`: processes with the same one can tell whether they are still there."""
 
 
 class Orders:
@@ -25,6 +33,9 @@ class Orders:
     def __init__(self, state: JobState) -> None:
         self._state = state
         self._summoned = ""  # who was asked to raise the flag in this generation
+        self._turns: dict[str, int] = {}  # by member: which of the donors it is named next
+        self._missing: _Missing = {}  # members that are not heard of, by who could tell
+        self._donors: Donors | None = None  # of the meeting that is on
 
     def forget(self, session: Session) -> None:
         """What this member was told is to be told again."""
@@ -35,44 +46,66 @@ class Orders:
     def clear(self) -> None:
         """A new view has formed."""
         self._summoned = ""
+        self._turns.clear()
         for session in self._state.sessions.values():
             session.told_to_meet, session.catching_up, session.promised = None, False, None
 
     def give(self, decision: Decision) -> list[Effect]:
         """What to tell whom, now that the policy has decided."""
         view = self._state.view
+        self._missing, self._donors = {}, None
         if view is None or self._state.finished is not None:
             return []
         effects: list[Effect] = []
         if self._state.is_elastic:
-            effects += self._tell_candidates(view) + self._ask_for_missing(view)
+            self._missing = self._not_heard_of(view)
+            effects += self._tell_candidates(view)
+            if self._missing:
+                stopped = (session for session in self._state.present() if session.has_met)
+                effects += self._ask_for_missing([*self._state.candidates(), *stopped])
         if decision.summon:
             effects += self._summon(view)
         if decision.meeting is not None:
             effects += self._tell_laggards(decision.meeting)
         return effects
 
+    def give_one(self, session: Session, meeting: Meeting | None) -> list[Effect]:
+        """What to tell a member that has said something by which nothing has changed for the others.
+
+        Args:
+            session: the member.
+            meeting: what it still has to do something for, None if it has done what it was told to.
+        """
+        effects = self._ask_for_missing([session])
+        return effects + (self._tell_laggard(meeting, session) if meeting is not None else [])
+
     def _tell_candidates(self, view: View) -> list[Effect]:
         effects: list[Effect] = []
+        ended = tuple(sorted(self._state.endings))
         for session in self._state.candidates():
             if session.met is None or session.met.unproven:
-                if session.told_to_meet is None:
-                    session.told_to_meet = view.generation
-                    effects.append(PushRunning(session.member_id, view))
+                order = (view.generation, ended)
+                if session.told_to_meet != order:
+                    session.told_to_meet = order
+                    effects.append(PushRunning(session.member_id, view, ended))
             elif view.base is not None and session.met.manifest != view.manifest:
                 effects += self._misfit(session, self._state.present())
         return effects
 
-    def _ask_for_missing(self, view: View) -> list[Effect]:
+    def _not_heard_of(self, view: View) -> _Missing:
+        silent = [view.seats[s.rank] for s in self._state.present() if s.stream is None and s.rank is not None]
+        silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
+        missing: _Missing = {}
+        for seat in sorted(silent, key=lambda seat: seat.rank):
+            if (sight := seat.process.sight) is not None and seat.process.start_ticks:  # else any may seem to be it
+                missing.setdefault(sight, []).append(seat)
+        return missing
+
+    def _ask_for_missing(self, sessions: Iterable[Session]) -> list[Effect]:
         """Who is not heard of may be gone, which its host knows: a line need not wait for it then."""
-        silent = {s.member_id for s in self._state.present() if s.stream is None}
-        silent |= {view.seats[rank].member_id for rank, ending in self._state.endings.items() if not ending.sure}
-        if not silent:
-            return []
         effects: list[Effect] = []
-        seats = [seat for seat in view.seats if seat.member_id in silent]
-        for session in [*self._state.candidates(), *(s for s in self._state.present() if s.has_met)]:
-            visible = [seat for seat in seats if session.process.can_see(seat.process)]
+        for session in sessions:
+            visible = self._missing.get(session.process.sight, ())
             names = frozenset(seat.member_id for seat in visible)
             if not names <= session.told_missing:
                 session.told_missing = names
@@ -93,21 +126,29 @@ class Orders:
         effects: list[Effect] = []
         for session in meeting.misfits:
             effects += self._misfit(session, list(meeting.donors))
-        assert meeting.base is not None or not meeting.laggards
-        live = [(donor, donor.met) for donor in meeting.donors if donor.met is not None and not donor.met.stored]
-        donors = tuple((_seat(donor), met.shares) for donor, met in live)
-        fingerprint = meeting.donors[0].met.fingerprint if meeting.donors and meeting.donors[0].met is not None else b""
         for rank, member_id in enumerate(meeting.targets):
             assert meeting.base is not None
             self._state.sessions[member_id].promised = (meeting.base, len(meeting.targets), rank)
         for session in meeting.laggards:
-            share = meeting.targets.get(session.member_id) or _own_share(session)
-            order = (meeting.base, share or donors)  # as long as it takes a share, others' shares come and go
-            if session.told_to_meet != order and meeting.base is not None:
-                session.told_to_meet, session.catching_up = order, True
-                order_ = PushCatchUp(session.member_id, session.generation, meeting.base, donors, share, fingerprint)
-                effects.append(order_)
+            effects += self._tell_laggard(meeting, session)
         return effects
+
+    def _tell_laggard(self, meeting: Meeting, session: Session) -> list[Effect]:
+        assert meeting.base is not None
+        share = meeting.targets.get(session.member_id) or _own_share(session)
+        order = (meeting.base, share)
+        if session.told_to_meet == order:
+            return []
+        session.told_to_meet, session.catching_up = order, True
+        if self._donors is None:
+            live = [donor for donor in meeting.donors if donor.met is not None and not donor.met.stored]
+            self._donors = Donors(live)
+        turn = self._turns.get(session.member_id, len(self._turns))
+        self._turns[session.member_id] = turn + 1
+        donors = self._donors.some(session, turn)
+        first = meeting.donors[0].met
+        fingerprint = first.fingerprint if first is not None else b""
+        return [PushCatchUp(session.member_id, session.generation, meeting.base, donors, share, fingerprint)]
 
     def _misfit(self, session: Session, donors: list[Session]) -> list[Effect]:
         view = self._state.view
@@ -115,16 +156,10 @@ class Orders:
         if donor is None or view is None or session.told_to_meet == donor.member_id:
             return []
         session.told_to_meet = donor.member_id
-        return [PushMisfit(session.member_id, _seat(donor))]
+        return [PushMisfit(session.member_id, seat_of(donor))]
 
 
 def _own_share(session: Session) -> Share | None:
     """What it keeps, if it has a part of a spread state, and is to finish the step that others have applied."""
     met = session.met
     return met.shares[0] if met is not None and met.node_size != 1 and met.shares else None
-
-
-def _seat(session: Session) -> Seat:
-    """Where a member is reached; a candidate has no rank, and is as good as any."""
-    rank = session.rank or 0
-    return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)

@@ -1,12 +1,17 @@
-"""The member list of a view in serialised pages: made once, handed to all who ask."""
+"""The member list of a view in serialised pages: made once, handed to all who ask.
+
+From one view to the next few members change as a rule. Those who have the list of the view before get the changes: the
+whole list for each of W members would be W^2 bytes a view.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline_server import wire
-from paceline_server.model import View
+from paceline_server.model import Seat, View
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["ViewPages"]
@@ -20,30 +25,53 @@ class ViewPages:
         view: the view.
         pages: serialised `GetViewResponse`s with its members in rank order.
         sha256: hash of the concatenated pages.
+        known_sha256: the same of the view before, empty if that is not known.
+        changes: a serialised `GetViewResponse` for those who have that list.
     """
 
     view: View
     pages: tuple[bytes, ...]
     sha256: bytes
+    known_sha256: bytes = b""
+    changes: bytes = b""
 
     @classmethod
-    def of(cls, view: View, page_members: int) -> ViewPages:
-        """Serialises a view, so many members to a page. The same view gives the same bytes after a restart too."""
+    def of(cls, view: View, page_members: int, before: ViewPages | None = None) -> ViewPages:
+        """Serialises a view. The same view gives the same bytes after a restart too.
+
+        Args:
+            view: the view.
+            page_members: so many members to a page.
+            before: the previous view, whose list most members have.
+        """
         pages = tuple(
             pb.GetViewResponse(
                 members=map(wire.write_member, view.seats[first : first + page_members])
             ).SerializeToString(deterministic=True)
             for first in range(0, len(view.seats), page_members)
         )
-        return cls(view, pages, hashlib.sha256(b"".join(pages)).digest())
+        sha256 = hashlib.sha256(b"".join(pages)).digest()
+        if before is None:
+            return cls(view, pages, sha256)
+        changes = pb.GetViewResponse(stretches=_stretches(before.view.seats, view.seats)).SerializeToString()
+        if len(changes) > len(pages[0]):  # it is to be one message
+            return cls(view, pages, sha256)
+        return cls(view, pages, sha256, before.sha256, changes)
 
-    def running(self) -> pb.Running:
-        """What a candidate is told."""
+    def page(self, number: int, known_sha256: bytes) -> bytes | None:
+        """A page for a worker that has the list with this hash (empty: none); None if there is no such page."""
+        if number == 0 and known_sha256 and known_sha256 == self.known_sha256:
+            return self.changes
+        return self.pages[number] if number < len(self.pages) else None
+
+    def running(self, ended: tuple[int, ...]) -> pb.Running:
+        """What a candidate is told; `ended` are the ranks of members that have ended."""
         return pb.Running(
             generation=self.view.generation,
             world_size=len(self.view.seats),
             members_sha256=self.sha256,
             pages=len(self.pages),
+            ended=ended,
         )
 
     def formed(self, rank: int) -> pb.ViewFormed:
@@ -57,3 +85,18 @@ class ViewPages:
             base=None if self.view.base is None else wire.write_tag(self.view.base),
             newcomers=self.view.newcomers,
         )
+
+
+def _stretches(before: Sequence[Seat], seats: Sequence[Seat]) -> list[pb.Stretch]:
+    """A list of seats, made of another."""
+    places = {(seat.member_id, seat.process, seat.address): place for place, seat in enumerate(before)}
+    stretches = [pb.Stretch()]
+    for seat in seats:
+        place, last = places.get((seat.member_id, seat.process, seat.address)), stretches[-1]
+        if place is None:
+            last.members.append(wire.write_member(seat))
+        elif last.count and place == last.first + last.count and not last.members:
+            last.count += 1
+        else:
+            stretches.append(pb.Stretch(first=place, count=1))
+    return stretches

@@ -57,6 +57,11 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
             patient_until = state.last_arrival + state.view.settings.failure_timeout
             if now < patient_until:
                 return Decision(None, f"{meeting.reason}, unless they come back soon", patient_until)
+        if meeting.over and any(session.came_back and session.met is None for session in state.candidates()):
+            # A former member has a new session, and is about to say what it holds: that may be the line's.
+            patient_until = state.last_arrival + state.view.settings.failure_timeout
+            if now < patient_until:
+                return Decision(None, "waiting for members that came back to say what they hold", patient_until)
         if meeting.members and state.storage_trouble:
             return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
         reason = meeting.reason
@@ -153,9 +158,12 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
     if count >= most:
         return Decision(tuple(by_host(candidates[:most])), f"{most} workers are there, as many as a view takes")
     # Who waited while a view ran has settled long ago, but its members may come again in a moment.
-    settled_at = max(state.last_arrival, state.last_parting) + settle_time
+    settled_at = max(max(state.last_arrival, state.last_parting) + settle_time, state.patient_until)
     if now >= settled_at:
         return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
+    if settled_at == state.patient_until:
+        text = f"{count} workers are there (at least {least}); former members of the job have time to come back"
+        return Decision(None, text, settled_at)
     return Decision(
         None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
     )

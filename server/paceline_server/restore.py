@@ -24,10 +24,11 @@ def restore(now: float, stored: StoredJob) -> JobState:
     if view is None:
         return state
     if len(stored.endings) == len(view.seats):
-        if view.base is not None and not all(ending.sure for ending in stored.endings.values()):
-            state.view, state.verdict, state.endings = view, stored.verdict, dict(stored.endings)
+        over = view.base is None or all(e.sure for e in stored.endings.values())
+        if not over:
+            state.view, state.verdict, state.endings, state.restored = view, stored.verdict, dict(stored.endings), True
         return state
-    state.view, state.verdict, state.endings = view, stored.verdict, dict(stored.endings)
+    state.view, state.verdict, state.endings, state.restored = view, stored.verdict, dict(stored.endings), True
     for seat in view.seats:
         if seat.rank in stored.endings:
             continue

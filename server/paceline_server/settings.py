@@ -61,7 +61,11 @@ class ServerSettings:
     """Least seconds between two rounds of `Waiting` to all candidates of a job: W arrivals would send W^2 messages."""
 
     max_jobs: int = 1_000
-    """Jobs that are known at one time. A job's generation number is kept for ever, so jobs do not go away."""
+    """Jobs at one time that have sessions, a line or keys."""
+
+    max_resting_jobs: int = 10_000
+    """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. They stay until an
+    operator says `paceline forget`, for a job's numbers never fall. An answer to ListJobs has room for so many."""
 
     max_sessions: int = 10_000
     """Sessions of all jobs together."""

@@ -72,7 +72,10 @@ def test_a_row_tells_the_size_that_was_measured() -> None:
     assert [row["bytes"] for row in rows] == [12, 1032]
 
 
-@pytest.mark.parametrize(("collective", "schedules"), [("all-reduce", "ring,star"), ("barrier", "ring,dissemination")])
+@pytest.mark.parametrize(
+    ("collective", "schedules"),
+    [("all-reduce", "ring,star"), pytest.param("barrier", "ring,dissemination", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.slow
 def test_schedules_turn_about_over_grpc(collective: str, schedules: str) -> None:
     rows = bench(collective, "--schedule", schedules, "--sizes", "1KiB", "-n", "2", "--links", "grpc")
@@ -86,7 +89,7 @@ def test_links_take_turns() -> None:
     assert [(row["bytes"], row["link"]) for row in rows] == [(8, "local"), (8, "grpc"), (1024, "local"), (1024, "grpc")]
 
 
-@pytest.mark.parametrize("links", ["local", "grpc"])
+@pytest.mark.parametrize("links", [pytest.param("local", marks=pytest.mark.exhaustive), "grpc"])
 def test_arrays_of_the_group(links: str) -> None:
     rows = bench("all-reduce", "--sizes", "1KiB", "-n", "3", "--links", links, "--memory", "group")
     assert [(row["bytes"], row["link"]) for row in rows] == [(1024, links)]
@@ -104,11 +107,13 @@ def test_a_table_of_the_fastest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.sampled(3)
 def test_nothing_outlives_the_bench(
     number: signal.Signals, code: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("t")  # a socket's path has 108 bytes at most
-    arguments = ("bench", "all-reduce", "--sizes", "4,8", "-n", "2", "--links", "grpc")
+    sizes = ",".join(str(4 << n) for n in range(16))  # so many that it cannot be through before the signal comes
+    arguments = ("bench", "all-reduce", "--sizes", sizes, "-n", "2", "--links", "grpc")
     with command(*arguments, TMPDIR=str(folder)) as running:
         running.wait_for("4 B")  # all ranks are at work
         started = descendants(running.process.pid)

@@ -11,6 +11,7 @@ import pytest
 from paceline.cli.launcher.cores import allowed_cores
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(allowed_cores()) < 2, reason="one core cannot be shared out")
 @pytest.mark.parametrize("bind", ["--bind", "--no-bind"])
 def test_workers_run_where_they_are_told(bind: str) -> None:

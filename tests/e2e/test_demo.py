@@ -32,6 +32,7 @@ def demo(*arguments: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_worker_is_killed_and_replaced() -> None:
     result, shown = demo("--workers", "3")
     assert (result["world_size"], result["generations"]) == (3, 3)  # before the kill, without the killed, with the new
@@ -47,24 +48,18 @@ def test_a_worker_is_killed_and_replaced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_nobody_is_killed_if_nobody_shall_be() -> None:
-    result, shown = demo("--workers", "2", "--kill-at-step", "0")
-    assert (result["world_size"], result["generations"], result["recoveries"]) == (2, 1, [])
-    assert "killed" not in shown
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_single_worker_is_not_killed() -> None:
     result, shown = demo("--workers", "1")
     assert (result["world_size"], result["recoveries"]) == (1, [])
     assert "nobody will be killed" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_the_demo_is_the_same_run_whoever_dies() -> None:
-    alone, _ = demo("--workers", "1", "--kill-at-step", "0")
+    alone, calm = demo("--workers", "1", "--kill-at-step", "0")
+    assert (alone["generations"], alone["recoveries"]) == (1, [])
+    assert "killed" not in calm
     many, shown = demo("--workers", "4", "--kill-at-step", "1")
     assert "rank 3 was killed in step 1;" in shown
     assert alone["steps"] == many["steps"]
@@ -74,6 +69,7 @@ def test_the_demo_is_the_same_run_whoever_dies() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kill_at_step", "words"), [("0", b"training"), ("40", b"went on after")])
+@pytest.mark.sampled(2)
 def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it(kill_at_step: str, words: bytes) -> None:
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}

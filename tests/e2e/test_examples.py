@@ -23,13 +23,11 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        pytest.param(["full_shard"], 4, marks=pytest.mark.slow),
-        pytest.param(["shard_grad_op"], 4, marks=pytest.mark.slow),
-        pytest.param(["no_shard"], 1, marks=pytest.mark.slow),
+        pytest.param(["full_shard"], 4, marks=pytest.mark.exhaustive),
         pytest.param(["hybrid_shard", "2"], 2, marks=pytest.mark.slow),
     ],
 )
-def test_digits_under_every_strategy(arguments: list[str], parts: int) -> None:
+def test_digits_under_a_strategy(arguments: list[str], parts: int) -> None:
     paceline = [sys.executable, "-m", "paceline", "run", "-n", "4"]
     lines = run(*paceline, str(EXAMPLES / "digits_fsdp.py"), *arguments).splitlines()
     found = [re.search(r"rank (\d) of 4 trains (\d+) parameters, accuracy ([\d.]+)", line) for line in lines]
@@ -40,7 +38,7 @@ def test_digits_under_every_strategy(arguments: list[str], parts: int) -> None:
     assert float(ranks[0][1]) >= 0.95
 
 
-@pytest.mark.parametrize("name", ["digits_numpy.py", "digits_fsdp.py"])
+@pytest.mark.parametrize("name", ["digits_numpy.py", pytest.param("digits_fsdp.py", marks=pytest.mark.slow)])
 def test_alone(name: str) -> None:
     accuracy = re.search(r"accuracy ([\d.]+)(?: on .*)?$", run(sys.executable, str(EXAMPLES / name)).strip())
     assert accuracy is not None
@@ -48,10 +46,13 @@ def test_alone(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "no_shard", "full_shard", "shard_grad_op", "hybrid_shard"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(spread, marks=pytest.mark.exhaustive) for spread in ("full_shard", "hybrid_shard"))],
+)
 def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path, strategy: str) -> None:
     """Where others have all that it held, one step is redone; else all since a checkpoint, for a part is lost."""
-    parts = strategy in ("full_shard", "shard_grad_op")
+    parts = strategy == "full_shard"
     # Two copies of the model: else nobody had the dead worker's part. And no checkpoint that could stand in for one.
     workers, checkpoints = ("4", []) if strategy == "hybrid_shard" else ("3", [str(tmp_path)])
     command = [sys.executable, "-m", "paceline", "run", "-n", workers, "--min", "1", "--max", "4", "--restarts", "1"]

@@ -123,7 +123,9 @@ BROKEN: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.sampled(3)
 def test_what_is_broken_is_found(change: Change, text: str) -> None:
     broken = copy.deepcopy(MANIFESTS)
     change(broken)

@@ -68,6 +68,7 @@ def test_workers_meet_at_an_embedded_coordinator_and_lines_carry_ranks(summing: 
     assert run.stderr == ""
 
 
+@pytest.mark.slow
 def test_two_shells_meet_in_one_job(summing: str) -> None:
     with command("coordinator", "--listen", "127.0.0.1:0") as coordinator:
         where = ("--coordinator", address_of(coordinator), "--job", "digits")
@@ -132,6 +133,7 @@ def test_ctrl_c_reaches_all_before_any_is_missed(loop: str, tmp_path: Path) -> N
     assert run.stderr == "paceline: stopping 3 workers\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
     with (
         command("coordinator", "--listen", "127.0.0.1:0") as coordinator,

@@ -258,6 +258,7 @@ def test_lines_that_are_redirected_are_in_files_only(script: Path, tmp_path: Pat
     assert "out" in (Path(found[1]) / "worker-0.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -270,6 +271,7 @@ def test_lines_that_are_redirected_are_in_files_only(script: Path, tmp_path: Pat
         (("--rdzv-endpoint", "a:1", "--coordinator", "b:1"), "name one thing"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_what_cannot_be_is_one_line(script: Path, arguments: tuple[str, ...], words: str) -> None:
     with command("run", *arguments, write(script, "")) as run:
         assert run.wait() == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
 
@@ -30,6 +32,7 @@ def test_one_comes_and_another_is_drained_and_nothing_is_redone(tmp_path: Path) 
         assert not c.redone(), str(c)
 
 
+@pytest.mark.slow
 def test_the_coordinator_dies_and_the_job_is_done_all_the_same(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.03) as c:
         c.start(2)

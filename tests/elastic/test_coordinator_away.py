@@ -14,9 +14,8 @@ from support.relay import relay
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "world"), [("ddp", 3), ("full_shard", 3), ("shard_grad_op", 3), ("hybrid_shard", 4)]
-)
+@pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
+@pytest.mark.sampled(2)
 def test_killed_and_back_on_its_state_file(wrapper: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.04, wrapper=wrapper) as c:
         c.start(world)
@@ -30,14 +29,14 @@ def test_killed_and_back_on_its_state_file(wrapper: str, world: int, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_away_for_half_a_minute_while_all_go_on(tmp_path: Path) -> None:
-    with cluster(tmp_path, total=380, pace=0.1) as c:
+def test_away_for_ten_times_failure_timeout_while_all_go_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=240, pace=0.05, failure_timeout=0.6) as c:
         c.start(2)
         c.wait_for_step(5)
         c.kill_coordinator()
-        time.sleep(30)
+        time.sleep(6)
         before = max(event["step"] for trainer in c.trainers for event in trainer.of("applied"))
-        assert before > 200, "they trained all the time"
+        assert before > 60, "they trained all the time"
         c.start_coordinator()
         assert set(c.wait(60.0).values()) == {0}, str(c)
         c.check(count=2)
@@ -45,7 +44,7 @@ def test_away_for_half_a_minute_while_all_go_on(tmp_path: Path) -> None:
         assert len(set(c.line().values())) == 1, "one generation from the first step to the last"
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "hybrid_shard"])
+@pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.exhaustive), "hybrid_shard"])
 def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(wrapper: str, tmp_path: Path) -> None:
     with (
         cluster(tmp_path, least=4, total=60, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c,
@@ -63,7 +62,26 @@ def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(wrapper: str,
         assert len(set(c.line().values())) == 1, "one generation from the first step to the last"
 
 
-@pytest.mark.parametrize(("wrapper", "world", "rest"), [("ddp", 3, 2), ("hybrid_shard", 4, 2)])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("hybrid_shard", marks=pytest.mark.exhaustive)])
+def test_bytes_that_change_on_the_way_to_it_end_nobody(wrapper: str, tmp_path: Path) -> None:
+    with (
+        cluster(tmp_path, least=4, total=200, pace=0.05, failure_timeout=2.0, wrapper=wrapper) as c,
+        relay(c.address) as between,
+    ):
+        c.environment["PACELINE_COORDINATOR"] = between.address
+        c.start(4)
+        c.wait_for_step(5)
+        between.damage = 400
+        c.wait_for_step(180)
+        between.damage = 0
+        assert set(c.wait(50.0).values()) == {0}, str(c)
+        assert between.damaged >= 10
+        c.check(count=4)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "world", "rest"), [pytest.param("ddp", 3, 2, marks=pytest.mark.exhaustive), ("hybrid_shard", 4, 2)]
+)
 def test_away_for_long_and_a_member_dies_meanwhile(wrapper: str, world: int, rest: int, tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.04, failure_timeout=1.0, wrapper=wrapper) as c:
         c.start(world)
@@ -78,7 +96,7 @@ def test_away_for_long_and_a_member_dies_meanwhile(wrapper: str, world: int, res
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
+@pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.exhaustive), "full_shard"])
 def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=3, total=80, pace=0.05, wrapper=wrapper) as c:
         c.start(3)
@@ -93,9 +111,8 @@ def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
         assert line[80] > line[8], "generations went on above those that members had seen"
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
-def test_a_newcomer_waits_for_it(wrapper: str, tmp_path: Path) -> None:
-    with cluster(tmp_path, total=100, pace=0.04, wrapper=wrapper) as c:
+def test_a_newcomer_waits_for_it(tmp_path: Path) -> None:
+    with cluster(tmp_path, total=100, pace=0.04) as c:
         c.start(2)
         c.wait_for_step(5)
         c.kill_coordinator()

@@ -17,17 +17,8 @@ SPREADING = ["full_shard", "shard_grad_op", "hybrid_shard"]
 ALL = ["no_shard", *SPREADING]
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
-def test_one_of_four_is_killed(tmp_path: Path, strategy: str) -> None:
-    with cluster(tmp_path, least=2, total=6, wrapper=strategy) as c:
-        c.start(4, [kill(at="mid_all_reduce", rank=1, step=3)])
-        codes = c.wait()
-        assert sorted(codes.values())[0] == -9, str(c)
-        c.check(count=3 if strategy == "no_shard" else 2)
-        assert sum(c.redone().values()) <= 1, f"more than one step was redone\n{c}"
-
-
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+@pytest.mark.sampled(2)
 def test_two_join_two(tmp_path: Path, strategy: str) -> None:
     with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
         c.start(2)
@@ -40,7 +31,8 @@ def test_two_join_two(tmp_path: Path, strategy: str) -> None:
         assert not c.redone(), f"a join redoes nothing\n{c}"
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op"])
+@pytest.mark.sampled(2)
 def test_two_of_four_are_drained(tmp_path: Path, strategy: str) -> None:
     with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
         trainers = c.start(4)
@@ -67,8 +59,10 @@ def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Pa
         assert c.line()[3] == 2, f"step 3 was taken twice\n{c}"
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize("at", ["second_word", "behind_gate"])
+@pytest.mark.parametrize(
+    ("at", "rank"), [("second_word", 0), ("second_word", 3), ("behind_gate", 1), ("behind_gate", 2)]
+)
+@pytest.mark.sampled(2)
 def test_one_of_four_is_killed_about_the_second_word(tmp_path: Path, at: str, rank: int) -> None:
     with cluster(tmp_path, least=2, total=6, wrapper="hybrid_shard") as c:
         c.start(4, [kill(at=at, rank=rank, step=3)])
@@ -94,7 +88,8 @@ def test_one_is_killed_while_it_gives_its_share(tmp_path: Path) -> None:
         c.check(count=4)
 
 
-@pytest.mark.parametrize(("strategy", "rest"), [("full_shard", 3), ("shard_grad_op", 3), ("hybrid_shard", 2)])
+@pytest.mark.parametrize(("strategy", "rest"), [("full_shard", 3), ("hybrid_shard", 2)])
+@pytest.mark.sampled(2)
 def test_a_newcomer_is_killed_when_it_has_its_share(tmp_path: Path, strategy: str, rest: int) -> None:
     with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
         c.start(2)

@@ -56,7 +56,7 @@ def _trains_after(c: Cluster, trainer: Trainer, generation: int, since: float) -
     return later()[0] - since
 
 
-@pytest.mark.parametrize("seconds", [1, 12])
+@pytest.mark.parametrize("seconds", [pytest.param(1, marks=pytest.mark.exhaustive), 12])
 def test_a_host_is_cut_off_and_comes_back(seconds: int, tmp_path: Path) -> None:
     with _four_hosts(tmp_path, total=300 + 30 * seconds) as (net, c):
         *others, lost = c.trainers
@@ -114,7 +114,7 @@ def test_the_coordinators_host_is_cut_off_and_comes_back(tmp_path: Path) -> None
         assert not c.redone(), str(c)
 
 
-@pytest.mark.parametrize("cable", ["stays", "goes too"])
+@pytest.mark.parametrize("cable", [pytest.param("stays", marks=pytest.mark.exhaustive), "goes too"])
 def test_a_host_dies_with_all_that_runs_there(cable: str, tmp_path: Path) -> None:
     with _four_hosts(tmp_path, total=150) as (net, c):
         lost = c.trainers[1]

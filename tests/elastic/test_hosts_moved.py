@@ -40,7 +40,9 @@ def _until_all_train(c: Cluster) -> None:
     c.wait_until(together, "all train together")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 5.0], ids=["at once", "after it was taken for lost"])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(0.0, marks=pytest.mark.exhaustive), 5.0], ids=["at once", "after it was taken for lost"]
+)
 def test_a_host_gets_another_address(seconds: float, tmp_path: Path) -> None:
     """It is a member again at the new one, and the others lose a generation when it goes and one when it comes."""
     with network(4) as net, cluster(tmp_path, host=net.hosts[0], total=500, **_SETTINGS) as c:

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.root
 _FAILURE_TIMEOUT = 2.0
 
 
-@pytest.mark.parametrize("order", ["0101", "0110"])
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize(("order", "dies"), [("0101", 0), ("0110", 1)])
 def test_a_host_dies_with_a_copy_of_the_state(order: str, dies: int, tmp_path: Path) -> None:
     """Two workers on each of two hosts, which come in this order. There is no checkpoint: the other host has it all."""
     plan = {"least": 2, "most": 4, "total": 150, "pace": 0.03, "wrapper": "hybrid_shard", "witness": False}

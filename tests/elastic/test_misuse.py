@@ -59,6 +59,41 @@ with paceline.join() as session:
         assert told["step"] == 6
 
 
+CORRUPTING = """
+with paceline.join() as session:
+    wrapped, optimizer, state = build(session)
+    odd, views, attempts = session.rank == 1, [], 0
+    session.on_view(lambda: views.append(session.size))
+    try:
+        for step in session.steps(state, total=30):
+            if odd and step.number in CORRUPT and attempts < step.number:
+                attempts = step.number
+                model.weight.data[0, 0] += 1.0  # between two steps, as a broken memory would
+            with step:
+                compute(wrapped, optimizer)
+                optimizer.step()
+        emit("done", odd=odd, step=state.step, weight=float(model.weight.data.sum()), views=len(views))
+    except paceline.DivergenceError as error:
+        emit("diverged", odd=odd, text=str(error))
+"""
+
+
+def test_a_member_whose_bits_differ_from_the_majority_takes_those_of_the_others() -> None:
+    told = outcomes("ddp", f"CORRUPT = (5, 12)\n{CORRUPTING}", least=3, world=3)
+    assert [each["event"] for each in told] == ["done"] * 3, told
+    assert [each["step"] for each in told] == [30] * 3
+    assert len({each["weight"] for each in told}) == 1, told
+    assert all(int(str(each["views"])) >= 3 for each in told), "each time a generation is over"
+
+
+def test_a_member_that_differs_again_and_again_leaves_and_the_others_go_on() -> None:
+    told = outcomes("ddp", f"CORRUPT = (5, 12, 18)\n{CORRUPTING}", least=2, world=3)
+    by_event = {str(each["event"]): each for each in told}
+    assert by_event["diverged"]["odd"], told
+    assert "3 times by now" in str(by_event["diverged"]["text"])
+    assert [each["event"] for each in told].count("done") == 2, told
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_steps_again_after_an_error_between_them(wrapper: str) -> None:
     code = """
@@ -105,6 +140,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.sampled(2)
 def test_leaving_inside_a_step(wrapper: str) -> None:
     code = """
 session = paceline.join()

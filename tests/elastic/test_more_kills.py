@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
         ("full_shard", "joining"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_newcomer_is_killed(wrapper: str, phase: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=30, pace=0.05, wrapper=wrapper) as c:
         c.start(2)
@@ -55,12 +56,54 @@ def test_a_member_is_killed_in_the_meeting(wrapper: str, second: int, tmp_path: 
 
 @pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
 @pytest.mark.parametrize("phase", ["closing", "behind_gate"])
+@pytest.mark.sampled(2)
 def test_a_member_is_killed_at_the_last_step(phase: str, wrapper: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, total=6, wrapper=wrapper) as c:
         c.start(world, [kill(at=phase, rank=1, step=6 if phase == "behind_gate" else None)])
         codes = c.wait()
         assert list(codes.values()).count(-9) == 1, str(c)
         c.check()
+
+
+def test_the_job_is_not_done_before_its_last_checkpoint_is_durable(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, total=6, checkpoint_dir=str(runs)) as c:
+        c.start(3, [kill(at="keeping", rank=0, once=tmp_path / "once")])  # whoever is rank 0 then writes it
+        codes = c.wait()
+        assert sorted(codes.values()) == [-9, 0, 0], str(c)
+        c.check(count=2)
+        assert [tag.step for tag in checkpoint.tags(runs)] == [6], str(c)
+
+
+def test_two_disks_with_different_states_of_one_tag(tmp_path: Path) -> None:
+    """Each was written in a run of its own, with a coordinator that knew nothing of the other."""
+    disks = [tmp_path / name for name in ("a", "b")]
+    for seed, disk in enumerate(disks):
+        disk.mkdir()
+        with cluster(disk, total=4, checkpoint_dir=str(disk / "runs"), model_seed=seed) as c:
+            c.start(1)
+            assert set(c.wait().values()) == {0}, str(c)
+    assert len({str(checkpoint.tags(disk / "runs")) for disk in disks}) == 1
+    with cluster(tmp_path, least=2, total=8) as c:
+        started = [c.start(1, checkpoint_dir=str(disk / "runs"), go=False)[0] for disk in disks]
+        for trainer in started:
+            trainer.go()
+        assert set(c.wait().values()) == {0}, str(c)
+        assert len({trainer.of("done")[0]["digest"] for trainer in started}) == 1, str(c)
+        assert {e["step"] for t in started for e in t.of("applied")} == {5, 6, 7, 8}, str(c)
+
+
+def test_a_drain_of_all_keeps_the_state_though_its_writer_is_killed(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(tmp_path, total=500, pace=0.02, checkpoint_dir=str(runs)) as c:
+        c.start(3, [kill(at="keeping", rank=0, once=tmp_path / "once")])
+        c.wait_for_step(3)
+        for trainer in c.trainers:
+            trainer.signal(signal.SIGTERM)
+        codes = c.wait()
+        assert sorted(codes.values()) == [-9, 0, 0], str(c)
+        last = max(e["step"] for t in c.trainers for e in t.of("dismissed"))
+        assert [tag.step for tag in checkpoint.tags(runs)] == [last], str(c)
 
 
 @pytest.mark.parametrize("victims", [2, 3])
@@ -100,6 +143,7 @@ def test_both_are_killed_who_have_one_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "shard_grad_op", "hybrid_shard"])
+@pytest.mark.sampled(3)
 def test_all_are_killed_and_start_again_from_the_checkpoint(wrapper: str, tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=40, pace=0.02, wrapper=wrapper, checkpoint_dir=where,
@@ -167,3 +211,22 @@ def _kill_all(c: Cluster) -> None:
         trainer.signal(signal.SIGKILL)
     for trainer in c.trainers:
         trainer.process.wait(10)
+
+
+def test_five_deaths_in_five_attempts_at_one_step_end_nobody_else(tmp_path: Path) -> None:
+    """Spot machines are reclaimed one after the other: that says nothing about the step."""
+    with cluster(tmp_path, total=4, pace=0.5) as c:
+        living = c.start(7)
+        for attempt in range(5):
+            generation = 2 + attempt
+
+            def in_the_step(generation: int = generation) -> bool:
+                return all(any(e["generation"] == generation for e in t.of("attempt")) for t in living)
+
+            c.wait_until(in_the_step, f"all try the step in generation {generation}")
+            victim = living.pop()
+            victim.signal(signal.SIGKILL)
+            victim.process.wait()
+        assert sorted(c.wait().values()) == [-signal.SIGKILL] * 5 + [0] * 2, str(c)
+        c.check(count=2)
+        assert any(e["step"] == 1 for t in living for e in t.of("undone")), str(c)

@@ -17,7 +17,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames
+from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames, without_checksums
 from paceline._grpc import aio, grpc
 from paceline.collectives.choose import choose, format_rules
 from paceline.collectives.messages import Assembler, to_frames
@@ -27,7 +27,7 @@ from paceline.collectives.tuning import digest, dump_rules, parse_rules
 from paceline.errors import PacelineError
 from paceline.links.fault import read_verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
-from paceline.session.view import fetch_peers
+from paceline.session.view import MemberLists
 from paceline.session.wire import error_from_status
 from paceline.signature import MAX_ARRAY_BYTES, Signature
 from pacelinepb import ERROR_DOMAIN
@@ -41,6 +41,7 @@ SEGMENT = 1024
 """Bytes per frame while a target runs, so that a short input makes a message of many frames."""
 
 
+@without_checksums()
 def frame(data: bytes) -> None:
     """Accepted bytes are those that `encode` makes, and mean to protobuf what they mean here."""
     try:
@@ -173,7 +174,9 @@ def view(data: bytes) -> None:
 
             return get_page
 
-    task = fetch_peers(Channel(), "job", formed, 1.0)  # type: ignore[arg-type]
+    lists = MemberLists()
+    lists._known, lists._known_sha256 = [_known_member("a", 0), _known_member("b", 1)], b"known"
+    task = lists.fetch(Channel(), "job", formed, 0.0)  # type: ignore[arg-type]
     try:
         peers = _finish(task)
     except PacelineError:
@@ -204,6 +207,7 @@ def _finish(coroutine: Any) -> Any:
     raise AssertionError("it waits")
 
 
+@without_checksums()
 def _frame_seeds() -> Sequence[bytes]:
     return [
         encode(Frame(FrameKind.DATA, 1, 1, 0, b"all_reduce op=sum float32[4]", bytes(16))),
@@ -277,7 +281,15 @@ def _view_seeds() -> Sequence[bytes]:
     ]
     formed = session_pb2.ViewFormed(generation=3, world_size=2, rank=1, pages=2)
     huge = session_pb2.ViewFormed(generation=3, world_size=2**32 - 1, pages=1)
-    return [pack_chunks([formed.SerializeToString(), *pages]), pack_chunks([huge.SerializeToString(), pages[0]])]
+    known = session_pb2.GetViewResponse(members=[_known_member("a", 0), _known_member("b", 1)]).SerializeToString()
+    same = session_pb2.ViewFormed(generation=4, world_size=2, pages=2, members_sha256=hashlib.sha256(known).digest())
+    changes = session_pb2.GetViewResponse(stretches=[session_pb2.Stretch(first=0, count=2)]).SerializeToString()
+    whole = [pack_chunks([formed.SerializeToString(), *pages]), pack_chunks([huge.SerializeToString(), pages[0]])]
+    return [*whole, pack_chunks([same.SerializeToString(), changes])]
+
+
+def _known_member(member_id: str, rank: int) -> session_pb2.Member:
+    return session_pb2.Member(member_id=member_id, rank=rank)
 
 
 def _tuning_seeds() -> Sequence[bytes]:

@@ -13,7 +13,7 @@ from unittest import mock
 from google.protobuf.message import DecodeError
 
 from fuzz.decoders import SEEDS as DECODERS
-from fuzz.wire import PEERS, pack_chunks, unpack_chunks
+from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
 from paceline._grpc import EOF
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
@@ -197,8 +197,9 @@ def _check_chosen(request: Any, answer: Any, shm: _Listening, tcp: _Listening) -
     assert all(1 <= streams <= MAX_STREAMS for streams, *_ in tcp.expected)
 
 
+@without_checksums()
 def stream(data: bytes) -> None:
-    """All that is let in is a frame of this generation; anything else accuses its sender."""
+    """All that is let in is a frame of this generation; anything else accuses its sender, or breaks the link."""
     messages = list(unpack_chunks(data))
     house, context = _House(), _Context(messages, b"ticket")
 
@@ -210,8 +211,8 @@ def stream(data: bytes) -> None:
     try:
         _loop().run_until_complete(deliver())
     except _Refused:
-        _check_failed(house.fault)
-        assert house.fault.error().ranks in ((0,), (1,))
+        if not house.lost:  # a wrong checksum is nobody's fault
+            _check_failed(house.fault)
     else:
         assert house.box.ended or house.lost == [0] or house.fault.failed
     assert len(house.box.frames) <= len(messages)
@@ -285,6 +286,7 @@ def _hello_seeds() -> Sequence[bytes]:
     return found
 
 
+@without_checksums()
 def _stream_seeds() -> Sequence[bytes]:
     part = encode(Frame(FrameKind.DATA, 1, 1, 0, b"barrier", b"x" * 9))
     end = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))

@@ -15,7 +15,7 @@ from unittest import mock
 from google.protobuf.message import DecodeError
 
 from fuzz.door import _loop
-from fuzz.wire import PEERS, pack_chunks, unpack_chunks
+from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import LinkUnavailable, PacelineError
@@ -187,6 +187,7 @@ class _Said(Stream):
         """There is none."""
 
 
+@without_checksums()
 def tcp_streams(data: bytes) -> None:
     """Frames are those that the bytes spell, cut over the streams as they must be; anything else ends the half.
 
@@ -207,12 +208,8 @@ def tcp_streams(data: bytes) -> None:
                 frame = half.recv(0.0, place)
             except LinkTimeout:
                 continue
-            lead, at = frames % count, len(spelled[frames % count])
-            checked = said[lead][at + 1] == 1  # the header's flag; without it there is any number for a checksum
-            if not checked:
-                said[lead] = said[lead][: at + 12] + bytes(4) + said[lead][at + 16 :]
             for number, (index, begin, end) in enumerate(cut(len(frame.payload), count, frames)):
-                head = b"" if number else encode_head(frame, checked=checked)
+                head = b"" if number else encode_head(frame)
                 spelled[index] += head + bytes(frame.payload)[begin:end]
             frames += 1
             assert frame.generation == 1
@@ -290,6 +287,7 @@ def _hello_seeds() -> Sequence[bytes]:
     return [encode_hello(Hello(_TICKET, index, streams)) for index, streams in ((0, 1), (3, 4), (15, 16))]
 
 
+@without_checksums()
 def _stream_seeds() -> Sequence[bytes]:
     frames = [
         Frame(FrameKind.DATA, 1, 1, 0, b"all_reduce op=sum float32[4]", bytes(16)),
@@ -297,12 +295,10 @@ def _stream_seeds() -> Sequence[bytes]:
         Frame(FrameKind.DATA, 1, 2, 0, b"barrier", b""),
     ]
     one = b"".join(encode_head(frame) + bytes(frame.payload) for frame in frames)
-    checked = b"".join(encode_head(frame, checked=True) + bytes(frame.payload) for frame in frames)
     two = [b"".join(encode_head(frame) + bytes(frame.payload) for frame in frames[which::2]) for which in (0, 1)]
     return [
         b"\0" + pack_chunks([one]),
         bytes([16 << 2]) + pack_chunks([one]),
-        b"\0" + pack_chunks([checked]),
         b"\1" + pack_chunks(two),
     ]
 

@@ -1,15 +1,20 @@
-"""Fuzzes one target, guided by coverage: `python tests/fuzz/run.py TARGET [--seconds N] [--corpus DIR]`.
+"""Fuzzes targets, guided by coverage: `python tests/fuzz/run.py TARGET ... [--seconds N] [--corpus DIR]`.
 
 It needs atheris. A finding ends it with an exit code other than 0, and its input is kept in `--findings`; from there
 `python tests/fuzz/run.py TARGET --reproduce FILE` shows it again, without atheris.
+
+Several targets run one after the other, each in a child of a process that has the code instrumented: that takes longer
+than most targets need.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -20,9 +25,13 @@ MEMORY = 1 << 30
 def main() -> None:
     sys.path[:1] = [str(HERE.parent)]  # instead of this folder: modules here are `fuzz.*`
     parser = argparse.ArgumentParser(description="Fuzzes one decoder.")
-    parser.add_argument("target")
+    parser.add_argument("targets", nargs="+", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=60, help="for how long")
-    parser.add_argument("--corpus", type=Path, help="where inputs are kept from run to run; tests/fuzz/corpus/TARGET")
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        help="a folder for inputs, kept from run to run; tests/fuzz/corpus",
+    )
     parser.add_argument("--findings", type=Path, default=HERE / "findings", help="where inputs that fail are kept")
     parser.add_argument("--reproduce", type=Path, help="run this input once, and nothing else")
     options = parser.parse_args()
@@ -31,9 +40,10 @@ def main() -> None:
         from fuzz.targets import TARGETS
 
         _limit_memory()
-        TARGETS[options.target](options.reproduce.read_bytes())
+        for target in options.targets:
+            TARGETS[target](options.reproduce.read_bytes())
         return
-    _fuzz(options.target, options.seconds, options.corpus or HERE / "corpus" / options.target, options.findings)
+    sys.exit(_fuzz_each(options.targets, options.seconds, options.corpus or HERE / "corpus", options.findings))
 
 
 def _limit_memory() -> None:
@@ -41,13 +51,33 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
 
 
-def _fuzz(target: str, seconds: int, corpus: Path, findings: Path) -> None:
+def _fuzz_each(targets: Sequence[str], seconds: int, corpus: Path, findings: Path) -> int:
+    """Returns the exit status: 1 if anything was found."""
     import atheris
 
     with atheris.instrument_imports(include=["fuzz", "paceline", "paceline_server"]):
-        from fuzz.targets import TARGETS, seeds
+        import fuzz.targets  # noqa: F401  the children have it
 
-    function = TARGETS[target]
+    status = 0
+    for target in targets:
+        sys.stdout.write(f"=== {target}\n")
+        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads are idle, and libFuzzer wants none
+            child = os.fork()
+        if child == 0:
+            _fuzz(target, seconds, corpus / target, findings)
+        _, ended = os.waitpid(child, 0)
+        status |= ended != 0
+    return status
+
+
+def _fuzz(target: str, seconds: int, corpus: Path, findings: Path) -> None:
+    import atheris
+
+    from fuzz.targets import TARGETS, seeds
+
+    os.dup2(1, 2)  # libFuzzer writes there: it shall be in order
     for folder in (corpus, findings):
         folder.mkdir(parents=True, exist_ok=True)
     for name, data in seeds(target).items():
@@ -64,7 +94,7 @@ def _fuzz(target: str, seconds: int, corpus: Path, findings: Path) -> None:
         "-verbosity=1",
         str(corpus),
     ]
-    atheris.Setup(arguments, function)
+    atheris.Setup(arguments, TARGETS[target])
     atheris.Fuzz()  # ends the process
 
 

@@ -196,7 +196,11 @@ def test_a_coordinator_that_moves_to_another_address_is_found_there(tmp_path: Pa
                 worker.expect("stored")
 
 
-@pytest.mark.parametrize("token", [None, "0123456789abcdef0123456789abcdef"], ids=["", "with a token"])
+@pytest.mark.parametrize(
+    "token",
+    [pytest.param(None, marks=pytest.mark.exhaustive), "0123456789abcdef0123456789abcdef"],
+    ids=["", "with a token"],
+)
 def test_a_coordinator_whose_name_was_gone_for_long_is_found_at_once(token: str | None, tmp_path: Path) -> None:
     """It comes back at another address. Whoever waits for an answer of its store gets it, and no channel is left."""
     with network(3) as net:

@@ -1,4 +1,4 @@
-"""`paceline drain`, `restart` and `status` against a coordinator with members on raw stubs."""
+"""`paceline drain`, `restart`, `forget` and `status` against a coordinator with members on raw stubs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
+from pacelinepb.v1 import session_pb2
 from support.command import Command, command
 from support.coordinator import RawSession, run
 
@@ -81,6 +82,22 @@ def test_restart_of_a_running_job_is_refused_unless_forced() -> None:
             assert "nothing has changed" in ended.stdout
             ended = await paceline("restart", "none", *where, code=1)
             assert ended.stderr == "paceline: there is no job 'none'; paceline status shows those that there are\n"
+
+    run(main)
+
+
+def test_a_job_is_forgotten_when_it_is_over() -> None:
+    async def main() -> None:
+        async with two_members() as (address, _, sessions):
+            where = ("--coordinator", address)
+            ended = await paceline("forget", "digits", *where, code=1)
+            assert "has 2 workers: to have them leave use paceline drain --all --job digits" in ended.stderr
+            for session in sessions:
+                await session.send(leave=session_pb2.Leave())
+                await session.next("left")
+            assert result(await paceline("forget", "digits", *where, "--json")) == {"job": "digits", "forgotten": True}
+            ended = await paceline("forget", "digits", *where, code=1)
+            assert ended.stderr == "paceline: there is no job 'digits'; paceline status shows those that there are\n"
 
     run(main)
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from paceline_server._grpc import aio
+from paceline_server.storage.memory import MemoryStorage
 from pacelinepb.v1 import admin_pb2 as pb
-from pacelinepb.v1 import session_pb2
+from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, reason_of, run, running
 
 OPEN: dict[str, Any] = {"least": 1, "most": 2}
@@ -140,5 +142,118 @@ def test_status_says_where_each_member_stands() -> None:
             await first.heartbeat(operation=3, step=2)
             while (await members_of(admin))[0].progress.step != 2:
                 pass
+
+    run(main)
+
+
+async def job_over(channel: aio.Channel, name: str) -> int:
+    """A job whose only member has come and gone; returns its generation."""
+    session = await RawSession.register(channel, name, least=1, most=1)
+    generation = (await session.view()).generation
+    await session.send(leave=session_pb2.Leave())
+    await session.next("left")
+    return generation
+
+
+def test_jobs_that_are_over_do_not_fill_the_coordinator_and_keep_their_numbers() -> None:
+    async def main() -> None:
+        storage = MemoryStorage()
+        async with running(storage, max_jobs=2) as channel:
+            for name in ("a", "b", "c", "d"):
+                assert await job_over(channel, name) == 1
+            assert await job_over(channel, "a") == 2
+            admin: Any = AdminServiceStub(channel)
+            assert [job.name for job in (await admin.ListJobs(pb.ListJobsRequest())).jobs] == ["a", "b", "c", "d"]
+            await RawSession.register(channel, "e")
+            await RawSession.register(channel, "f")
+            for name in ("a", "g"):  # at rest it takes no place, but to begin again it needs one
+                with pytest.raises(aio.AioRpcError, match="has 2 jobs"):
+                    await RawSession.register(channel, name)
+        async with running(storage, max_jobs=2) as channel:
+            assert await job_over(channel, "a") == 3
+            assert await job_over(channel, "b") == 2
+
+    run(main)
+
+
+def test_a_job_with_keys_is_not_at_rest() -> None:
+    async def main() -> None:
+        async with running(max_jobs=1) as channel:
+            session = await RawSession.register(channel, "a", least=1, most=1)
+            await session.view()
+            await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=session.caller, key="k", value=b"v"))
+            await session.send(leave=session_pb2.Leave())
+            await session.next("left")
+            with pytest.raises(aio.AioRpcError, match="has 1 jobs"):
+                await RawSession.register(channel, "b")
+            admin: Any = AdminServiceStub(channel)
+            await admin.ForgetJob(pb.ForgetJobRequest(job="a"))
+            await RawSession.register(channel, "b")
+
+    run(main)
+
+
+def test_so_many_jobs_are_remembered_and_a_forgotten_one_begins_anew() -> None:
+    async def main() -> None:
+        storage = MemoryStorage()
+        async with running(storage, max_jobs=1, max_resting_jobs=1) as channel:
+            for name in ("a", "b"):
+                assert await job_over(channel, name) == 1
+            with pytest.raises(aio.AioRpcError, match="paceline forget JOB removes one"):
+                await RawSession.register(channel, "c")
+            assert await job_over(channel, "a") == 2, "one that is known may begin again"
+            admin: Any = AdminServiceStub(channel)
+            await admin.ForgetJob(pb.ForgetJobRequest(job="a"))
+            with pytest.raises(aio.AioRpcError, match="there is no job 'a'"):
+                await admin.ForgetJob(pb.ForgetJobRequest(job="a"))
+            assert await job_over(channel, "c") == 1
+        async with running(storage) as channel:
+            shown = await RawSession.register(channel, "a", least=1, most=1, generation_floor=5)
+            assert (await shown.view()).generation == 6, "above what its workers show"
+            assert await job_over(channel, "b") == 2
+
+    run(main)
+
+
+def test_a_job_that_is_not_over_is_not_forgotten() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            admin: Any = AdminServiceStub(channel)
+            first, second = await line(channel)
+            with pytest.raises(aio.AioRpcError, match="has 2 workers: to have them leave use paceline drain --all"):
+                await admin.ForgetJob(pb.ForgetJobRequest(job="job"))
+            for member in (first, second):
+                member.call.cancel()
+            while any(member.attached for member in await members_of(admin)):
+                pass  # the coordinator has yet to hear of it
+            with pytest.raises(aio.AioRpcError, match="paceline restart job says so") as caught:
+                await admin.ForgetJob(pb.ForgetJobRequest(job="job"))
+            assert reason_of(caught.value) == "BAD_REQUEST"
+            await admin.RestartJob(pb.RestartJobRequest(job="job"))
+            await admin.ForgetJob(pb.ForgetJobRequest(job="job"))
+
+    run(main)
+
+
+def test_a_job_that_is_done_says_so_when_nothing_else_is_left_of_it() -> None:
+    async def main() -> None:
+        storage = MemoryStorage()
+        async with running(storage, max_jobs=1) as channel:
+            first, second = await line(channel)
+            await first.send(finish=session_pb2.Finish(generation=2, step=1))
+            for member in (first, second):
+                assert (await member.next("finished")).step == 1
+                await member.send(leave=session_pb2.Leave())
+                await member.next("left")
+            await job_over(channel, "other")
+            late = await RawSession.register(channel, **OPEN)
+            assert (await late.next("finished")).step == 1
+        async with running(storage, max_jobs=1) as channel:
+            await job_over(channel, "other")
+            admin: Any = AdminServiceStub(channel)
+            jobs = {job.name: job for job in (await admin.ListJobs(pb.ListJobsRequest())).jobs}
+            assert jobs["job"].phase == pb.JOB_PHASE_FINISHED
+            late = await RawSession.register(channel, **OPEN)
+            assert (await late.next("finished")).step == 1
 
     run(main)

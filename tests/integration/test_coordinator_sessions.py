@@ -277,7 +277,7 @@ def test_a_second_register_ends_the_stream() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
-        ({"protocol_version": 9}, "VERSION", "version 9 of the protocol, the coordinator version 2"),
+        ({"protocol_version": 9}, "VERSION", "version 9 of the protocol, the coordinator version 3"),
         ({"job": "a\nb"}, "BAD_REQUEST", "must be printable"),
         ({"least": 0}, "INVALID_WORLD_SIZE", "min_workers must be 1 or more"),
         ({"rank": 2}, "INVALID_RANK", "rank 2 is outside the world of 2"),

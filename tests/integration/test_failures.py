@@ -64,18 +64,34 @@ def test_a_freeze_is_news_within_failure_timeout_and_a_second() -> None:
         assert max(error["at"] for error in errors) - frozen < 2.2
 
 
-def test_random_bytes_from_a_member_name_it() -> None:
-    culprit = """
+SEND = """
+            import struct, zlib
             from paceline.links.base import Purpose
+            from paceline.links.frame import Frame, FrameKind, encode
+            data = {data}
             link = session.group.mesh.link(3, Purpose.COLLECTIVE)
-            link.outbox.put(os.urandom(500), time.monotonic() + 5, session.group.mesh.fault)
+            link.outbox.put(data, time.monotonic() + 5, session.group.mesh.fault)
             wait_for_go()
 """
-    with (
-        coordinator() as address,
-        workers(4, BLOCKED.format(culprit=culprit.strip()), COORDINATOR=address, MIN_WORKERS="4") as started,
-    ):
+
+
+def test_a_frame_of_no_known_kind_names_its_sender() -> None:
+    """Its checksum is right, so it came as it was sent."""
+    data = """encode(Frame(FrameKind.DATA, session.group.mesh.generation, 1, 0, b"", b""))
+            data = data[:1] + bytes([127]) + data[2:-4]
+            data += struct.pack("<I", zlib.crc32(data))"""
+    code = BLOCKED.format(culprit=SEND.format(data=data).strip())
+    with coordinator() as address, workers(4, code, COORDINATOR=address, MIN_WORKERS="4") as started:
         assert_all_name(errors_of(by_rank(started), 2), "PeerBrokeProtocol", 2)
+
+
+def test_bytes_that_changed_on_the_way_accuse_a_link_and_no_sender() -> None:
+    code = BLOCKED.format(culprit=SEND.format(data="os.urandom(500)").strip())
+    with coordinator() as address, workers(4, code, COORDINATOR=address, MIN_WORKERS="4") as started:
+        errors = errors_of(by_rank(started), 2)
+        assert {error["type"] for error in errors} == {"PeerLost"}
+        assert len({error["text"] for error in errors}) == 1
+        assert set(errors[0]["ranks"]) <= {2, 3}
 
 
 def test_a_members_own_error_reaches_the_others() -> None:

@@ -25,12 +25,13 @@ WITH_SGD, WITH_ADAM = partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)
     ("optimizer", "dtype"),
     [
         (WITH_SGD, "float64"),
-        (WITH_ADAM, "float32"),
+        pytest.param(WITH_ADAM, "float32", marks=pytest.mark.slow),
         pytest.param(WITH_SGD, "float32", marks=pytest.mark.slow),
         pytest.param(WITH_ADAM, "float64", marks=pytest.mark.slow),
     ],
     ids=["sgd-float64", "adam-float32", "sgd-float32", "adam-float64"],
 )
+@pytest.mark.sampled(3)
 def test_four_ranks_train_as_one_process_does(
     strategy: ShardingStrategy, node: int | None, dtype: str, optimizer: partial[SGD | Adam]
 ) -> None:

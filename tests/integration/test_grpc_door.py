@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -190,24 +191,47 @@ def test_strangers_are_not_kept_waiting_for_a_generation_that_will_not_come() ->
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+WHOLE = encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x" * 99))
+
+
+def sealed(data: bytearray) -> bytes:
+    """The bytes with a checksum at their end that is right."""
+    return bytes(data[:-4]) + zlib.crc32(data[:-4]).to_bytes(4, "little")
+
+
+async def delivered(channel: aio.Channel, data: bytes) -> None:
+    """One message, of rank 0."""
+    await deliver(channel, await knock(channel, hello()), data)
+
+
+@pytest.mark.parametrize("at", [0, 1, 10], ids=["tag", "kind", "another tag"])
+def test_a_whole_frame_that_makes_no_sense_names_its_sender(at: int) -> None:
+    data = bytearray(WHOLE)
+    data[at] = 9
+    with grpc_world() as world:
+        at_door_1(world, lambda channel: delivered(channel, sealed(data)))
+        with pytest.raises(errors.PeerBrokeProtocol, match="rank 0") as caught:
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
+    assert caught.value.ranks == (0,)
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"",
         os.urandom(300),
-        encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x" * 99))[:-1],
+        WHOLE[:-1],
+        WHOLE[:60] + bytes([WHOLE[60] ^ 1]) + WHOLE[61:],
         bytes(MAX_FRAME_BYTES + 1),
     ],
-    ids=["empty", "random", "truncated", "too long"],
+    ids=["empty", "random", "truncated", "one bit", "too long"],
 )
-def test_bytes_that_are_no_frame_name_their_sender(data: bytes) -> None:
-    async def talk(channel: aio.Channel) -> None:
-        await deliver(channel, await knock(channel, hello()), data)
-
+def test_bytes_that_have_changed_break_the_link(data: bytes) -> None:
     with grpc_world() as world:
-        at_door_1(world, talk)
-        with pytest.raises(errors.PeerBrokeProtocol, match="rank 0") as caught:
+        at_door_1(world, lambda channel: delivered(channel, data))
+        with pytest.raises(errors.PeerLost, match=r"bytes from rank 0 .* have changed on the way") as caught:
             world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
+    assert type(caught.value) is errors.PeerLost, "its program is not to blame"
     assert caught.value.ranks == (0,)
 
 

@@ -44,6 +44,7 @@ def link_pair(kind: str, streams: int = 1) -> Iterator[LinkPair]:
         yield LinkPair(a, b, *world.faults, cut, empty=lent)
 
 
+@pytest.mark.alone  # some rules say how soon
 @pytest.mark.parametrize(("kind", "streams"), [("grpc", 1), ("tcp", 1), ("tcp", 4), ("shm", 1)])
 def test_links_between_members_keep_the_rules(kind: str, streams: int) -> None:
     check_link(partial(link_pair, kind, streams))

@@ -31,6 +31,8 @@ from support.http2 import (
     open_call,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def targets(tmp_path: Path) -> Iterator[Targets]:
@@ -130,6 +132,7 @@ _ENDS = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.DATA_LOSS,
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 SAME_BITS = """
 def values(rank, n, dtype):
@@ -41,8 +41,10 @@ def check(world: int, prepare: str) -> None:
         assert [worker.wait() for worker in started] == [0] * world
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("lent", ["True", "False", "rank != 1"])
+@pytest.mark.parametrize(
+    ("world", "lent"), [(2, "True"), (2, "rank != 1"), (3, "True"), (3, "False"), (3, "rank != 1")]
+)
+@pytest.mark.sampled(2)
 def test_the_bits_are_those_of_rank_order(world: int, lent: str) -> None:
     check(world, f"LENT = lambda rank: {lent}")
 
@@ -97,10 +99,11 @@ with paceline.join() as session:
 of them ahead."""
 
 
-@pytest.mark.parametrize("mib", [24, 32], ids=["long", "longest"])
 @pytest.mark.parametrize(
-    ("links", "lent"), [("shm", "True"), ("shm", "False"), ("shm", "rank"), ("tcp", "False"), ("grpc", "False")]
+    ("links", "lent", "mib"),
+    [("shm", "True", 32), ("shm", "False", 24), ("shm", "rank", 32), ("tcp", "False", 32), ("grpc", "False", 24)],
 )
+@pytest.mark.sampled(2)
 def test_long_frames_and_others_share_a_link(links: str, lent: str, mib: int) -> None:
     code = f"LENT = lambda rank: {lent}; ELEMENTS = {mib << 18} + 3" + LONG_AND_SHORT
     settings = {"MIN_WORKERS": "2", "LINKS": links}

@@ -221,6 +221,7 @@ def words_for_shm() -> list[bytes]:
     return [b"x", secrets.token_bytes(1000), right, right + secrets.token_bytes(16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_strangers_without_a_ticket_change_nothing(kind: str) -> None:
     """They come while a collective runs, with open hands and with nonsense, again and again."""

@@ -28,7 +28,7 @@ CONNECTIONS = 10_000
 BEGINNINGS = {"silent": b"", "settled": PREFACE + frame(SETTINGS, 0, 0, b"")}
 
 
-@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("beginning", ["silent", pytest.param("settled", marks=pytest.mark.exhaustive)])
 def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path) -> None:
     with _files(1_024), targets_in(tmp_path) as targets, _files(CONNECTIONS + 2_000):
         soft, hard = resource.prlimit(targets.process.pid, resource.RLIMIT_NOFILE)
@@ -46,7 +46,7 @@ def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path
         targets.check()
 
 
-@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("beginning", [pytest.param("silent", marks=pytest.mark.exhaustive), "settled"])
 def test_more_connections_than_a_worker_may_have_files(beginning: str, tmp_path: Path) -> None:
     """Strangers' at its door, opened and left: they go, and the door lets in who comes then."""
     with _files(300), targets_in(tmp_path) as targets, _files(2_000), ExitStack() as stack:

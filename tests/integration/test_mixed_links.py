@@ -54,6 +54,7 @@ def test_each_pair_has_the_best_kind_that_both_have(world: MixedWorld) -> None:
         assert found == {you: kind_between(places[me], places[you]) for you in range(4) if you != me}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", MESSAGES)
 @pytest.mark.parametrize(("collective", "schedule", "variant"), WAYS)
 def test_every_schedule_gives_what_numpy_gives(
@@ -116,6 +117,7 @@ def test_messages(world: MixedWorld, size: str) -> None:
         assert received == [(10.0 * you + me, you) for you in range(4) if you != me]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_all_may_send_first(kind: str, count: int) -> None:

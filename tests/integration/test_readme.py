@@ -38,7 +38,11 @@ def test_alone(code: str, tmp_path: Path) -> None:
     run(code, tmp_path)
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(code, marks=[pytest.mark.slow] if n else []) for n, code in enumerate(EXAMPLES)],
+    ids=range(len(EXAMPLES)),
+)
 def test_three_workers(code: str, tmp_path: Path) -> None:
     with coordinator() as address, ThreadPoolExecutor(3) as pool:
         outputs = list(
@@ -48,7 +52,10 @@ def test_three_workers(code: str, tmp_path: Path) -> None:
         assert sorted(outputs) == [f"rank {rank} of 3: [6. 6. 6.]\n" for rank in range(3)]
 
 
-@pytest.mark.parametrize("code", [code for code in EXAMPLES if "session.steps" in code])
+STEPPING = [code for code in EXAMPLES if "session.steps" in code]
+
+
+@pytest.mark.parametrize("code", [STEPPING[0], *(pytest.param(code, marks=pytest.mark.slow) for code in STEPPING[1:])])
 def test_one_more_worker_comes_in(code: str, tmp_path: Path) -> None:
     """It executes the same lines, in no view at first."""
     slow = re.sub(r"total=\d+", "total=150", code)

@@ -293,6 +293,7 @@ def test_what_cannot_be_is_a_typed_error_at_construction(link: str) -> None:
     run_over(link, 2, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 @pytest.mark.parametrize("n", [0, 1, 3, 5])
 def test_any_size_fits_any_world(strategy: ShardingStrategy, n: int, link: str) -> None:

@@ -128,17 +128,8 @@ def test_without_the_coordinator_calls_to_it_end_as_orphaned_and_the_ring_goes_o
         assert [worker.wait() for worker in started] == [0, 0]
 
 
-def test_a_coordinator_that_lost_its_state_says_so(tmp_path: Path) -> None:
-    code = """
-    session = paceline.join()
-    emit("joined")
-    wait_for_go()
-    try:
-        session.barrier("b", timeout=20.0)
-    except paceline.PacelineError as error:
-        emit_error(error)
-    session.leave()
-    """
+def _told_of_lost_state(tmp_path: Path, code: str) -> list[dict[str, object]]:
+    """The errors of a worker whose coordinator is replaced by one without its job, once it has said "ready"."""
     with (
         coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address),
         workers(1, code, COORDINATOR=address) as (worker,),
@@ -146,9 +137,59 @@ def test_a_coordinator_that_lost_its_state_says_so(tmp_path: Path) -> None:
         worker.expect("joined")
         first.send_signal(signal.SIGKILL)
         first.wait()
+        worker.go()
+        worker.expect("ready")
         with coordinator_process(address, tmp_path / "another.db"):
-            worker.go()
-            error = worker.expect("error")
-            assert error["type"] == "SessionClosed"
-            assert "state" in error["text"]
+            told = [worker.expect("error")]
+            while (event := worker.expect_any())["event"] == "error":
+                told.append(event)
             assert worker.wait() == 0
+            return told
+
+
+def test_a_coordinator_that_lost_its_state_says_so_to_a_call_that_waits(tmp_path: Path) -> None:
+    code = """
+    session = paceline.join()
+    emit("joined")
+    wait_for_go()
+    barriers = session._connection._barriers
+    wait = barriers.wait
+    barriers.wait = lambda *arguments: (emit("ready"), wait(*arguments))
+    try:
+        session.barrier("b", timeout=20.0)
+    except paceline.PacelineError as error:
+        emit_error(error)
+    session.leave()
+    emit("left")
+    """
+    (error,) = _told_of_lost_state(tmp_path, code)
+    assert error["type"] == "SessionClosed"
+    assert "state" in str(error["text"])
+
+
+def test_a_coordinator_that_lost_its_state_says_so_to_every_later_call(tmp_path: Path) -> None:
+    code = """
+    import threading
+
+    session = paceline.join()
+    emit("joined")
+    wait_for_go()
+    ended = threading.Event()
+    session._connection.mesh.fault.on_failure(ended.set)
+    emit("ready")
+    assert ended.wait(20.0)
+    for call in (
+        lambda: session.barrier("b", timeout=20.0),
+        lambda: session.group.all_reduce(np.ones(10)),
+        lambda: session.store.set("key", b"value"),
+    ):
+        try:
+            call()
+        except paceline.PacelineError as error:
+            emit_error(error)
+    session.leave()
+    emit("left")
+    """
+    told = _told_of_lost_state(tmp_path, code)
+    assert [error["type"] for error in told] == ["SessionClosed"] * 3
+    assert ["state" in str(error["text"]) for error in told[:2]] == [True, True]

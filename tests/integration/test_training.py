@@ -47,7 +47,9 @@ def train(world: int, dtype: str) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param("float32", 1e-4, marks=pytest.mark.exhaustive), ("float64", 1e-9)]
+)
 def test_one_and_four_workers_reach_the_same_weights(dtype: str, tolerance: float) -> None:
     (alone,) = train(1, dtype)
     four = train(4, dtype)

@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.broken import Broken
 from simulation.hosting import Hosting
-from simulation.shares import is_all
+from simulation.process import RaisedByUser
+from simulation.state import Spoiled, is_all
 
+from paceline import errors
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.share import Share, share_of
 from paceline_server.effects import PushCatchUp, PushStateLost
+from paceline_server.errors import BadRequest, Refused
 from paceline_server.model import JobState, Standing, View
 
 if TYPE_CHECKING:
-    from simulation.member import Member
+    from simulation.group import Mesh
+    from simulation.network import Stream
+    from simulation.process import Process
     from simulation.world import World
 
 __all__ = ["Checks"]
@@ -30,11 +35,15 @@ class Checks:
     Args:
         world: where.
         strict: the coordinator's disk is never lost. If it is, another line may begin, and only I5 is checked.
+
+    Attributes:
+        broken: a breach that the runner is to raise.
     """
 
     def __init__(self, world: World, *, strict: bool) -> None:
         self._world = world
         self._strict = strict
+        self._unheard = False
         self._views: dict[int, View] = {}
         self._pushed: dict[int, View] = {}
         self._bits: dict[tuple[int, int], tuple[object, ...]] = {(0, 0): ()}
@@ -43,17 +52,23 @@ class Checks:
         self._line_began = 0.0
         self._gave_at: dict[int, float] = {}
         self._applied: dict[tuple[int, int], set[str]] = {}
-        self._had: list[tuple[Member, Share]] = []
-        self._let_go: dict[str, Tag | None] = {}
+        self._had: list[tuple[Process, Share]] = []
+        self._let_go: dict[str, tuple[Tag | None, bool]] = {}
+        self._written: dict[Tag, object] = {}
         self._hosting = Hosting(world.shape.node_size)
         self.committed: tuple[object, ...] = ()
         self.finished: tuple[object, ...] | None = None
         self.promised = False
+        self.broken: Broken | None = None
 
     # The coordinator --------------------------------------------------------------------------------------------------
 
     def forming(self, state: JobState, view: View) -> None:
         """A view is given to the disk."""
+        brought = [state.sessions[seat.member_id].met for seat in view.seats]
+        tags = [met.tag for met in brought if met is not None and met.tag is not None]
+        if any(tag.generation >= view.generation for tag in tags):
+            raise Broken(f"I3: generation {view.generation} would make tags that may be there: {tags} are brought")
         if not self._strict:
             return
         if self.promised and view.base is None:
@@ -117,7 +132,7 @@ class Checks:
         elif view.base != greatest:
             raise Broken(f"I2: generation {view.generation} starts from {view.base}, not from {max(holders)}")
 
-    def _heard(self, state: JobState) -> list[Member]:
+    def _heard(self, state: JobState) -> list[Process]:
         """Who could bring what it holds: not those who may go, for the others have had time to take it."""
         staying = [s.member_id for s in state.sessions.values() if s.standing is not Standing.DISMISSED]
         return [self._world.by_id[id_] for id_ in staying if self._world.by_id[id_].answers_as(id_)]
@@ -138,46 +153,85 @@ class Checks:
         """A member is told that nobody has the rest of what it holds."""
         member = self._world.by_id[told.member_id]
         self._world.note("K", f"says to {member.name}: {told.reason}")
-        held = member.place.held
+        held = member.held
         if not self._strict or held in (None, Tag(0, 0)) or not member.answers_as(told.member_id):
             return  # what others built for themselves has the same tag
         had = [share for each, share in self._had if each.alive]
-        if is_all(had) and all(each.place.held for each, _ in self._had):
+        if is_all(had) and all(each.held for each, _ in self._had):
             raise Broken(f"I1: nobody who had a part of {self.committed} has ended, and {held} is said to be lost")
         if self._world.has_all(held, self._heard(state)):  # type: ignore[arg-type]
             raise Broken(f"I2: members hold all of {held} between them, and {member.name} is told that it is lost")
 
-    def let_go(self, state: JobState, member_id: str) -> None:
+    def let_go(self, state: JobState, member_id: str, *, last: bool) -> None:
         """A member is told that it may go, for others have what it said that it holds."""
         session, view = state.sessions[member_id], state.view
         tag = None if session.met is None or session.met.tag is None else Tag(*session.met.tag)
-        self._let_go[member_id] = tag
+        self._let_go[member_id] = tag, last
         if view is None or view.generation != session.generation or self._world.shape.node_size == 1:
             return
         others = [self._world.by_id[each.member_id] for each in [*state.present(), *state.bringing()]]
         all_ = [*others, self._world.by_id[member_id]]
-        if tag is None or tag == (0, 0) or tag <= self._world.checkpoint[0]:
+        if tag is None or tag == (0, 0) or tag <= self._world.files.greatest():
             return
         if state.present() and self._world.has_all(tag, all_) and not self._world.has_all(tag, others):
             raise Broken(f"I1: {session.process.host} may go with a part of {tag}, which others have not taken")
 
-    def dismissed(self, member: Member, *, last: bool) -> None:
+    def ended(self, process: Process) -> None:
+        """A process has come to its end by itself."""
+        error = process.error
+        if error is not None and not self._is_justified(process, error):
+            raise Broken(f"error: {process.name} ends with {type(error).__name__}: {error}")
+        known = self._let_go.get(process.ids[-1]) if process.ids else None
+        if known is not None and known[0] is not None and process.place is not None:
+            self._dismissed(process, *known)
+
+    def _is_justified(self, process: Process, error: BaseException) -> bool:
+        """True if what strikes in this schedule explains an error."""
+        if process.place is None or isinstance(error, RaisedByUser | Spoiled):
+            return True  # what fails in `join` is the launcher's to try again
+        if isinstance(error, errors.OrphanedError):  # what it held was not whole, or the state of the line is lost
+            return process.held is None or self._world.shape.node_size != 1
+        if isinstance(error, errors.CheckpointFailed):
+            return self._world.files.has_refused
+        if isinstance(error, errors.SettingsMismatch):  # its predecessor's session has not ended yet
+            return self._world.shape.claimed
+        if isinstance(error, errors.SessionClosed):  # before its steps began: it does not come back by itself then
+            return not process.group._vouched
+        return False
+
+    def _dismissed(self, member: Process, said: Tag | None, last: bool) -> None:
         """A member goes that has a part of the state: others have taken what is committed, or all write it together."""
-        held, spread = member.place.held, self._world.shape.node_size != 1
+        place = member.place
+        assert place is not None
+        held, spread = place.held, self._world.shape.node_size != 1
         if not self._strict or not spread or held is None or member.bits != self.committed:
             return
-        if not last and held != self._let_go[member.member_id]:
+        if not last and held != said:
             raise Broken(f"I1: {member.name} leaves with a part of {held}, which others need")
-        written = member.place.stored or held <= self._world.checkpoint[0]
+        written = place.stored or held <= self._world.files.greatest() or not self._world.shape.directory
         if last and member.void and not written and self._world.has_all(held, self._world.living()):
             raise Broken(f"I1: all leave, hold all of {held} between them, and cannot write it together any more")
 
     def told_finished(self) -> None:
-        """A member is told that the line is done: this must hold from now on."""
+        """A member is told that the line is done: this must hold from now on, and what it was for must be there."""
+        world = self._world
+        kept = not world.shape.directory or world.files.has_refused or world.files.has_step(world.last_step)
+        if not kept and self._strict:
+            raise Broken("durability: the line is said to be finished, and no disk has its last state")
         self.promised = True
 
+    def written(self, tag: Tag, state: Any) -> None:
+        """A checkpoint is there."""
+        known = self._written.setdefault(tag, state["bits"])
+        if known != state["bits"]:
+            # The saver would take what is raised here for a disk that refuses.
+            self.broken = Broken(f"I3: the checkpoint {tuple(tag)} is of {known}, and of {state['bits']}")
+
     def pushed(self, view: View) -> None:
-        """A member is told of a view."""
+        """A member is told of a view: it is stored, and no other has its number."""
+        stored = self._world.coordinator.disk.load().generation
+        if stored < view.generation and self._strict:
+            raise Broken(f"I3: generation {view.generation} is announced, and generation {stored} is stored")
         known = self._pushed.setdefault(view.generation, view)
         if self._strict and known != view:
             raise Broken(f"I3: generation {view.generation} is the number of two views")
@@ -190,66 +244,73 @@ class Checks:
         holding = []
         for seat in view.seats:
             member = self._world.by_id.get(seat.member_id)
-            if member is None or not member.alive or member.member_id != seat.member_id or member.place.held is None:
+            place = member.place if member is not None and member.answers_as(seat.member_id) else None
+            if member is None or place is None or place.held is None or member.leaves:
                 continue
-            unaware = member.place.generation < generation and seat.rank not in view.newcomers
-            ahead = seat.rank not in view.newcomers or member.place.held > view.base
-            holds = member.place.generation == generation and member.place.holds_base and ahead
-            if (unaware or holds) and not member.place.leaving:
+            unaware = place.generation < generation and seat.rank not in view.newcomers
+            ahead = seat.rank not in view.newcomers or place.held > view.base
+            holds = place.generation == generation and place.holds_base and ahead
+            if (unaware or holds) and not place.leaving:
                 holding.append(member)
-        if any(is_all([s for m in holding for s in m.could_give(each.place.held)]) for each in holding):  # type: ignore[arg-type]
+        if any(is_all([s for m in holding for s in m.could_give(each.held)]) for each in holding):  # type: ignore[arg-type]
             names = ", ".join(member.name for member in holding)
             raise Broken(f"I2: generation {generation} is forgotten, and {names} hold its state")
 
-    def refused(self, member: Member, event: Any, why: Exception) -> None:
-        """A member of a session was told that what it says cannot be."""
-        raise Broken(f"{member.name} is refused for {type(event).__name__}: {why}")
+    def refused(self, stream: Stream, why: Refused) -> None:
+        """A stream ends with a refusal: not for what a member of a session says."""
+        if stream.member_id and isinstance(why, BadRequest):
+            raise Broken(f"refused: {stream.process.name} is told: {why}")
 
     # The members ------------------------------------------------------------------------------------------------------
 
-    def contributed(self, states: dict[str, object], member: Member, view: View, step: int) -> None:
+    def contributed(self, states: dict[str, object], mesh: Mesh, step: int) -> None:
         """A member's part of a step sets out."""
-        self._gave_at[view.generation] = self._world.clock.now
-        if member.member_id in states:
-            raise Broken(f"I1: {member.name} gives twice to step {step} of generation {view.generation}")
+        member = mesh.process
+        self._gave_at[mesh.generation] = self._world.clock.now
         for other, bits in states.items():
             if bits != member.bits:
                 name = self._world.by_id[other].name
                 raise Broken(
-                    f"I5: in step {step} of generation {view.generation} {name} holds {bits} and {member.name} "
+                    f"I5: in step {step} of generation {mesh.generation} {name} holds {bits} and {member.name} "
                     f"{member.bits}"
                 )
-        parts = member.state.parts
-        if any(bits != member.bits for bits in parts.values()) or set(parts) != set(member.place.shares):
+        parts, place = member.state.parts, member.place
+        assert place is not None
+        if any(bits != member.bits for bits in parts.values()) or set(parts) != set(place.shares):
             raise Broken(f"I5: {member.name} holds {member.bits}, and of it {parts}")
         if len(member.bits) != step - 1:
             raise Broken(f"I6: {member.name} gives to step {step}, and holds {member.bits}")
 
-    def completed(self, states: dict[str, object], view: View, member: Member) -> None:
-        """All collectives of a step have completed at a member."""
-        if set(states) != {seat.member_id for seat in view.seats}:
-            raise Broken(f"I1: a step of generation {view.generation} completes at {member.name} without all of it")
-        if member.bits == self.committed:  # now each has but the share of its seat
-            world, node_size = len(view.seats), self._world.shape.node_size
-            members = [self._world.by_id[seat.member_id] for seat in view.seats]
-            self._had = [(each, share_of(rank, world, node_size)) for rank, each in enumerate(members)]
+    def completed(self, states: dict[str, object], mesh: Mesh) -> None:
+        """The collective with a step's word has completed at a member."""
+        if set(states) != {peer.member_id for peer in mesh.peers}:
+            raise Broken(
+                f"I1: a step of generation {mesh.generation} completes at {mesh.process.name} without all of it"
+            )
+        if mesh.process.bits == self.committed:  # now each has but the share of its seat
+            node_size = self._world.shape.node_size
+            members = [self._world.by_id[peer.member_id] for peer in mesh.peers]
+            self._had = [(each, share_of(rank, mesh.size, node_size)) for rank, each in enumerate(members)]
 
-    def applied(self, member: Member, view: View, step: int) -> None:
-        """A member has applied a step."""
+    def applied(self, member: Process, mesh: Mesh, step: int) -> None:
+        """A member has applied a step: all that it called in it is complete."""
+        group = member.group
+        if group.mesh is mesh and (group.running is not None or group._queue) and not mesh.fault.failed:
+            raise Broken(f"I1: {member.name} applies step {step} before its gradients have come")
         if not self._strict:
             return
-        tag = (view.generation, step)
+        tag = (mesh.generation, step)
         known = self._bits.setdefault(tag, member.bits)
         if known != member.bits:
             raise Broken(f"I5: {tag} is {known}, and {member.name} makes {member.bits} of it")
         appliers = self._applied.setdefault(tag, set())
-        appliers.add(member.member_id)
-        if len(appliers) == len(view.seats):
-            self._commit(view, member.bits)
+        appliers.add(member.ids[-1])
+        if len(appliers) == mesh.size:
+            self._commit(mesh.generation, member.bits)
 
-    def _commit(self, view: View, bits: tuple[object, ...]) -> None:
-        if self._lines.get(view.generation) != self._line:
-            if self._gave_at[view.generation] <= self._line_began:
+    def _commit(self, generation: int, bits: tuple[object, ...]) -> None:
+        if self._lines.get(generation) != self._line:
+            if self._gave_at[generation] <= self._line_began:
                 return  # it woke, and did what had been given to long before: nothing comes of it
             raise Broken(f"two lines: {bits} is committed in a line that is over")
         shorter = min(len(bits), len(self.committed))
@@ -257,18 +318,24 @@ class Checks:
             raise Broken(f"two lines: {self.committed} was committed, and now {bits}")
         if len(bits) > len(self.committed):
             self.committed, self._had = bits, []  # who has a part of this, the next word tells
-            self._world.committed(Tag(view.generation, len(bits)), bits)
         latest = max(self._lines)
         base = self._views[latest].base
         assert base is not None
-        ahead = latest > view.generation and not self._is_known_in(self._views[latest])
+        ahead = latest > generation and not self._is_known_in(self._views[latest])
         if ahead and self._bits[base][: len(bits)] != bits[: len(self._bits[base])]:
             raise Broken(f"I1: {bits} is committed, and generation {latest} starts from {base}")
 
-    def closed(self, member: Member) -> None:
+    def closed(self, member: Process) -> None:
         """The closing word has completed at a member."""
         if len(member.bits) != self._world.last_step:
             raise Broken(f"I6: the line is finished with {member.bits}")
-        if self._strict and self.finished not in (None, member.bits):
+        anew = not self.promised and (self._world.files.has_refused or self._unheard)  # nobody has that state any more
+        if self._strict and self.finished not in (None, member.bits) and not anew:
             raise Broken(f"I6: the line is finished with {self.finished} and with {member.bits}")
         self.finished = member.bits
+
+    def done(self, member: Process) -> None:
+        """A member has come to the end of its steps."""
+        if len(member.bits) != self._world.last_step:
+            raise Broken(f"I6: {member.name} is done with {member.bits}")
+        self._unheard |= not self.promised  # the coordinator was away for so long that it did not wait any more

@@ -11,13 +11,14 @@ from simulation.network import COORDINATOR
 from paceline_server.events import DrainAsked
 
 if TYPE_CHECKING:
-    from simulation.member import Member
+    from simulation.process import Process
     from simulation.world import World
 
 __all__ = ["plan"]
 
-_MOMENTS = ("view", "store", "round", "round", "meet", "planned")
+_MOMENTS = ("view", "store", "round", "round", "meet", "planned", "take", "take", "applied")
 _MORE_MOMENTS = (*_MOMENTS, "second word", "second word", "take")
+_RARE = ("store", "take", "planned")
 
 
 class _Faults:
@@ -36,28 +37,51 @@ class _Faults:
             (4, self.cut_coordinator),
             (2, self.cut_old_from_coordinator),
             (2, self.cut_one),
+            (2, self.cut_one_way),
             (2, self.drain),
             (1, self.raise_error),
             (1, self.spoil),
             (3, self.join),
         ]
         if world.shape.loses_disk:
-            self.kinds.append((4, self.lose_disk))
+            self.kinds += [(2, self.lose_disk), (4, self.put_back_older_copy)]
+        if world.shape.loses_disk and world.shape.directory:
+            self.kinds.append((10, self.lose_all_but_checkpoints))
+        if world.shape.late:  # who is cut off when a view forms gets its member list when it is another member
+            self.kinds += [(10, self.cut_one), (5, self.cut_coordinator)]
+        if world.shape.slow:
+            self.kinds.append((6, self.reclaim))
+        if world.shape.stuck:
+            self.kinds.append((10, self.hang))
+        if world.shape.drains:
+            self.kinds.append((15, self.drain))
+        if world.shape.disks:
+            self.kinds += [(6, self.refuse_coordinator), (6, self.refuse_checkpoints), (6, self.restart_all)]
 
-    def one(self) -> Member | None:
-        living = self.world.living()
+    def one(self) -> Process | None:
+        """One of them; often the one at which the moment came."""
+        living, near = self.world.living(), self.world.near
+        if near is not None and near.alive and self.rng.random() < 0.5:
+            return near
         return self.rng.choice(living) if living else None
 
-    def some(self) -> list[Member]:
+    def some(self) -> list[Process]:
+        """Any of them; or those that have the state of the line, as against newcomers."""
         living = self.world.living()
+        if self.rng.random() < 0.3:
+            return self.holders()
         return self.rng.sample(living, self.rng.randint(1, len(living))) if living else []
+
+    def holders(self) -> list[Process]:
+        """Those that have the state of the line."""
+        return [member for member in self.world.living() if member.place is not None and member.place.holds_base]
 
     def short_or_long(self) -> float:
         return self.world.delay(0.05, 2.5) if self.rng.random() < 0.5 else self.world.delay(3.1, 7.0)
 
     def kill(self) -> float:
         seen = self.rng.random() < 0.6
-        victims = self.some() if self.rng.random() < 0.15 else [self.one()]
+        victims = self.some() if self.rng.random() < 0.25 else [self.one()]
         if self.world.shape.hosts and self.rng.random() < 0.3:  # whole hosts die
             nodes = {member.process.node for member in victims if member is not None}
             victims = [member for member in self.world.living() if member.process.node in nodes]
@@ -76,8 +100,7 @@ class _Faults:
     def reset_streams(self) -> float:
         for member in self.some():
             self.world.note(member.name, "loses its stream")
-            if member.stream is not None:
-                member.stream.reset()
+            member.reset_stream()
         return 1.0
 
     def restart_coordinator(self) -> float:
@@ -94,6 +117,62 @@ class _Faults:
             self.world.note(COORDINATOR, "loses its disk")
             self.world.coordinator.disk.lose()
         return self.restart_coordinator()
+
+    def lose_all_but_checkpoints(self) -> float:
+        """The job is started again, with a coordinator that knows nothing of it."""
+        self.restart_all()
+        return self.lose_disk() + 3.0
+
+    def put_back_older_copy(self) -> float:
+        """The coordinator is started again on a backup of its state."""
+        if self.world.coordinator.up:
+            changes = self.rng.randint(1, 8)
+            self.world.note(COORDINATOR, f"finds its disk {changes} changes older")
+            self.world.coordinator.disk.go_back(changes)
+        return self.restart_coordinator()
+
+    def refuse_coordinator(self) -> float:
+        """The coordinator's disk is full for a while."""
+        seconds = self.world.delay(0.1, 2.5)
+        self.world.note(COORDINATOR, f"has a disk that is full for {seconds:.2f} s")
+        disk = self.world.coordinator.disk
+        disk.refuses_until = max(disk.refuses_until, self.world.clock.now + seconds)
+        return seconds + 1.0
+
+    def refuse_checkpoints(self) -> float:
+        """The disks for checkpoints are full for a while."""
+        seconds = self.world.delay(0.1, 2.5)
+        self.world.note("disk", f"takes nothing for {seconds:.2f} s")
+        self.world.files.refuse_until = max(self.world.files.refuse_until, self.world.clock.now + seconds)
+        return seconds
+
+    def restart_all(self) -> float:
+        """All workers die, and their launchers see it: checkpoints are what is left."""
+        for member in self.world.living():
+            self.world.kill(member, seen=True)
+        return 3.0
+
+    def reclaim(self) -> float:
+        """One machine after the other is taken away, so often that no step ends meanwhile."""
+        after = 0.0
+        for _ in range(self.rng.randint(6, 10)):
+            self.world.clock.after(after, self._reclaim_one)
+            after += self.world.delay(1.0, 2.4)
+        return after + 3.0
+
+    def _reclaim_one(self) -> None:
+        member = self.one()
+        if member is not None and len(self.world.living()) > 1:
+            self.world.kill(member, seen=True)
+
+    def hang(self) -> float:
+        """A worker's next step hangs in the user's code, for a while or for ever; its session lives on."""
+        member = self.one()
+        if member is None:
+            return 0.0
+        seconds = self.world.delay(0.5, 20.0) if self.rng.random() < 0.5 else 1e6
+        member.stuck_next = seconds
+        return 14.0 + min(seconds, 20.0)
 
     def stall_coordinator(self) -> float:
         seconds = self.short_or_long()
@@ -112,7 +191,9 @@ class _Faults:
 
     def cut_old_from_coordinator(self) -> float:
         """Only newcomers reach the coordinator."""
-        return self.cut([(m.name, COORDINATOR) for m in self.world.living() if m.place.generation])
+        return self.cut(
+            [(m.name, COORDINATOR) for m in self.world.living() if m.place is not None and m.place.generation]
+        )
 
     def cut_one(self) -> float:
         member = self.one()
@@ -121,12 +202,18 @@ class _Faults:
         others = [other.name for other in self.world.living() if other is not member]
         return self.cut([(member.name, other) for other in [*others, COORDINATOR]])
 
-    def cut(self, pairs: list[tuple[str, str]]) -> float:
+    def cut_one_way(self) -> float:
+        """What some send to others does not arrive; the other way is open."""
+        side = self.some()
+        pairs = [(one.name, other.name) for one in side for other in self.world.living() if other not in side]
+        return self.cut(pairs, one_way=True)
+
+    def cut(self, pairs: list[tuple[str, str]], seconds: float = 0.0, *, one_way: bool = False) -> float:
         if not pairs:
             return 0.0
-        seconds = self.short_or_long()
+        seconds = seconds or self.short_or_long()
         self.world.note("net", f"{' '.join('-'.join(pair) for pair in pairs)} cut for {seconds:.2f} s")
-        self.world.network.cut(pairs, seconds)
+        self.world.network.cut(pairs, seconds, one_way=one_way)
         for name, other in pairs:
             if other == COORDINATOR and self.rng.random() < 0.8:
                 self.world.clock.after(self.world.delay(0.0, min(1.0, seconds)), self._lose_stream, name)
@@ -134,16 +221,18 @@ class _Faults:
 
     def _lose_stream(self, name: str) -> None:
         for member in self.world.living():
-            if member.name == name and member.stream is not None:
-                member.stream.reset()
+            if member.name == name:
+                member.reset_stream()
 
     def drain(self) -> float:
         members = [member.member_id for member in self.some() if member.member_id]
+        if self.world.shape.drains and self.rng.random() < 0.5:
+            members = [member.member_id for member in self.world.living() if member.member_id]
+        elif self.rng.random() < 0.8:
+            members = members[:1]
         if members and self.world.coordinator.up:
-            if self.rng.random() < 0.8:
-                members = members[:1]
             self.world.note(COORDINATOR, f"drains {', '.join(self.world.by_id[each].name for each in members)}")
-            self.world.coordinator.receive(None, DrainAsked(tuple(members), "scale down"))
+            self.world.coordinator.tell(DrainAsked(tuple(members), "scale down"))
             for _ in members:
                 self.world.clock.after(self.world.delay(0.1, 3.0), self.world.spawn)
         return 3.0
@@ -151,19 +240,28 @@ class _Faults:
     def raise_error(self) -> float:
         member = self.one()
         if member is not None:
-            member.hear(member.raise_error)
+            member.raises_next = True
         return 3.0
 
     def spoil(self) -> float:
         member = self.one()
         if member is not None:
-            member.spoil_next = True
+            member.state.spoil_next = True
         return 1.0
+
+    def cut_off(self) -> float:
+        """A member that has just applied a step reaches nobody for a while."""
+        member = self.world.near
+        if member is None:
+            return 0.0
+        others = [other.name for other in self.world.living() if other is not member]
+        return self.cut([(member.name, other) for other in [*others, COORDINATOR]], self.world.delay(3.1, 7.0))
 
     def leave_alone(self) -> float:
         """The coordinator is away for longer than members wait for it."""
-        if self.rng.random() < 0.4:
-            return self.cut([(member.name, COORDINATOR) for member in self.world.living()])
+        if self.rng.random() < 0.5:
+            away = self.holders() if self.rng.random() < 0.5 else self.world.living()
+            return self.cut([(member.name, COORDINATOR) for member in away], self.world.delay(3.1, 7.0))
         coordinator = self.world.coordinator
         if coordinator.up:
             coordinator.crash()
@@ -189,16 +287,23 @@ def plan(world: World) -> None:
         for _ in range(3):
             world.clock.after(world.delay(0.5, 3.0), faults.strike, faults.drain)
         for _ in range(4):
-            moment = rng.choice(("planned", "store", "view", "meet", "take"))
+            moment = rng.choice(("planned", "planned", "store", "view", "meet", "take"))
             world.when(moment, rng.randint(1, 6), lambda: faults.strike(faults.leave_alone))
         return
+    if world.shape.apart:
+        for count in (1, 3, 5):
+            world.when("applied", count + 2 * rng.randint(0, 1), lambda: faults.strike(faults.cut_off))
+    moments = _MOMENTS if world.shape.node_size == 1 else _MORE_MOMENTS
+    if world.shape.directory:
+        moments = (*moments, "write", "write", "write")
+    if world.shape.late:
+        moments = (*moments, "view", "view", "view", "view")
+    span = 10.0 if world.shape.slow else 4.0
     for _ in range(rng.randint(*world.shape.faults)):
         _, fault = rng.choices(faults.kinds, weights)[0]
         if rng.random() < 0.5:
-            world.clock.after(world.delay(0.0, 4.0), faults.strike, fault)
+            world.clock.after(world.delay(0.0, span), faults.strike, fault)
         else:
-            world.when(
-                rng.choice(_MOMENTS if world.shape.node_size == 1 else _MORE_MOMENTS),
-                rng.randint(1, 9),
-                lambda fault=fault: faults.strike(fault),
-            )  # type: ignore[misc]
+            moment = rng.choice(moments)
+            count = rng.randint(1, 4 if moment in _RARE else 9)
+            world.when(moment, count, lambda fault=fault: faults.strike(fault))  # type: ignore[misc]

@@ -6,10 +6,13 @@ coordinator must say so, and an operator, who knows that they are dead, gets it 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from simulation.broken import Broken
 from simulation.faults import plan
+from simulation.process import Process
+from simulation.standins import installed
 from simulation.world import Shape, World
 
 from paceline.checkpoint.tag import Tag
@@ -23,8 +26,7 @@ _PATIENCE = 40.0
 _LOOK = 12.0
 """Seconds after the last fault at which an operator looks whether the job waits for the dead."""
 
-
-_MOST_EVENTS = 20_000
+_MOST_EVENTS = 100_000
 """No schedule takes a tenth of it unless something spins."""
 
 
@@ -44,9 +46,8 @@ def run(seed: int, shape: Shape | None = None) -> Outcome:
         Broken: an invariant does not hold; the text has the seed and the events.
     """
     world = World(seed, shape or Shape())
-    plan(world)
     try:
-        return _to_its_end(world)
+        return _run(world)
     except Exception as error:
         lines = "\n".join(f"  {time:9.4f} {who:>3} {what}" for time, who, what in world.trace)
         shown = f"{error}" if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
@@ -54,57 +55,127 @@ def run(seed: int, shape: Shape | None = None) -> Outcome:
 
 
 def replay(seed: int, shape: Shape | None = None) -> None:
-    """Prints a schedule, for looking at."""
+    """Prints a schedule with what the real code logs, for looking at."""
     world = World(seed, shape or Shape())
-    plan(world)
+    world.tells = True
+    handler = _Noting(world)
+    logging.root.addHandler(handler)
+    before, logging.root.level = logging.root.level, logging.INFO
     try:
-        _to_its_end(world)
+        _run(world)
     finally:
+        logging.root.removeHandler(handler)
+        logging.root.level = before
         for time, who, what in world.trace:
             print(f"  {time:9.4f} {who:>3} {what}")  # noqa: T201
+
+
+class _Noting(logging.Handler):
+    """Puts what is logged into the trace."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.note("log", record.getMessage())
+
+
+def _run(world: World) -> Outcome:
+    with installed(world):
+        try:
+            plan(world)
+            world.begin()
+            return _to_its_end(world)
+        finally:
+            world.end()
 
 
 def _to_its_end(world: World) -> Outcome:
     events = restarts = hired = 0
     looked_at = give_up_at = 0.0
-    while not (world.checks.finished is not None and not world.living()):
+    while not (world.checks.finished is not None and not [m for m in world.living() if not m.hangs]):
         if not world.clock.advance():
             raise Broken("nothing is left to happen")
+        if world.checks.broken is not None:
+            raise world.checks.broken
         events += 1
         if events > _MOST_EVENTS:
             raise Broken("liveness: it goes round in circles")
         now = world.clock.now
         quiet_from = max(world.restless_until, looked_at)
         give_up_at = quiet_from + _PATIENCE
-        if now > quiet_from + _LOOK and world.coordinator.up and "paceline restart" in world.coordinator.reason:
+        if now <= quiet_from + _LOOK:
+            continue
+        reason = world.coordinator.reason
+        if world.coordinator.up and "paceline restart" in reason:
             if world.checks.finished is not None and not world.checks.promised:
                 break  # all have finished, and gone with nobody to tell
             _check_that_all_are_dead(world)
-            world.note("ops", f"restart, for: {world.coordinator.reason}")
-            world.coordinator.receive(None, RestartAsked())
+            world.note("ops", f"restart, for: {reason}")
+            world.coordinator.tell(RestartAsked())
             restarts, looked_at = restarts + 1, now
-        if now > quiet_from + _LOOK and "more worker" in world.coordinator.reason and hired < 3:
-            world.note("ops", f"brings a worker, for: {world.coordinator.reason}")
+        if "more worker" in reason and hired < 6 and not _has_enough(world):
+            world.note("ops", f"brings a worker, for: {reason}")
             world.spawn()
             hired, looked_at = hired + 1, now
+        if hanging := _waited_for(world):
+            _check_that_nobody_can_go_on(world)
+            world.note("ops", f"ends those that hang, for: {reason}")
+            for member in hanging:
+                world.kill(member, seen=True)
+            looked_at = now
         if now > give_up_at or restarts > 3:
-            left = ", ".join(f"{m.name} {m.place.phase.value} g{m.place.generation}" for m in world.living())
-            raise Broken(f"liveness: the job does not finish: {world.coordinator.reason} ({left})")
-    return Outcome(world.coordinator.membership.state.generation, events, restarts)
+            left = ", ".join(f"{m.name} {m.place and m.place.phase.value}" for m in world.living())
+            raise Broken(f"liveness: the job does not finish: {reason} ({left})")
+    membership = world.coordinator.membership
+    assert membership is not None
+    return Outcome(membership.state.generation, events, restarts)
+
+
+def _has_enough(world: World) -> bool:
+    """True if the workers that are there suffice: then none of them may be left out for long."""
+    node = max(1, world.shape.node_size)
+    needed = -(-world.settings.min_workers // node) * node
+    staying = [m for m in world.living() if not m.hangs and not (m.place is not None and m.place.leaving)]
+    return len(staying) >= needed
+
+
+def _waited_for(world: World) -> list[Process]:
+    """Members of the last view that hang, for ever."""
+    membership = world.coordinator.membership
+    present = membership.state.present() if membership is not None and membership.state.view is not None else []
+    members = [world.by_id[session.member_id] for session in present]
+    return [member for member in members if member.alive and member.hangs]
+
+
+def _check_that_nobody_can_go_on(world: World) -> None:
+    """A worker that hangs may be waited for if nobody else has the state of the line."""
+    membership = world.coordinator.membership
+    view = membership.state.view if membership is not None else None
+    for seat in view.seats if view is not None and view.base is not None else ():
+        member = world.by_id[seat.member_id]
+        place = member.place
+        if member.hangs or place is None or not member.answers_as(seat.member_id) or not place.holds_base:
+            continue
+        if world.shape.node_size == 1 and (seat.rank not in view.newcomers or place.held > view.base):  # type: ignore[union-attr, operator]
+            raise Broken(f"liveness: {member.name} can go on, and another member that hangs is waited for")
 
 
 def _check_that_all_are_dead(world: World) -> None:
     """An operator may say that the members of the last view are dead if none of them can go on."""
-    view = world.coordinator.membership.state.view
+    membership = world.coordinator.membership
+    assert membership is not None
+    view = membership.state.view
     assert view is not None
     if world.checks.promised:
         raise Broken("I1: the line was finished, and its last generation is waited for")
     members = [(seat, world.by_id[seat.member_id]) for seat in view.seats]
-    members = [(seat, member) for seat, member in members if member.alive and member.member_id == seat.member_id]
-    latest = max((member.place.held for _, member in members if member.place.held is not None), default=None)
+    members = [(seat, member) for seat, member in members if member.answers_as(seat.member_id) and not member.hangs]
+    latest = max((member.held for _, member in members if member.held is not None), default=None)
     for seat, member in members:
         place = member.place
-        if world.shape.node_size != 1 and place.held != latest:
+        if place is None or (world.shape.node_size != 1 and place.held != latest):
             continue  # others have gone further, with those who are dead: that may be committed
         base = view.base
         ahead = place.holds_base and place.held is not None and base is not None and place.held > base

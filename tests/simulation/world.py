@@ -1,4 +1,12 @@
-"""One job in a simulated world: members, a coordinator, a network, and chance, all of it drawn from one seed."""
+"""One job in a simulated world: members, a coordinator, a network, and chance, all of it drawn from one seed.
+
+What is simulated is what lies below Paceline: clock, threads, network, disks, processes. Everything above is the real
+code: on the members' side the session with its control stream, `LineSide` and `Generations`, and on the training thread
+`session.steps` with `Line`, `Waiting`, `Taking`, `Step`, `Saver`; on the coordinator's side the dispatcher with its
+handlers, memberships and keeper. An imitation of these shells, which was here before, did not have their defects. What
+is an imitation still: the group and its mesh (`group`), the training state (`state`), the calls between members
+(`peers`), and the files of checkpoints (`files`).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +14,19 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import greenlet
 from simulation.checks import Checks
 from simulation.clock import Clock
 from simulation.coordinator import Coordinator
-from simulation.member import Member
+from simulation.files import Files
+from simulation.group import Rounds
+from simulation.loop import Loop
 from simulation.network import COORDINATOR, Network
-from simulation.rounds import Rounds
-from simulation.shares import is_all
+from simulation.peers import Peers
+from simulation.process import Process, settings_of
+from simulation.state import is_all
 
 from paceline.checkpoint.tag import Tag
-from paceline_server.events import ExitReported
 from paceline_server.model import JobSettings
 
 __all__ = ["Shape", "World"]
@@ -29,21 +40,41 @@ class Shape:
         members: how many start; a range to draw from.
         steps: how many steps the job has; a range.
         faults: how many faults strike; a range.
-        closed: how often a failed step ends in a meeting that lets no newcomer in.
-        loses_disk: the coordinator's disk may be lost.
+        loses_disk: the coordinator's disk may be lost, or put back to an older copy.
         node_size: so many members hold one copy of the state between them, 0 for all.
         hosts: so many hosts there are, which share memory and die as one; 0 if each member has its own.
         away: what strikes are notices to leave, and a coordinator that is away for longer than members wait for it.
+        fixed: the job is of fixed size: it needs all its members, and gets a replacement for each that ends.
+        claimed: its members claim their ranks, too.
+        directory: where checkpoints go: "shared", "local" to each host, or "" for nowhere.
+        stuck: some of the faults are workers that hang in the user's code.
+        disks: some of the faults are of disks: those of checkpoints, and the coordinator's.
+        slow: each step takes so long that several faults strike in it.
+        drains: some of the faults are notices to leave, to one member or to all.
+        apart: the first to apply a step is cut off, and comes back with what others may have undone.
+        late: answers to calls often come late, behind what was said afterwards.
+        twice: every other step has two updates, with collectives between and behind them.
+        step_timeout: of all members, in seconds. A long one shows who waits for it without need.
     """
 
     members: tuple[int, int] = (3, 4)
     steps: tuple[int, int] = (4, 6)
     faults: tuple[int, int] = (1, 5)
-    closed: float = 0.05
     loses_disk: bool = False
     node_size: int = 1
     hosts: int = 0
     away: bool = False
+    fixed: bool = False
+    claimed: bool = False
+    directory: str = ""
+    stuck: bool = False
+    disks: bool = False
+    slow: bool = False
+    drains: bool = False
+    apart: bool = False
+    late: bool = False
+    twice: bool = False
+    step_timeout: float = 8.0
 
 
 class World:
@@ -57,31 +88,58 @@ class World:
         members: every process that ever was.
         by_id: who has, or had, a session.
         restless_until: the last fault has ended by then.
+        over: the schedule has ended.
+        tells: what the real code logs is shown.
+        near: the process at which the moment came that a fault has waited for, while that fault strikes.
     """
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.seed, self.shape = seed, shape
+        self.over = self.tells = False
+        self.near: Process | None = None
+        self.hub = greenlet.getcurrent()
         self.rng = random.Random(seed)
         self._chance = self.rng.random
         self.clock = Clock()
         self.trace: list[tuple[float, str, str]] = []
         self.network = Network(self)
         self.rounds = Rounds(self)
+        self.files = Files(self)
+        self.peers = Peers(self)
         self.checks = Checks(self, strict=not shape.loses_disk)
-        self.members: list[Member] = []
-        self.by_id: dict[str, Member] = {}
-        self.checkpoint: tuple[Tag, tuple[object, ...]] = (Tag(0, 0), ())
+        self.members: list[Process] = []
+        self.by_id: dict[str, Process] = {}
+        self.by_pid: dict[int, Process] = {}
         self.restless_until = 0.0
         self._numbers = 0
         self._waiting_for: dict[str, list[list[object]]] = {}
-        self._pace = self.rng.choice((0.03, 0.1, 0.4))
+        self._pace = 2.5 if shape.slow else self.rng.choice((0.03, 0.1, 0.4, 1.5))
         self.last_step = self.rng.randint(*shape.steps)
         self.most = self.rng.randint(*shape.members)
-        least = self.rng.randint(1, 2)
-        self.settings = JobSettings(least, self.most + 1, 3.0)
+        self.checkpoint_every = self.rng.randint(1, 3) if shape.directory else None
+        least, most = self.rng.randint(1, 2), self.most + 1
+        if shape.fixed:
+            least = most = self.most
+        self.settings = JobSettings(least, most, 3.0)
+        self.config = settings_of(3.0, shape.step_timeout)
         self.coordinator = Coordinator(self)
+
+    def begin(self) -> None:
+        """The coordinator and the first workers start."""
+        self.coordinator.start()
         for _ in range(self.most):
             self.clock.after(self.delay(0.0, 0.2), self.spawn)
+
+    def end(self) -> None:
+        """Takes down what still runs."""
+        self.over = True
+        loops: list[Loop] = [*self.coordinator.loops, *(process.loop for process in self.members)]
+        for process in self.members:
+            process.alive = process.frozen = False
+            for thread in process.threads:
+                thread.take_down()
+        for loop in loops:
+            loop.close()
 
     # Chance -----------------------------------------------------------------------------------------------------------
 
@@ -96,7 +154,7 @@ class World:
 
     def compute(self) -> float:
         """What a member computes between two words."""
-        return self._pace * self._chance()
+        return self._pace * (1.0 if self.shape.slow else self._chance())
 
     def number(self) -> int:
         """One that nothing else has."""
@@ -113,8 +171,8 @@ class World:
         """Has something done at the so-manyth moment of a kind."""
         self._waiting_for.setdefault(moment, []).append([count, action])
 
-    def moment(self, kind: str) -> None:
-        """A moment that faults may wait for has come."""
+    def moment(self, kind: str, process: Process | None = None) -> None:
+        """A moment that faults may wait for has come, at a process if it is one's own."""
         waiting = self._waiting_for.get(kind)
         if not waiting:
             return
@@ -122,64 +180,77 @@ class World:
             entry[0] -= 1  # type: ignore[operator]
             if entry[0] == 0:
                 waiting.remove(entry)
-                self.clock.after(self.delay(0.0, 0.01), entry[1])  # type: ignore[arg-type]
+                self.clock.after(self.delay(0.0, 0.01), self._strike, entry[1], process)
+
+    def _strike(self, action: Callable[[], None], process: Process | None) -> None:
+        self.near = process
+        action()
+        self.near = None
 
     # Processes --------------------------------------------------------------------------------------------------------
 
-    def spawn(self) -> None:
+    def spawn(self, rank: int | None = None) -> None:
         """A worker process starts."""
         if self.checks.finished is not None and not self.living():
             return
-        name = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[len(self.members) % 26] + str(len(self.members) // 26 or "")
-        held, bits = self.checkpoint
-        self.note(name, f"starts with {tuple(held)}")
-        self.members.append(Member(self, name, 1000 + len(self.members), held, bits))
+        if self.shape.claimed:  # each has a place of its own
+            free = [place for place in range(self.most) if all(each.rank != place for each in self.living())]
+            if not free:
+                return
+            rank = rank if rank in free else free[0]
+        number = len(self.members)
+        name = "ABCDEFGHIJLMNOPQRSTUVWXYZ"[number % 25] + str(number // 25 or "")
+        hosts, pid = self.shape.hosts, 1000 + number
+        self.note(name, "starts")
+        process = Process(self, name, pid, f"node-{pid % hosts}" if hosts else "", rank)
+        self.members.append(process)
+        self.by_pid[pid] = process
 
-    def living(self) -> list[Member]:
+    def registered(self, member_id: str, pid: int) -> None:
+        """A process has a session."""
+        if member_id not in self.by_id:
+            self.by_id[member_id] = self.by_pid[pid]
+            self.by_id[member_id].ids.append(member_id)
+
+    def living(self) -> list[Process]:
         """The processes that run, or are frozen."""
-        return [member for member in self.members if member.alive]
+        return [process for process in self.members if process.alive]
 
-    def dismissed(self, member: Member, last: bool) -> None:
-        """A member may go: the last ones have written a checkpoint; of a spread state, if they could do so together."""
-        self.checks.dismissed(member, last=last)
-        together = self.shape.node_size == 1 or not (member.void or member.place.stored)
-        if last and member.place.held is not None and together:
-            self.checkpoint = max(self.checkpoint, (member.place.held, member.bits))
+    def directory_of(self, process: Process) -> str | None:
+        """Where a process keeps its checkpoints: workers that come later find what others have left on their host."""
+        kind = self.shape.directory
+        return None if not kind else "shared" if kind == "shared" else f"disk-{process.pid % 2}"
 
-    def committed(self, tag: Tag, bits: tuple[object, ...]) -> None:
-        """A state is committed: now and then its checkpoint is due, and is published."""
-        if self.shape.node_size != 1 and self.rng.random() < 0.4:
-            self.note("disk", f"has the checkpoint {tuple(tag)}")
-            self.checkpoint = max(self.checkpoint, (tag, bits))
-
-    def has_all(self, tag: Tag, members: list[Member]) -> bool:
+    def has_all(self, tag: Tag, members: list[Process]) -> bool:
         """True if members hold all of a state between them."""
         return is_all([share for member in members for share in member.could_give(tag)])
 
-    def kill(self, member: Member, *, seen: bool) -> None:
+    def kill(self, process: Process, *, seen: bool) -> None:
         """A process dies; a launcher may have seen it."""
-        self.note(member.name, f"is killed{', its launcher sees it' if seen else ''}")
-        member.end()
-        self.gone(member)
+        if not process.alive:
+            return
+        self.note(process.name, f"is killed{', its launcher sees it' if seen else ''}")
+        process.end("was killed")
+        self.gone(process)
         if seen:
-            self.clock.after(self.delay(0.001, 0.05), self._report_exit, member)
+            self.clock.after(self.delay(0.001, 0.05), self._report_exit, process)
 
-    def _report_exit(self, member: Member) -> None:
-        if self.coordinator.up and self.network.reaches(member.name, COORDINATOR):
-            self.coordinator.receive(None, ExitReported(member.process, -9))
+    def _report_exit(self, process: Process) -> None:
+        if self.coordinator.up and self.network.reaches(process.name, COORDINATOR):
+            self.coordinator.call("report_exit", "job", process.process, -9)
         else:
-            self.clock.after(0.5, self._report_exit, member)
+            self.clock.after(0.5, self._report_exit, process)
 
-    def gone(self, member: Member) -> None:
-        """A process has ended: whoever has a link to it sees that end."""
-        for peer in self.living():
-            view = peer.view
-            for seat in view.seats if view is not None else ():
-                if seat.member_id == member.asked_id and self.network.reaches(member.name, peer.name):
-                    peer.later(self.delay(0.001, 0.05), peer.link_ended, view, seat.rank)
+    def gone(self, process: Process) -> None:
+        """A process has ended: members with a link to it see that end, and something starts another in its place."""
+        for mesh in process.meshes:
+            for peer in self.living():
+                there = next((other for other in peer.meshes if other.key == mesh.key), None)
+                if there is not None and not there.ended and self.network.reaches(process.name, peer.name):
+                    peer.later(self.delay(0.001, 0.05), there.link_ended, mesh.rank)
         if self.checks.finished is None:
-            self.clock.after(self.delay(0.1, 3.0), self._replace)
+            self.clock.after(self.delay(0.1, 3.0), self._replace, process.rank)
 
-    def _replace(self) -> None:
+    def _replace(self, rank: int | None) -> None:
         if self.checks.finished is None and len(self.living()) < max(self.most, self.settings.min_workers):
-            self.spawn()
+            self.spawn(rank)

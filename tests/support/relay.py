@@ -1,12 +1,13 @@
-"""A TCP relay between clients and a server, which a test can make a long way, and whose connections it can reset."""
+"""A TCP relay between clients and a server: a test can make it a long way, reset its connections, or damage bytes."""
 
 from __future__ import annotations
 
+import random
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 __all__ = ["Relay", "relay"]
@@ -18,22 +19,28 @@ class Relay:
     Args:
         target: where to, "host:port".
         seconds: for which each piece of what the server says is held back, one after another.
+        change: what becomes of each piece, in either direction; None for no change.
 
     Attributes:
         address: where clients connect to.
         resets: connections that were reset so far, counted at the client's side.
+        damage: one byte in so many, on average, is changed on its way, in either direction; 0 for none. To be set.
+        damaged: bytes that were changed so far.
     """
 
-    def __init__(self, target: str, seconds: float = 0.0) -> None:
+    def __init__(self, target: str, seconds: float = 0.0, change: Callable[[bytes], bytes] | None = None) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
         self._seconds = seconds
+        self._change = change or bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.resets = 0
+        self.resets = self.damaged = 0
+        self.damage = 0
+        self._random = random.Random(4)
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._threads = [threading.Thread(target=self._accept)]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     def reset_all(self) -> None:
@@ -74,23 +81,31 @@ class Relay:
             with self._lock:
                 self._pairs.append((client, server))
             for source, sink, seconds in ((client, server, 0.0), (server, client, self._seconds)):
-                thread = threading.Thread(target=_pass_on, args=(source, sink, seconds))
+                thread = threading.Thread(target=self._pass_on, args=(source, sink, seconds), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
+    def _pass_on(self, source: socket.socket, sink: socket.socket, seconds: float) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(seconds)
+                sink.sendall(self._change(self._damaged(data) if self.damage else data))
+            sink.shutdown(socket.SHUT_WR)
 
-def _pass_on(source: socket.socket, sink: socket.socket, seconds: float) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            time.sleep(seconds)
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
+    def _damaged(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        with self._lock:
+            for place in range(len(data)):
+                if self._random.random() * self.damage < 1.0:
+                    changed[place] ^= self._random.randrange(1, 256)
+                    self.damaged += 1
+        return bytes(changed)
 
 
 @contextmanager
-def relay(target: str, seconds: float = 0.0) -> Iterator[Relay]:
+def relay(target: str, seconds: float = 0.0, change: Callable[[bytes], bytes] | None = None) -> Iterator[Relay]:
     """A relay for the block."""
-    made = Relay(target, seconds)
+    made = Relay(target, seconds, change)
     try:
         yield made
     finally:

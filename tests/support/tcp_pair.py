@@ -54,7 +54,6 @@ def open_half(
     faults: tuple[Fault, Fault],
     *,
     context: ssl.SSLContext | None = None,
-    checked: bool = False,
 ) -> tuple[TcpOutgoing, TcpIncoming]:
     """A half's two ends: what the writer got, and what the reader got.
 
@@ -64,7 +63,6 @@ def open_half(
         streams: of the half.
         faults: the writer's and the reader's.
         context: the writer's TLS.
-        checked: with checksums.
     """
 
     async def meet() -> tuple[TcpOutgoing, TcpIncoming]:
@@ -83,7 +81,6 @@ def open_half(
             timeout=10.0,
             context=context,
             server_name=MEMBER_NAME,
-            checked=checked,
         )
         return out, come[0]
 
@@ -120,14 +117,12 @@ class OneWay:
 
 
 @contextmanager
-def one_way(
-    streams: int = 1, credentials: Credentials = IN_THE_CLEAR, *, checked: bool = False, generation: int = 1
-) -> Iterator[OneWay]:
+def one_way(streams: int = 1, credentials: Credentials = IN_THE_CLEAR, *, generation: int = 1) -> Iterator[OneWay]:
     """One direction for the block; a failure of either fault wakes its half, as a link has it done."""
     faults = Fault(generation, 0, 0.0), Fault(generation, 1, 0.0)
     with listening(credentials) as host:
         context = client_context(credentials)
-        out, into = open_half(host, host.port, streams, faults, context=context, checked=checked)
+        out, into = open_half(host, host.port, streams, faults, context=context)
         faults[0].on_failure(out.wake)
         faults[1].on_failure(into.wake)
         try:

@@ -65,8 +65,10 @@ LINKS: Mapping[str, Callable[[int, Config], AbstractContextManager[list[Group]]]
 }
 """Kind of link to what makes a world of it."""
 
-EACH_LINK = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "tcp" else []) for kind in LINKS]
-"""For tests over every kind; over TCP among the slow ones, for gRPC's are sockets too."""
+_LATER = {"grpc": [pytest.mark.slow], "tcp": [pytest.mark.exhaustive]}
+
+EACH_LINK = [pytest.param(kind, marks=_LATER.get(kind, [])) for kind in LINKS]
+"""For tests over every kind; over gRPC among the slow ones, over TCP among the exhaustive, for both are sockets."""
 
 
 @contextmanager

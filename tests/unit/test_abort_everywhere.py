@@ -309,7 +309,10 @@ def frames(worlds: Worlds, at: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[] if way[:2] in QUICK else [pytest.mark.slow]) for way in WAYS],
+    [
+        pytest.param(way, marks=[] if way[:2] in QUICK[1:3] else pytest.mark.exhaustive if n % 2 else pytest.mark.slow)
+        for n, way in enumerate(WAYS)
+    ],
     ids="-".join,
 )
 def test_a_link_that_ends_or_a_rank_that_raises_at_any_frame(way: tuple[str, str, str]) -> None:
@@ -322,8 +325,15 @@ def test_a_link_that_ends_or_a_rank_that_raises_at_any_frame(way: tuple[str, str
                     worlds.break_once([(at, AtFrame(k, act))], act)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way[0] != "barrier"], ids="-".join)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.slow if way[:2] in QUICK else pytest.mark.exhaustive)
+        for way in WAYS
+        if way[0] != "barrier"
+    ],
+    ids="-".join,
+)
 def test_likewise_with_arrays_that_are_lent(way: tuple[str, str, str]) -> None:
     with worlds_of(way, LENT) as worlds:
         for at in AT:
@@ -333,8 +343,17 @@ def test_likewise_with_arrays_that_are_lent(way: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.slow  # each costs its timeout
-@pytest.mark.parametrize("nbytes", [SMALL, LENT])
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(
+    ("way", "nbytes"),
+    [
+        *(
+            pytest.param(way, SMALL, id=f"{'-'.join(way)}-{SMALL}", marks=[] if n % 2 else [pytest.mark.exhaustive])
+            for n, way in enumerate(WAYS)
+        ),
+        *(pytest.param(way, LENT, id=f"{'-'.join(way)}-{LENT}") for way in WAYS if way[:2] in QUICK),
+    ],
+)
+@pytest.mark.sampled(3)
 def test_a_frame_that_is_lost(way: tuple[str, str, str], nbytes: int) -> None:
     """Every one of them takes `LATE` seconds, so worlds lose theirs at the same time."""
     with worlds_of(way, SMALL) as worlds:

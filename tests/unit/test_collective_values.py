@@ -30,7 +30,7 @@ from support.collective_calls import (
 
 
 @pytest.mark.parametrize(("collective", "schedule", "variant"), WAYS)
-@quick(max_examples=30)
+@quick(max_examples=15)
 @given(data=st.data(), segment=st.sampled_from([16, 64, 1 << 20]))
 def test_against_numpy(collective: str, schedule: str, variant: str, data: Any, segment: int) -> None:
     call, places = draw_call(data, collective, variant)

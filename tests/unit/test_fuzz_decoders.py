@@ -32,7 +32,7 @@ from paceline.links.local import local_meshes
 MEMORY = 1 << 30
 """Bytes of address space that a test may take: who believes an announced length shall find none."""
 
-quick = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,7 @@ from paceline.config import Config
 from paceline.errors import ConcurrentUse, OperationTimeout, PacelineError, PeerRaised, SessionClosed
 from paceline.group import Group
 from paceline.testing import local_groups, run_ranks
+from paceline.work import Lane
 
 
 def test_asynchronous_operations_run_in_issue_order() -> None:
@@ -196,3 +197,51 @@ def _until_it_fails(group: Group) -> None:
     with suppress(PacelineError):
         while True:
             group.all_reduce(np.ones(4))
+
+
+def test_where_no_thread_can_be_had_the_group_fails_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "paceline-group" and threading.current_thread().name == "rank-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    def rank(group: Group) -> Any:
+        kind = RuntimeError if group.rank == 1 else PeerRaised
+        with pytest.raises(kind, match="can't start new thread"):
+            group.all_reduce(np.ones(3), async_op=True).wait()
+        group.flush()
+        group.close()  # nothing is in line that will never run
+        return str(group.mesh.fault.own_error)
+
+    assert run_ranks(2, rank, timeout=20.0) == ["None", "can't start new thread"]
+
+
+def test_a_groups_thread_that_fails_ends_what_is_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    frees, in_line = Lane._frees, threading.Event()
+
+    def fail(lane: Lane) -> None:
+        if threading.current_thread().name == "paceline-group":
+            assert in_line.wait(20.0)
+            raise MemoryError("planted")
+        frees(lane)
+
+    monkeypatch.setattr(Lane, "_frees", fail)
+
+    def rank(group: Group) -> Any:
+        works = [group.all_reduce(np.ones(3), async_op=True) for _ in range(3)]
+        in_line.set()
+        ended = []
+        for work in works:
+            try:
+                work.wait()
+            except MemoryError as error:
+                ended.append(str(error))
+        group.close()
+        return ended, str(group.mesh.fault.own_error)
+
+    (found,) = run_ranks(1, rank, timeout=20.0)
+    assert found == (["planted"] * 2, "planted")

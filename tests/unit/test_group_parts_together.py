@@ -66,6 +66,7 @@ def busy(group: Group, seed: int, rounds: int = 8) -> None:
         assert (np.asarray(got if isinstance(got, np.ndarray) else got.wait(20)) == hoped).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 30, 10))
 def test_overlapping_groups_in_threads_of_their_own(first: int) -> None:
     """Each rank has a thread for each of its groups, in which other ranks come in another order."""

@@ -15,7 +15,7 @@ from paceline.testing import local_groups
 from paceline.work import Work
 
 WORLD = 3
-WARM_UP, PART, LONG = 2_000, 2_000, 10_000
+WARM_UP, PART, LONG = 2_000, 1_000, 5_000
 """Collectives of each rank: so many that the flight recorder is full and every program is made, those that are counted
 together, and all together."""
 GROWTH_BYTES = 25_000
@@ -102,7 +102,7 @@ def growth(groups: list[Group]) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_collectives_leave_nothing_behind() -> None:
+def test_thousands_of_collectives_leave_nothing_behind() -> None:
     view = local_groups(WORLD)
     groups = [*view, *(group.subgroup(range(WORLD), name="other") for group in view)]
     try:

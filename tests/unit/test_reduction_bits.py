@@ -102,6 +102,7 @@ def ulp(exact: Fraction, dtype: Any) -> Fraction:
 @quick(max_examples=40)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + COMPLEX))
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
     """Of the exact mean, where the scaled sum is exact; elsewhere within the rounding errors of a sum of W terms."""
     info = limits(dtype)
@@ -135,6 +136,7 @@ def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, worl
         assert abs(Fraction(float(found.real)) - exact) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collective", "schedule"), REDUCING)
 @quick(max_examples=30)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + COMPLEX))

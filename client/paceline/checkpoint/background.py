@@ -52,8 +52,13 @@ class PartWriter:
         self._settled = Latch()
         self._part = self._error = None
         arguments = directory, tag, attempt, number, parts, pieces
-        self._thread = threading.Thread(target=self._run, args=arguments, name="paceline-checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=arguments, name="paceline-checkpoint")
+        try:
+            thread.start()
+        except BaseException:
+            self._settled.set()  # nobody copies anything
+            raise
+        self._thread = thread
 
     def settle(self) -> None:
         """Waits until the arrays may change: a copy at the speed of memory, of which most is done by then."""

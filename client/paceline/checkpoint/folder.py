@@ -33,6 +33,7 @@ __all__ = [
     "Manifest",
     "check_sizes",
     "discard",
+    "fingerprint",
     "hidden_folder",
     "hidden_tag",
     "is_there",
@@ -182,6 +183,20 @@ def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
         if size != part.nbytes:
             found = "is missing" if size is None else f"has {size} bytes, not {part.nbytes}"
             raise CheckpointDamaged(f"{folder / part.name} {found}")
+
+
+def fingerprint(folder: Path) -> bytes:
+    """SHA-256 of what a checkpoint says of itself, with the checksums of its arrays; empty if it is not there.
+
+    Equal ones are of equal states, however often each was read. One state may have several, if its arrays were written
+    in another order.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointDamaged:
+        return b""
+    known = [manifest.tag, [part.to_tree() for part in manifest.parts], manifest.skeleton]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).digest()
 
 
 def is_there(folder: Path) -> bool:

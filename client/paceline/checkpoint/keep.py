@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from paceline.checkpoint.folder import (
     discard,
     hidden_folder,
@@ -23,11 +25,11 @@ from paceline.checkpoint.folder import (
 from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.reading import Reader
 from paceline.checkpoint.tag import Tag
-from paceline.checkpoint.tree import split
+from paceline.checkpoint.tree import Skeleton, split
 from paceline.checkpoint.writing import write_part
 from paceline.errors import CheckpointDamaged
 
-__all__ = ["Checkpoint", "checked_tag", "load", "remove", "save", "set_aside", "tags"]
+__all__ = ["Checkpoint", "checked_tag", "load", "remove", "save", "save_once", "set_aside", "tags"]
 
 _log = logging.getLogger("paceline.checkpoint")
 
@@ -67,7 +69,7 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
         OSError: the disk refused; what was there before is untouched.
     """
     tag = checked_tag(tag, keep)
-    skeleton, arrays = split(state)
+    content = split(state)
     path = Path(directory)
     folder = path / str(tag)
     if folder.exists():
@@ -79,14 +81,39 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
     if not folder.exists():
         attempt = new_attempt()
         open_folder(path, tag, attempt)
-        try:
-            part = write_part(path, tag, attempt, 0, 1, pieces_of(arrays, 0, 1))
-            folder = publish(path, tag, attempt, [part], skeleton)
-        except BaseException:
-            discard(path, tag, attempt)
-            raise
-    remove(set_aside(path, keep))
+        folder = _write(path, content, tag, attempt)
+    remove(set_aside(path, keep, tag))
     return folder
+
+
+def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: str, *, keep: int = 2) -> None:
+    """As `save`, for processes that may share the directory: the first to use the name of an attempt writes.
+
+    The others return at once, when the checkpoint may not be there yet.
+
+    Args:
+        directory: as for `save`.
+        state: as for `save`.
+        tag: as for `save`.
+        keep: as for `save`.
+        attempt: a name that only those give who have the same state; 1 to 64 of a to z and 0 to 9.
+
+    Raises:
+        UnsupportedOp, OSError: as `save`.
+    """
+    content = split(state)
+    path = Path(directory)
+    try:
+        open_folder(path, tag, attempt)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return  # another writes it now
+    if is_there(path / str(tag)):  # another has written it
+        discard(path, tag, attempt)
+        return
+    _write(path, content, tag, attempt)
+    remove(set_aside(path, keep, tag))
 
 
 def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) -> Checkpoint | None:
@@ -138,17 +165,17 @@ def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
     return tag
 
 
-def set_aside(directory: Path, keep: int) -> list[Path]:
+def set_aside(directory: Path, keep: int, written: Tag) -> list[Path]:
     """Takes all but the greatest tags away from readers, at once; what may be removed now, which takes time.
 
-    One whose greater ones are all damaged stays: it is the last good one. What nobody has finished to write for long
-    may go too.
+    The one that was just written stays in any case: greater ones may be of another run. One whose greater ones are all
+    damaged stays: it is the last good one. What nobody has finished to write for long may go too.
     """
     aside: list[Path] = []
     whole = 0
     greatest: Tag | None = None
     for tag in reversed(tags(directory)):
-        if whole >= keep:
+        if whole >= keep and tag != written:
             aside.append(_hide(directory, tag))
         elif is_there(directory / str(tag)):
             whole += 1
@@ -166,6 +193,17 @@ def remove(aside: Sequence[Path]) -> None:
     """Removes what was set aside; what cannot be removed stays, hidden."""
     for folder in aside:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(directory: Path, content: tuple[Skeleton, dict[str, NDArray[Any]]], tag: Tag, attempt: str) -> Path:
+    """Writes into the folder that `open_folder` made; returns that of the checkpoint, when it is durable."""
+    skeleton, arrays = content
+    try:
+        part = write_part(directory, tag, attempt, 0, 1, pieces_of(arrays, 0, 1))
+        return publish(directory, tag, attempt, [part], skeleton)
+    except BaseException:
+        discard(directory, tag, attempt)
+        raise
 
 
 def _hide(directory: Path, tag: Tag) -> Path:

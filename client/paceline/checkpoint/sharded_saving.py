@@ -223,7 +223,7 @@ class _Attempt:
             except BaseException:
                 discard(self._directory, self._tag, self._name)
                 raise
-        self._aside = set_aside(self._directory, self._keep)
+        self._aside = set_aside(self._directory, self._keep, self._tag)
 
     def _who(self) -> str:
         me = self._group.members[self._group.rank]

@@ -16,6 +16,7 @@ from paceline.session.handshake import check_tls
 from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
 from pacelinepb.v1.admin_pb2 import (
     DrainMembersRequest,
+    ForgetJobRequest,
     GetJobRequest,
     GetJobResponse,
     JobSummary,
@@ -24,7 +25,7 @@ from pacelinepb.v1.admin_pb2 import (
 )
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 
-__all__ = ["drain", "get_job", "list_jobs", "restart"]
+__all__ = ["drain", "forget", "get_job", "list_jobs", "restart"]
 
 T = TypeVar("T")
 
@@ -103,6 +104,20 @@ def restart(coordinator: str, job: str, timeout: float) -> list[str]:
         return list((await AdminServiceStub(channel).RestartJob(RestartJobRequest(job=job), timeout=left)).members)
 
     return _run(coordinator, timeout, call)
+
+
+def forget(coordinator: str, job: str, timeout: float) -> None:
+    """Removes a job that is over; arguments as for `list_jobs`.
+
+    Raises:
+        PacelineError: there is no such job, or it is not over.
+        CoordinatorUnreachable: nobody, or no coordinator, answers.
+    """
+
+    async def call(channel: aio.Channel, left: float) -> None:
+        await AdminServiceStub(channel).ForgetJob(ForgetJobRequest(job=job), timeout=left)
+
+    _run(coordinator, timeout, call)
 
 
 def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:

@@ -196,6 +196,23 @@ def restart(
 
 
 @app.command()
+def forget(
+    job: Annotated[str, typer.Argument(help="Name of the job.")],
+    coordinator: Coordinator,
+    timeout: Timeout = 5.0,
+    json: Json = False,
+) -> None:
+    """Remove a job that is over from the coordinator: its keys, its generation number, and whether it was done.
+
+    A job of that name that comes later begins anew, above the generations of what its workers bring with them.
+    """
+    with one_line_errors():
+        from paceline.cli.orders import forget_job
+
+        forget_job(coordinator, job, timeout, as_json=json)
+
+
+@app.command()
 def bench(
     collective: Annotated[
         str,

@@ -121,7 +121,7 @@ The coordinator may be reached as {", ".join(names)}.
 On the coordinator's host:
   paceline coordinator --listen 0.0.0.0:7400 --tls-cert {where}/coordinator.pem --tls-key {where}/coordinator.key \
 --tls-ca {where}/ca.pem
-For workers, and for status, drain and restart:
+For workers, and for status, drain, restart and forget:
   export PACELINE_TLS_CA={where}/ca.pem PACELINE_TLS_CERT={where}/member.pem PACELINE_TLS_KEY={where}/member.key
 
 Give hosts what they need and no more; ca.key stays here: whoever has it can make members."""

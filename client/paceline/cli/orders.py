@@ -1,4 +1,4 @@
-"""`paceline drain` and `paceline restart`: what an operator may ask of a job, and what came of it."""
+"""`paceline drain`, `restart` and `forget`: what an operator may ask of a job, and what came of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.cli.address import endpoint
-from paceline.cli.admin import drain, get_job, restart
+from paceline.cli.admin import drain, forget, get_job, restart
 from paceline.cli.members import is_heard, label
 from paceline.cli.output import UsageError, print_json, say
 from paceline.errors import PacelineError
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
 
-__all__ = ["connected", "drain_members", "restart_job"]
+__all__ = ["connected", "drain_members", "forget_job", "restart_job"]
 
 
 def drain_members(
@@ -84,6 +84,25 @@ def restart_job(coordinator: str, job: str, timeout: float, *, force: bool, as_j
         _say(f"job {job!r} has no member that could be taken for dead; nothing has changed", as_json)
     if as_json:
         print_json({"job": job, "taken_for_dead": dead, "was_finished": _was_finished(detail)})
+
+
+def forget_job(coordinator: str, job: str, timeout: float, *, as_json: bool) -> None:
+    """Removes a job that is over from the coordinator.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+        timeout: seconds to try for.
+        as_json: the result as one JSON object on the last line.
+
+    Raises:
+        UsageError: the address is malformed.
+        PacelineError: the job is not over, no coordinator answers, or it knows no such job.
+    """
+    forget(str(endpoint(coordinator)), job, timeout)
+    _say(f"job {job!r} is forgotten: its keys, its generation number, and whether it was done", as_json)
+    if as_json:
+        print_json({"job": job, "forgotten": True})
 
 
 def connected(detail: GetJobResponse) -> list[MemberStatus]:

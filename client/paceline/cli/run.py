@@ -17,6 +17,7 @@ from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, wor
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.cores import allowed_cores
 from paceline.cli.launcher.reports import ExitReports
+from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
 from paceline.cli.torchrun import Flags, Workers, read_flags, read_streams, run_worlds
 from paceline.config import Config
@@ -36,13 +37,14 @@ def run_workers(
     minimum: int | None,
     maximum: int | None,
     restarts: int,
+    spares: int | None,
     log_dir: Path | None,
     advertise: str | None = None,
     bind: bool = True,
     redirects: str | None = None,
     tee: str | None = None,
 ) -> int:
-    """Runs workers with their lines on the terminal.
+    """Runs workers with their lines on the terminal; `spares` is None for one, where it is of use.
 
     Returns:
         The exit code, by the rule of `launcher.supervision.Supervision`.
@@ -57,6 +59,10 @@ def run_workers(
         raise UsageError(str(error)) from None
     if restarts < 0:
         raise UsageError(f"--restarts must be 0 or more, not {restarts}")
+    if spares is None:
+        spares = default_spares(command, restarts)
+    elif wrong := spares_error(command, restarts, spares):
+        raise UsageError(wrong)
     if coordinator is None and low > workers:
         raise UsageError(
             f"--min {low} with -n {workers} waits for workers of other launchers: "
@@ -65,7 +71,8 @@ def run_workers(
     _check_advertise(advertise, workers)
     with _coordinator(coordinator) as address, _console(log_dir, job, redirects, tee, workers) as console:
         settings = WorkerSettings(address, job, low, high, advertise)
-        return launch(command, workers, settings, console, restarts=restarts, alone=coordinator is None, bind=bind)
+        alone = coordinator is None
+        return launch(command, workers, settings, console, restarts=restarts, spares=spares, alone=alone, bind=bind)
 
 
 def run_nodes(
@@ -112,6 +119,7 @@ def launch(
     listener: Listener,
     *,
     restarts: int = 0,
+    spares: int = 0,
     alone: bool = True,
     bind: bool = True,
 ) -> int:
@@ -123,6 +131,7 @@ def launch(
         settings: what they are told of the job; it is elastic if it may have fewer workers than it may have at most.
         listener: shows what happens.
         restarts: how often each worker is started again at most; with any, the job is elastic too.
+        spares: how many processes wait with their imports done, to be the next workers that are started again.
         alone: no other launcher brings workers for this job.
         bind: each worker gets its share of the cores, where there is one for each (`launcher.cores`).
 
@@ -139,6 +148,7 @@ def launch(
         elastic=settings.min_workers < settings.max_workers or restarts > 0,
         alone=alone,
         restarts=restarts,
+        spares=spares,
     )
     with ExitReports(settings.coordinator, settings.job, worker_credentials()) as reports:
         return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind).run()

@@ -52,6 +52,14 @@ def run(
     restarts: Annotated[
         int, typer.Option(metavar="N", help="Start each worker that fails again, as a new one, so often at most.")
     ] = 0,
+    spares: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Keep N processes with the script's imports done, to replace workers at once; default: 1 with "
+            "--restarts, else 0.",
+        ),
+    ] = None,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -167,6 +175,7 @@ def run(
                 minimum=minimum,
                 maximum=maximum,
                 restarts=restarts,
+                spares=spares,
                 log_dir=log_dir,
                 advertise=advertise,
                 bind=bind,
@@ -176,13 +185,14 @@ def run(
         raise typer.Exit(code)
 
 
-_OWN = {
+_OWN: dict[str, tuple[str, str | None]] = {
     "workers": ("-n", "--nproc-per-node"),
     "minimum": ("--min", "--nnodes MIN:MAX"),
     "maximum": ("--max", "--nnodes MIN:MAX"),
     "restarts": ("--restarts", "--max-restarts"),
+    "spares": ("--spares", None),
 }
-"""Paceline's ways to say what torchrun's flags say otherwise."""
+"""Paceline's ways to say what torchrun's flags say otherwise; None where they have nothing alike."""
 
 
 def _refuse_both(context: typer.Context, flag: str) -> None:
@@ -190,6 +200,5 @@ def _refuse_both(context: typer.Context, flag: str) -> None:
     for name, (own, instead) in _OWN.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise UsageError(
-                f"{own} does not go with torchrun's {flag}: write {instead}, or leave torchrun's flags out"
-            )
+            advice = f"write {instead}" if instead else "leave it out"
+            raise UsageError(f"{own} does not go with torchrun's {flag}: {advice}, or leave torchrun's flags out")

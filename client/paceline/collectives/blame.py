@@ -61,7 +61,7 @@ def raised(peers: Sequence[Peer], me: int, operation: int, mine: str, error: Bas
     """This member itself raised in the middle of an operation."""
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     text = f"operation {operation}, {mine}: {peers[me]} raised {words}"
-    return Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text)
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text, cause=error)
 
 
 def _call(operation: int, mine: str) -> str:

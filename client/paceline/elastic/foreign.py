@@ -1,4 +1,4 @@
-"""Arrays of other frameworks: NumPy views of their memory, and the way there and back. Imports no framework."""
+"""Other frameworks: NumPy views of their arrays, the way there and back, and their seeds. Imports no framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UnsupportedOp
 
-__all__ = ["from_arrays", "is_foreign", "to_arrays", "view"]
+__all__ = ["copied", "from_arrays", "is_foreign", "seed_frameworks", "taken", "to_arrays", "to_plain", "view"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -53,18 +53,35 @@ def is_foreign(value: Any) -> bool:
     return not isinstance(value, np.ndarray) and callable(getattr(value, "detach", None)) and hasattr(value, "numpy")
 
 
-def to_arrays(tree: Tree, frameworks: list[str]) -> Tree:
-    """A copy with NumPy arrays in place of a framework's; notes for each array whose it was, "" for NumPy's."""
+def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
+    """A copy with NumPy arrays in place of a framework's; notes for each array whose it was, "" for NumPy's.
+
+    Args:
+        tree: what is copied.
+        frameworks: where the names go.
+        into: an earlier copy, whose memory is used again where it fits.
+    """
     if is_foreign(tree):
         frameworks.append(type(tree).__module__.partition(".")[0])
-        return view(tree).copy()
+        return copied(view(tree), into)
     if isinstance(tree, Mapping):
-        return {key: to_arrays(value, frameworks) for key, value in tree.items()}
+        before = into if isinstance(into, dict) else {}
+        return {key: to_arrays(value, frameworks, before.get(key)) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(to_arrays(value, frameworks) for value in tree)
+        ones = into if isinstance(into, list | tuple) and len(into) == len(tree) else [None] * len(tree)
+        return type(tree)(to_arrays(value, frameworks, one) for value, one in zip(tree, ones, strict=True))
     if isinstance(tree, np.ndarray):
         frameworks.append("")
+        return copied(tree, into)
     return copy.deepcopy(tree)
+
+
+def copied(array: NDArray[Any], into: Any) -> NDArray[Any]:
+    """A copy: `into`, if that is an array of the same shape and dtype, else a new one."""
+    if not isinstance(into, np.ndarray) or not _fits(into, array):
+        return array.copy()
+    np.copyto(into, array)
+    return into
 
 
 def from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
@@ -79,6 +96,62 @@ def from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
     return copy.deepcopy(tree)
 
 
+_ARRAY_OF = "paceline: array of "
+"""With a framework's name behind it the one key of what stands for one of its arrays."""
+
+
+def to_plain(tree: Tree) -> Tree:
+    """A copy of nested values that says itself which of its arrays are a framework's; for `taken`."""
+    if is_foreign(tree):
+        return {_ARRAY_OF + type(tree).__module__.partition(".")[0]: view(tree).copy()}
+    if isinstance(tree, Mapping):
+        return {key: to_plain(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(to_plain(value) for value in tree)
+    return copy.deepcopy(tree)
+
+
+def taken(plain: Tree, here: Tree) -> Tree:
+    """What `to_plain` gave, written into arrays, dicts and lists that are here already where they fit.
+
+    Args:
+        plain: not changed, and not kept.
+        here: what shall have these values.
+
+    Returns:
+        `here`, or what is to stand in its place.
+    """
+    if isinstance(plain, dict):
+        name = next(iter(plain)) if len(plain) == 1 else None
+        if isinstance(name, str) and name.startswith(_ARRAY_OF):
+            values = plain[name]
+            if is_foreign(here) and _fits(view(here), values):
+                np.copyto(view(here), values)
+                return here
+            return _made(name.removeprefix(_ARRAY_OF), values.copy())
+        into = here if isinstance(here, dict) else {}
+        for key in into.keys() - plain.keys():
+            del into[key]
+        for key, value in plain.items():
+            into[key] = taken(value, into.get(key))
+        return into
+    if type(plain) in (list, tuple):
+        ones = here if type(here) is type(plain) and len(here) == len(plain) else [None] * len(plain)
+        new = [taken(value, one) for value, one in zip(plain, ones, strict=True)]
+        if type(plain) is list and ones is here:
+            here[:] = new
+            return here
+        return type(plain)(new)
+    if isinstance(plain, np.ndarray) and isinstance(here, np.ndarray) and _fits(here, plain):
+        np.copyto(here, plain)  # whoever holds the array sees it
+        return here
+    return copy.deepcopy(plain)
+
+
+def _fits(here: NDArray[Any], values: NDArray[Any]) -> bool:
+    return (here.shape, here.dtype) == (values.shape, values.dtype)
+
+
 def _made(framework: str, array: NDArray[Any]) -> Any:
     """A framework's array of the same memory, if the framework is loaded here."""
     module = sys.modules.get(framework)
@@ -88,3 +161,15 @@ def _made(framework: str, array: NDArray[Any]) -> Any:
     if array.dtype.name == "bfloat16":
         return make(array.view(np.int16)).view(module.bfloat16)  # type: ignore[union-attr]
     return make(array)
+
+
+def seed_frameworks(*numbers: int) -> None:
+    """Seeds the generator that torch draws from by default (dropout, `torch.rand`), if torch is loaded.
+
+    Args:
+        numbers: whole, 0 or above; what is drawn afterwards depends on them alone.
+    """
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        # As words of 32 bits: torch's generator on the CPU takes no more.
+        generator.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

@@ -32,7 +32,7 @@ from paceline.elastic.take_shards import Holder
 from paceline.elastic.taking import Taking
 from paceline.elastic.waiting import Waiting, await_finish
 from paceline.elastic.word import Flag, partial_digest, word
-from paceline.errors import CheckpointFailed, OrphanedError, PacelineError, StepOrderError
+from paceline.errors import CheckpointFailed, DivergenceError, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -43,6 +43,10 @@ _log = logging.getLogger("paceline.elastic")
 
 _UPDATED = 0x9E3779B9
 """What a word's digest is changed by if the optimizer ran in the step before: any number but 0."""
+
+
+_MOST_DIVERGENCES = 3
+"""A member that differs from the others so often leaves: once is a flipped bit, three times is a cause that stays."""
 
 
 class Line:
@@ -80,6 +84,7 @@ class Line:
         self._step: Step | None = None
         self._committed = place.held.step if place.held is not None else 0
         self._failures = Failures()
+        self._divergences = 0
         self._blocks = Blocks()
         self._overtaken = False
         self._last_update = 0
@@ -98,9 +103,7 @@ class Line:
         mesh = self._port.group.mesh
         if mesh.peers:
             if self._port.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
-                text = f"{mesh.peers[mesh.rank]} began its steps anew"
-                operation = self._port.group.progress().operation
-                mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
+                self._end_generation("began its steps anew")
             self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._waiting.as_candidate()
@@ -113,6 +116,8 @@ class Line:
             OrphanedError: the coordinator did not come back.
             PacelineError: this member cannot be in the line; the text says why.
         """
+        if (error := self._port.group.mesh.fault.own_error) is not None:
+            raise error
         while not self.done:
             ready = self._place.phase is Phase.READY
             letter = self._port.mail.get(0.0 if ready else SLICE)  # a view may have come while the generation went on
@@ -124,12 +129,16 @@ class Line:
                 self._waiting.look_around()
 
     def begin(self) -> Step | None:
-        """The next step, entered with its word; None if the generation has failed before it began."""
+        """The next step, entered with its word; None if the generation has failed before it began.
+
+        Raises:
+            StepVoid: the step has failed too often.
+        """
         if self._port.mail.draining and not self._place.leaving:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
         digest = partial_digest(self._large, number) ^ self._last_update
-        attempt = self._failures.begin(number)
+        attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients have gone out in this generation, the word rides with them; all members know that alike.
         rides = group.boarding
         self._place.begin()
@@ -146,12 +155,11 @@ class Line:
         """After the block of a step: on to the next one, or to a meeting.
 
         Raises:
-            StepVoid: the step has failed too often.
             StepOrderError: the block was not entered.
         """
         self._step = None
         if not step.entered:
-            self._place.spoiled()
+            self.spoiled()
             raise not_entered(step)
         over = step.generation != self._place.generation  # a block between the steps was cut short since, and run again
         if not over:
@@ -179,8 +187,11 @@ class Line:
             self._failed(error)
             return
         self._port.finish(self._total)
-        await_finish(self._port)
-        self.done = True
+        letter = await_finish(self._port)
+        if letter is None:
+            self.done = True
+        else:  # this member holds the last state: the others are to take it
+            self._read(letter)
 
     def drain(self, reason: str) -> None:
         """This member is to leave after the step that it is in."""
@@ -214,18 +225,31 @@ class Line:
     def word_completed(self, step: int) -> None:
         """Every member has entered `step`, so all have applied the one before: it is committed."""
         self._port.word_completed(step)
-        while self._committed < step - 1:
-            self._committed += 1
-            self._saver.commit(self._committed)
-            for hear in self.on_commit:
-                hear(self._committed)
+        self._saver.commit(step - 1)
+        self._tell_committed(step - 1)
         self._place.all_began()
         self._state.keep_live_share()
+
+    def _tell_committed(self, step: int) -> None:
+        """Calls what listens for commits, once for each step up to this one."""
+        while self._committed < step:
+            self._committed += 1
+            for hear in self.on_commit:
+                hear(self._committed)
 
     def about_to_change(self) -> None:
         """Nobody may take the state any more."""
         self._port.shelf.withdraw()
         self._saver.settle()
+
+    def diverged(self, text: str) -> None:
+        """See `step.Steward`."""
+        if self._step is not None:
+            self._step.spoiled = True
+        self.spoiled()
+        self._divergences += 1
+        if self._divergences >= _MOST_DIVERGENCES:
+            raise DivergenceError(f"{text}, {self._divergences} times by now: its memory or its script is to blame")
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """See `step.Steward`."""
@@ -241,24 +265,42 @@ class Line:
 
     def open(self) -> None:
         """See `state.Gate`."""
-        if self._step is None or not self._step.entered:
+        step = self._step
+        if step is None or not step.entered or step.left:
             raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
-        if self._step.updated and self._state.spreads:  # who finishes a step for others runs the optimizer once
+        if step.updated and self._state.spreads:  # who finishes a step for others runs the optimizer once
             raise StepOrderError("a second optimizer.step() in one step, of a state that is spread over workers")
-        self._step.updates = True
-        self._step.open_gate()
-        self._step.updated = True
+        step.updates = step.updating = True  # first: whatever interrupts this behind the gate has spoiled the state
+        try:
+            step.open_gate()
+        except BaseException:
+            step.updating = step.is_open
+            raise
+        step.updated = True
+
+    def changed(self) -> None:
+        """See `state.Gate`."""
+        if self._step is not None:
+            self._step.updating = False
 
     def spoil(self) -> None:
         """See `state.Gate`."""
         if self._step is not None:
-            self._step.spoiled = True
+            self._step.spoil()
+        else:
+            self.spoiled()
+
+    def spoiled(self) -> None:
+        """Marks the state that this member holds as unusable: it leads nothing until it has taken the base."""
+        self._state.is_whole = False
         self._place.spoiled()
 
     # Letters ----------------------------------------------------------------------------------------------------------
 
     def _read(self, letter: letters.Letter) -> None:
         match letter:
+            case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:
+                _log.info("generation %d formed with the member that this worker was before", letter.generation)
             case letters.ViewCame():
                 self._enter_view(letter)
             case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
@@ -305,12 +347,15 @@ class Line:
         self._port.move(view.mesh)
         self._taking.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
         self._waiting.view_came()
+        if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
+            self._end_generation(f"holds the state {self._place.held}, and was to begin with {view.base}")
         self._do(order)
         if self._place.phase is Phase.READY:
             self._taking.train_on(self._place.shares[0])
         self._large = self._state.large()
         self._last_update = 0
         if view.base is not None:
+            self._taking.has_a_base()
             self._port.group.vouch()
             if not view.newcomers and not self._compare_blocks():
                 return
@@ -327,6 +372,12 @@ class Line:
             )
             for hear in self.on_view:
                 hear()
+
+    def _end_generation(self, why: str) -> None:
+        """Tells the others that this member takes no part in the generation; `why` completes "rank 2 (host-b) ..."."""
+        mesh = self._port.group.mesh
+        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._port.group.progress().operation
+        mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _compare_blocks(self) -> bool:
         """With newcomers nobody was in a block (`closed`): there is nothing to compare, and nobody waits for them."""
@@ -354,18 +405,18 @@ class Line:
 
     def _say(self, meet: Meet) -> None:
         """Tells the coordinator, and offers what is held to others: it does not change while this member waits."""
-        fingerprint = b""
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
             self._place.found(latest)  # others have written one since
             meet = replace(meet, tag=latest)
+        fingerprint = self._taking.fingerprint(meet)
         if meet.tag is not None and not meet.stored:
-            if meet.tag == Tag(0, 0):  # members have built this for themselves: the tag does not tell them apart
-                fingerprint = self._taking.own_fingerprint()
             self._port.shelf.offer(meet.tag, self._state.offered())
         self._waiting.said()
         self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
 
     def _job_done(self, step: int) -> None:
+        if self._place.generation:  # a candidate had no part in it
+            self._tell_committed(step)
         if self._state.step < step or self._place.held is None:
             raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
         if step < self._total:
@@ -392,7 +443,10 @@ class Line:
         with contextlib.suppress(PacelineError):
             self._port.group.flush()
         number = self._state.step + 1
+        if meet and self._port.group.mesh.peers and not self._port.group.mesh.fault.failed:
+            # The script caught what interrupted its update: the others have applied the step, and would wait.
+            self._end_generation(f"has not applied step {number}")
         _log.info("step %d is undone: %s", number, cause)
-        self._failures.add(number, cause)
+        self._failures.add(f"step {number}", cause, self._port.group.mesh.peers)
         if meet:
             self._say(self._place.meet())

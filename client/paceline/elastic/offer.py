@@ -21,7 +21,7 @@ from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import Skeleton, join, split_shards
 from paceline.elastic.parcel import Parcel
-from paceline.elastic.runs import Run
+from paceline.elastic.runs import Run, checksum
 from paceline.errors import PacelineError, SizeMismatch
 from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 
@@ -293,7 +293,8 @@ class Shelf:
             PacelineError: another state is offered, or none, or a run is not held, or they are more than `most_bytes`.
         """
         content, epoch = self._get(tag)
-        parcel = Parcel(content.select([Run(*run) for run in runs], most_bytes))
+        asked = [Run(*run) for run in runs]
+        parcel = Parcel(content.select(asked, most_bytes), checksum(asked))
         self._check(epoch, tag)
         return parcel
 

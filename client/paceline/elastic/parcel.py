@@ -29,20 +29,21 @@ class Parcel:
 
     Args:
         runs: arrays, copied one after the other.
+        asked: checksum of what was asked for (`runs.checksum`).
 
     Attributes:
-        crc: CRC-32 of the bytes.
+        crc: CRC-32 of what was asked for, and then of the bytes.
         data: the bytes.
     """
 
-    def __init__(self, runs: Sequence[NDArray[Any]]) -> None:
+    def __init__(self, runs: Sequence[NDArray[Any]], asked: int = 0) -> None:
         self._memory = arena().empty(sum(run.nbytes for run in runs), np.uint8)
         start = 0
         for run in runs:
             np.copyto(self._memory[start : start + run.nbytes].view(run.dtype), run)
             start += run.nbytes
         self.data = self._memory.data
-        self.crc = zlib.crc32(self.data)
+        self.crc = zlib.crc32(self.data, asked)
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
         """Where that process finds the bytes; None if it cannot map them."""
@@ -78,18 +79,19 @@ def borrow(lent: peer_pb2.LentMemory, size: int) -> Attached:
     return memory
 
 
-def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]]) -> None:
+def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int = 0) -> None:
     """Copies the bytes of a parcel to where they belong.
 
     Args:
         data: the bytes.
-        crc: what their CRC-32 must be.
+        crc: what came with them (`Parcel.crc`).
         into: the arrays, contiguous; as many bytes in all.
+        asked: checksum of what was asked for.
 
     Raises:
         PacelineError: they have other bytes than they should; what is written does not count.
     """
-    found = start = 0
+    found, start = asked, 0
     for array in into:
         target = array.view(np.uint8)
         np.copyto(target, np.frombuffer(data, np.uint8, target.size, start))

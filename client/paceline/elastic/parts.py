@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf
-from paceline.elastic.foreign import from_arrays, is_foreign, to_arrays, view
+from paceline.elastic.foreign import (
+    copied,
+    from_arrays,
+    is_foreign,
+    taken,
+    to_arrays,
+    to_plain,
+    view,
+)
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.optimizer import OptimizerState
@@ -72,6 +80,17 @@ class Part(abc.ABC):
         Raises:
             SizeMismatch: it does not fit.
         """
+
+    def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
+        """A copy of all that it is, for `back_to`; in the memory of an earlier one where that fits."""
+        arrays = before[0] if before is not None else {}
+        return {path: copied(_values(leaf), arrays.get(path)) for path, leaf in self.arrays().items()}, self.rest()
+
+    def back_to(self, kept: tuple[Tree, Tree]) -> None:
+        """Takes over what `kept` gave."""
+        arrays, rest = kept
+        self.load_rest(rest)
+        self.write(_NOTHING, arrays)
 
     def small(self) -> Tree:
         """A copy of what may change outside the gate."""
@@ -191,7 +210,7 @@ class _Optimizer(Part):
 
 
 class _Values(Part):
-    """A dict of arrays and plain values, changed as the user likes."""
+    """A dict of arrays, those of frameworks too, and plain values, nested as the user likes and changed at any time."""
 
     kind = "values"
 
@@ -199,17 +218,13 @@ class _Values(Part):
         self._values = values
 
     def rest(self) -> Tree:
-        return copy.deepcopy(self._values)
+        return {key: to_plain(value) for key, value in self._values.items()}
 
     def load_rest(self, rest: Tree) -> None:
-        for key in list(self._values.keys() - rest.keys()):
+        for key in self._values.keys() - rest.keys():
             del self._values[key]
         for key, value in rest.items():
-            here = self._values.get(key)
-            if isinstance(here, np.ndarray) and isinstance(value, np.ndarray) and here.shape == value.shape:
-                here[...] = value  # whoever holds the array sees it
-            else:
-                self._values[key] = copy.deepcopy(value)
+            self._values[key] = taken(value, self._values.get(key))
 
 
 class _Opaque(Part):
@@ -228,6 +243,11 @@ class _Opaque(Part):
         frameworks: list[str] = []
         tree = to_arrays(self._thing.state_dict(), frameworks)
         return {"state": tree, "frameworks": frameworks}
+
+    def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
+        frameworks: list[str] = []
+        tree = to_arrays(self._thing.state_dict(), frameworks, before[1]["state"] if before is not None else None)
+        return {}, {"state": tree, "frameworks": frameworks}
 
     def load_rest(self, rest: Tree) -> None:
         self._thing.load_state_dict(from_arrays(rest["state"], iter(rest["frameworks"])))
@@ -277,7 +297,7 @@ def part_of(name: str, thing: Any) -> Part:
         return _Model(thing)
     if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
         return _Opaque(thing)
-    if type(thing) is dict:
+    if isinstance(thing, dict):
         return _Values(thing)
     raise UnsupportedOp(
         f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and what "
@@ -334,6 +354,10 @@ def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
             odd.append(f"{path} is {their_kind}{list(their_shape)}, not {kind}{list(shape)}")
     if odd:
         raise SizeMismatch(f"the state does not fit: {'; '.join(odd[:8])}")
+
+
+def _values(leaf: Leaf) -> NDArray[Any]:
+    return leaf.values if isinstance(leaf, Shard) else leaf
 
 
 def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:

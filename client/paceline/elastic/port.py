@@ -206,7 +206,7 @@ class SoloPort(Port):
         assert isinstance(mesh, LocalMesh)
         (following,) = next_meshes([mesh])
         following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
-        self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following))
+        self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
 
     def go_on(self) -> None:
         """See `Port.go_on`: it is never away."""

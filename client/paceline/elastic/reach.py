@@ -36,11 +36,11 @@ class Reach:
         self._again_at = float("-inf")
 
     def hear(self, members: Sequence[Peer] | None) -> None:
-        """A line is running; its members, once they are known. Others than before are tried at once."""
+        """A line is running with these members, None until they are known. A list that has changed is tried at once."""
         self.is_alone = False
         if members is not None:
             known = {member.member_id for member in self._members or ()}
-            if {member.member_id for member in members} - known:
+            if {member.member_id for member in members} != known:
                 self._again_at = float("-inf")
             self._members = members
 

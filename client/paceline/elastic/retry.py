@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from paceline.elastic.blocks import Outcome
-from paceline.elastic.failures import MAX_ATTEMPTS
+from paceline.elastic.failures import Failures
 from paceline.elastic.line import Line
-from paceline.errors import PacelineError, StepVoid
+from paceline.errors import PacelineError
 from paceline.group import Group
 
 __all__ = ["Attempt", "attempts"]
 
 _log = logging.getLogger("paceline.elastic")
+
+_WHAT = "a block between steps"
 
 
 class Attempt:
@@ -58,19 +60,14 @@ class Attempt:
 
 def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
     """Attempts until one completes; see `Session.retry`."""
-    number = 0
-    causes: list[str] = []
+    failures = Failures()
     while True:
-        number += 1
-        attempt = Attempt(number, group)
+        attempt = Attempt(failures.begin(_WHAT, group.mesh.peers), group)
         yield attempt
         if not attempt.completed:
             if line is None or line.done or line.left:
                 raise group.mesh.fault.error()
-            causes.append(str(group.mesh.fault.error()))
-            if len(causes) >= MAX_ATTEMPTS:
-                text = f"a block between steps failed {len(causes)} times in a row: " + "; ".join(causes)
-                raise StepVoid(text)
+            failures.add(_WHAT, group.mesh.fault.error(), group.mesh.peers)
             outcome = line.retry()
             if outcome is Outcome.OVERTAKEN:
                 return

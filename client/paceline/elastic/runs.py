@@ -5,7 +5,9 @@ A `Share` is part p of P equal parts of every flat array (`parallel.sharding.lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +16,7 @@ import numpy as np
 from paceline.checkpoint.pieces import Shard
 from paceline.elastic.share import Share
 
-__all__ = ["Run", "assign", "fill"]
+__all__ = ["Run", "assign", "checksum", "fill"]
 
 K = TypeVar("K")
 
@@ -35,6 +37,12 @@ class Run:
 
     def __str__(self) -> str:
         return f"elements {self.start} to {self.start + self.count - 1} of {self.name}"
+
+
+def checksum(runs: Sequence[Run]) -> int:
+    """CRC-32 of which runs they are (`Parcel` in peer.proto)."""
+    words = (run.name.encode() + struct.pack("<QQ", run.start, run.count) for run in runs)
+    return zlib.crc32(b"".join(words))
 
 
 def fill(targets: Mapping[str, Shard], sources: Iterable[Mapping[str, Shard]]) -> list[Run]:

@@ -8,15 +8,28 @@ step is applied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InvalidRank, InvalidWorldSize
 
-__all__ = ["ElasticSampler"]
+__all__ = ["ElasticSampler", "Planned"]
+
+
+class Planned(NamedTuple):
+    """What one rank takes in one step."""
+
+    epoch: int
+    """Epochs that are through by then."""
+    offset: int
+    """Samples of this epoch that earlier steps have used."""
+    indices: NDArray[np.intp]
+    """The rank's samples, as of `ElasticSampler.share`."""
+    weight: float
+    """Their weight, as of `ElasticSampler.share`."""
 
 
 class ElasticSampler:
@@ -51,9 +64,8 @@ class ElasticSampler:
         self.epoch = self.offset = 0
         self._size = size
         self._per_rank = per_rank_batch is not None
-        self._epoch = -1
-        self._order: NDArray[np.intp] = np.empty(0, np.intp)
-        """perm(seed, _epoch): kept, not state."""
+        self._orders: dict[int, NDArray[np.intp]] = {}
+        """perm(seed, epoch) of the epoch that is looked at, and near its end of the next one: kept, not state."""
 
     @property
     def global_batch(self) -> int:
@@ -83,13 +95,22 @@ class ElasticSampler:
 
     def current(self, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
         """One rank's part of the batch that the sampler is at; as `share`."""
-        return _share(self._current(world), rank, world)
+        return _share(self._batch(self.epoch, self.offset, world), rank, world)
+
+    def ahead(self, rank: int, world: int) -> Iterator[Planned]:
+        """One rank's part of the batch that the sampler is at, and of all that follow if the world stays as it is.
+
+        Without end, and nothing moves: whoever fetches samples early looks here for what is likely to come. The first
+        item is what `current` gives now; a sampler that moves later does not change the rest.
+        """
+        return self._walk(self.epoch, self.offset, rank, world)
 
     def advance(self, world: int) -> None:
         """The batch that the sampler is at was used, in a world of that size."""
-        self.offset += len(self._current(world))
-        if self.offset >= self.n:
-            self.epoch, self.offset = self.epoch + 1, 0
+        used = len(self._batch(self.epoch, self.offset, world))
+        before, (self.epoch, self.offset) = self.epoch, self._after(self.epoch, self.offset + used)
+        if self.epoch != before:
+            self._orders.pop(before, None)
 
     def state_dict(self) -> dict[str, int]:
         """Where the sampler is."""
@@ -132,18 +153,28 @@ class ElasticSampler:
         """
         return _share(self.batch(step), rank, world)
 
-    def _current(self, world: int) -> NDArray[np.intp]:
+    def _walk(self, epoch: int, offset: int, rank: int, world: int) -> Iterator[Planned]:
+        while True:
+            batch = self._batch(epoch, offset, world)
+            yield Planned(epoch, offset, *_share(batch, rank, world))
+            epoch, offset = self._after(epoch, offset + len(batch))
+
+    def _batch(self, epoch: int, offset: int, world: int) -> NDArray[np.intp]:
         size = self._size * world if self._per_rank else self._size
-        return self._permutation(self.epoch)[self.offset : self.offset + size]
+        return self._permutation(epoch)[offset : offset + size]
+
+    def _after(self, epoch: int, offset: int) -> tuple[int, int]:
+        """Where the next batch begins, if so many samples of the epoch are used."""
+        return (epoch, offset) if offset < self.n else (epoch + 1, 0)
 
     def _permutation(self, epoch: int) -> NDArray[np.intp]:
-        if epoch != self._epoch:
+        if epoch not in self._orders:
+            self._orders = {other: order for other, order in self._orders.items() if abs(other - epoch) == 1}
             # Raw bits and a stable sort, not Generator.permutation: members may run different NumPy versions, and only
             # the bit streams are promised to stay as they are. Source: NEP 19, "Random number generator policy".
             bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.n)
-            self._order = np.argsort(bits, kind="stable")
-            self._epoch = epoch
-        return self._order
+            self._orders[epoch] = np.argsort(bits, kind="stable")
+        return self._orders[epoch]
 
 
 def _share(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:

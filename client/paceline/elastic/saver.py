@@ -1,12 +1,14 @@
 """Checkpoints of a line, written beside training: copied when a step begins, written once it is committed.
 
-Each host's lowest rank writes, so a directory that hosts share gets the same tag from each, and one that is local to a
-host has it too.
+Each host's lowest rank writes. Where hosts share the directory, one of them does: all of a generation write under the
+same name, and a host that finds that folder there leaves the checkpoint to the one that made it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import os
 import threading
 import time
@@ -14,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paceline import checkpoint
-from paceline.checkpoint.folder import is_there
+from paceline.checkpoint.folder import fingerprint, is_there
+from paceline.checkpoint.keep import save_once
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.state import TrainState
@@ -49,6 +54,8 @@ class Saver:
 
     Attributes:
         tag: of the state that was loaded, Tag(0, 0) for none.
+        fingerprint: of the checkpoint that it was loaded from: members with local disks may have made different states
+            of one tag, in different runs. Empty if none was loaded.
         keeps: True if there is a directory.
 
     Raises:
@@ -58,14 +65,14 @@ class Saver:
     def __init__(self, directory: str | os.PathLike[str] | None, every: int | None) -> None:
         if every is not None and (every < 1 or directory is None):
             raise ValueError(f"checkpoint_every is a number of steps from 1, with checkpoint_dir, not {every!r}")
-        self.tag = Tag(0, 0)
+        self.tag, self.fingerprint = Tag(0, 0), b""
         self.keeps = directory is not None
         self._directory = directory
         self._every = every
-        self._pending: tuple[Tag, Any] | None = None
+        self._pending: tuple[Tag, Any, str] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._last = Tag(0, 0)
+        self._last = Tag(0, 0)  # what was copied, or loaded, last
         self._damaged: set[Tag] = set()
         self._missing: tuple[Tag, float] | None = None  # what others see and this member does not, and since when
 
@@ -83,6 +90,7 @@ class Saver:
             return
         state.load_state_dict(found.state)
         self.tag = self._last = found.tag
+        self.fingerprint = fingerprint(found.folder)
         _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)
 
     def latest(self) -> Tag:
@@ -143,10 +151,10 @@ class Saver:
         """A step begins: what is held is copied if it is due."""
         if self._pending is not None and self._pending[0] != held:
             self._pending = None  # it was not committed, and the line goes on from another state
-        if self._every is None or held is None or held.step % self._every or held <= self._last:
+        if self._every is None or held is None or held.step % self._every or held in (self._last, Tag(0, 0)):
             return
         if _is_lowest(group):
-            self._pending = held, state.state_dict()
+            self._pending = held, state.state_dict(), _attempt(group)
             self._last = held
 
     def settle(self) -> None:
@@ -169,34 +177,59 @@ class Saver:
             _log.warning("no checkpoint of step %d: the one before is still being written", pending[0].step)
             return
         self._complain()
-        self._thread = threading.Thread(target=self._write, args=pending, name="paceline-checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=pending, name="paceline-checkpoint")
+        thread.start()
+        self._thread = thread
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """As `keep`, where nobody can try again: what cannot be written is lost, and the log says so.
+        """As `keep`, where all leave and nobody can try again: if a member is lost, each of the others writes.
 
         Raises:
-            CheckpointFailed: the disk refused.
+            CheckpointFailed: a disk refused.
         """
-        try:
-            self.keep(held, state, group)
-        except CheckpointFailed:
-            raise
-        except PacelineError as error:
-            _log.error(
-                "the members cannot write a checkpoint together any more, and the state of step %d is lost: %s",
-                state.step if held is None else held.step,
-                error,
-            )
+        if not group.mesh.fault.failed:
+            try:
+                self.keep(held, state, group)
+            except CheckpointFailed:
+                raise
+            except PacelineError as error:
+                _log.warning("a member was lost while the last checkpoint was written: %s", error)
+            else:
+                return
+        if self._directory is not None and held is not None:
+            self._write_now(held, state, "")
+            self._check()
 
     def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """Writes what is held now: nothing comes after it."""
-        alone = group.mesh.fault.failed  # whoever was the lowest may be gone
-        if self._directory is None or held is None or not (alone or _is_lowest(group)):
-            return
-        self.wait()
-        self._write(held, state.state_dict())
+        """Writes what is held now: nothing comes after it. A collective: at its end all who write have written.
+
+        The wait for them has no limit but their lives: a big state on a slow disk takes its time.
+
+        Raises:
+            CheckpointFailed: a disk refused, here or at another member.
+            PacelineError: the generation has failed.
+        """
+        if self._directory is not None and held is not None and _is_lowest(group):
+            self._write_now(held, state, _attempt(group))
+        else:
+            self._complain()  # it wrote once, and another writes now
+        refused = group.rank + 1 if self._error is not None else 0
+        refused = int(group.all_reduce(np.int64(refused), op="max", timeout=math.inf, label="kept"))
         self._check()
+        if refused:
+            raise CheckpointFailed(
+                f"{group.members[refused - 1]} could not write the checkpoint {held}; its log says why"
+            )
+
+    def _write_now(self, tag: Tag, state: TrainState, attempt: str) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self._complain()
+        self._write(tag, state.state_dict(), attempt)
+        if self._error is not None:
+            error = CheckpointFailed(f"the checkpoint {tag} was not written: {self._error}")
+            error.__cause__ = self._error
+            self._error = error
 
     def wait(self) -> None:
         """Waits until what was begun is written.
@@ -208,10 +241,13 @@ class Saver:
             self._thread.join()
         self._check()
 
-    def _write(self, tag: Tag, saved: Any) -> None:
+    def _write(self, tag: Tag, saved: Any, attempt: str) -> None:
         assert self._directory is not None
         try:
-            checkpoint.save(self._directory, saved, tag)
+            if attempt:
+                save_once(self._directory, saved, tag, attempt)
+            else:
+                checkpoint.save(self._directory, saved, tag)
         except Exception as error:  # noqa: BLE001  raised on the training thread, at the next one
             self._error = error
 
@@ -230,3 +266,10 @@ class Saver:
 def _is_lowest(group: Group) -> bool:
     me = group.members[group.rank]
     return min(member.rank for member in group.members if member.host == me.host) == me.rank
+
+
+def _attempt(group: Group) -> str:
+    """The name of all writers' attempts in this generation; empty where there is one writer."""
+    if len({member.host for member in group.members}) == 1:
+        return ""
+    return hashlib.sha256(f"{group.generation} {group.members[0].member_id}".encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
-from paceline.errors import CheckpointFailed
+from paceline.errors import CheckpointFailed, PacelineError
 from paceline.group import Group
 
 __all__ = ["SpreadSaver"]
@@ -76,6 +76,23 @@ class SpreadSaver(Saver):
 
     def commit(self, step: int) -> None:
         """See `Saver.commit`: `begin` publishes what is committed."""
+
+    def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """See `Saver.keep_last`: if a member is lost, so is its part, and the log says so.
+
+        Raises:
+            CheckpointFailed: the disk refused.
+        """
+        try:
+            self.keep(held, state, group)
+        except CheckpointFailed:
+            raise
+        except PacelineError as error:
+            _log.error(
+                "the members cannot write a checkpoint together any more, and the state of step %d is lost: %s",
+                state.step if held is None else held.step,
+                error,
+            )
 
     def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """See `Saver.keep`; a collective.

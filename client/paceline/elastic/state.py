@@ -47,6 +47,9 @@ class Gate(Protocol):
     def spoil(self) -> None:
         """The change was interrupted half way."""
 
+    def changed(self) -> None:
+        """The change is complete. If neither this nor `spoil` is called, it was interrupted too."""
+
 
 class TrainState:
     """What training changes: model, optimizer, sampler, and whatever else goes with them.
@@ -55,8 +58,9 @@ class TrainState:
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
         for step in session.steps(state, total=1000): ...
 
-    Takes modules (wrapped or not), optimizers, samplers, plain dicts of arrays and values, and anything that has
-    `state_dict()` and `load_state_dict()`; of any framework whose arrays show NumPy their memory.
+    Takes modules (wrapped or not), optimizers, samplers, dicts of arrays and values, nested or not, and anything that
+    has `state_dict()` and `load_state_dict()`; of any framework whose arrays show NumPy their memory. Arrays of a dict,
+    torch's tensors too, are restored where they lie, if shape and dtype are the same.
 
     What only `optimizer.step` changes is never copied: `session.steps` lets that call through when it is sure that the
     step counts. All the rest is copied when a step begins. So give every object that `optimizer.step` changes, and
@@ -71,6 +75,8 @@ class TrainState:
     Attributes:
         step: how many steps it has been through.
         sampler: the `ElasticSampler` among the parts, None if there is none.
+        is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is the state
+            of no step, until `load_state_dict` has replaced all of it.
 
     Raises:
         UnsupportedOp: a part is nothing that could be given to another member, or there are two samplers.
@@ -78,6 +84,7 @@ class TrainState:
 
     def __init__(self, **parts: Any) -> None:
         self.step = 0
+        self.is_whole = True
         things = {name: standing_for(thing) for name, thing in parts.items()}
         self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in things.items()}
         samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
@@ -87,6 +94,8 @@ class TrainState:
         self._spread = Spread(self._parts, things)
         self._kept: dict[Share, dict[str, Shard]] = {}
         """Shares that are not live any more, and are given all the same: what they consist of, and the way back."""
+        self._copy: dict[str, tuple[Any, Any]] = {}
+        """Of each part, if a step has asked for it."""
         self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
         """What is guarded, and the `step` that the object itself had, None for that of its class."""
 
@@ -119,6 +128,7 @@ class TrainState:
             except SizeMismatch as error:
                 raise SizeMismatch(f"{name}: {error}") from None
         before: list[tuple[Part, Any]] = []
+        was_whole, self.is_whole = self.is_whole, False
         try:
             for name, part in self._parts.items():
                 before.append((part, part.rest()))
@@ -126,10 +136,12 @@ class TrainState:
         except BaseException:
             for part, rest in before:
                 part.load_rest(rest)
+            self.is_whole = was_whole
             raise
         for name, part in self._parts.items():
             part.write(held, parts[name]["arrays"])
         self.step = step
+        self.is_whole = True
 
     # For whoever runs the steps ---------------------------------------------------------------------------------------
 
@@ -160,6 +172,16 @@ class TrainState:
         """A step counts for nothing: puts small state back and drops gradients."""
         self.put_back(small)
         self.clear_gradients()
+
+    def keep_copy(self) -> None:
+        """Copies all of it, for `undo_updates`. The memory stays, for the next copy: new memory costs far more time."""
+        self._copy = {name: part.kept(self._copy.get(name)) for name, part in self._parts.items()}
+
+    def undo_updates(self, small: Mapping[str, Any]) -> None:
+        """A step counts for nothing, though large state has changed since `keep_copy`."""
+        for name, part in self._parts.items():
+            part.back_to(self._copy[name])
+        self.undo(small)
 
     def put_back(self, small: Mapping[str, Any]) -> None:
         """Puts back what `small` gave; gradients stay."""
@@ -221,7 +243,9 @@ class TrainState:
             size = sum(array.nbytes for array in arrays.values())
             if part.gated() is None and size > _COSTLY_BYTES:
                 _log.warning("%s has no step() of its own: its %.1f MB are copied in every step", name, size / 1e6)
+            self.is_whole = False
             part.load_rest(join(before, arrays))
+            self.is_whole = True
             after, again = split(part.rest())
             changed = [path for path in arrays if path not in again or not _same(arrays[path], again[path])]
             if before != after or changed:
@@ -273,12 +297,14 @@ class TrainState:
         before, shards = self._spread.share, self._spread.named(self._spread.holding())
         if rest is not None:
             self.load_state_dict(rest)
+        was_whole, self.is_whole = self.is_whole, False
         if not plan.own:
             self._kept.clear()
         plan.switch()
         if plan.own and before != plan.share:
             self._kept.pop(plan.share, None)
             self._kept[before] = shards
+        self.is_whole = was_whole
 
     def keep_live_share(self) -> None:
         """Lets go of all other shares."""
@@ -291,7 +317,11 @@ class TrainState:
         return taken
 
     def update(self, gradients: Sequence[tuple[Parameter, NDArray[Any]]]) -> None:
-        """Runs the update that the gate did not let through, on the gradients that were taken then."""
+        """Runs the update that the gate did not let through, on the gradients that were taken then.
+
+        Some of the state is to be taken from others: it is whole when that is loaded.
+        """
+        self.is_whole = False
         for parameter, gradient in gradients:
             parameter._hold(gradient)
         for thing, own in self._gates:
@@ -314,7 +344,7 @@ class TrainState:
         """Undoes `guard`."""
         for thing, own in self._gates:
             if own is None:
-                del thing.step  # the method of its class is there again
+                vars(thing).pop("step", None)  # the method of its class is there again
             else:
                 thing.step = own
         self._gates.clear()
@@ -325,10 +355,12 @@ def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         gate.open()
         try:
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
         except BaseException:
             gate.spoil()
             raise
+        gate.changed()
+        return result
 
     return guarded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.elastic.errand import Errand
+from paceline.elastic.foreign import seed_frameworks
+from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.state import TrainState
 from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import DivergenceError, PacelineError, StepOrderError, UnsupportedOp
@@ -24,7 +27,12 @@ _log = logging.getLogger("paceline.elastic")
 
 _BARRED = (
     "a collective after optimizer.step() of the same step: the state has changed, and if this failed it could not be "
-    "changed back; call it before the update, or after the step"
+    "changed back; call it before the update, or after the step inside session.retry()"
+)
+
+_OR_COPY = (
+    ". A step with several updates, such as that of a GAN, calls step.keep_copy() before the first: then all of them "
+    "are undone together"
 )
 
 
@@ -39,6 +47,16 @@ class Steward(Protocol):
 
     def applied(self, step: int) -> None:
         """This step has changed the state."""
+
+    def diverged(self, text: str) -> None:
+        """This member holds other bits than the majority: what it holds does not count any more.
+
+        Raises:
+            DivergenceError: this happens to it again and again.
+        """
+
+    def spoiled(self) -> None:
+        """An update was interrupted half way: what is held counts for nothing."""
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """The step has failed here, and others may have applied it: its gradients stay.
@@ -55,6 +73,10 @@ class Step:
     A failure of the group inside the block undoes the step and is swallowed: `applied` is False then, and the step
     comes again under the next generation. An error of the block's own is raised, and the others go on without this
     member.
+
+    When the block begins, torch's generator (`torch.default_generator`, from which dropout draws) is seeded with (seed,
+    step, rank), as `rng` is, if torch is loaded. So random numbers of a step are the same in every attempt of the same
+    world, and those of a newcomer, or after a start from a checkpoint, follow from the same rule.
 
     Attributes:
         number: of the step, from 1 over the whole line, whoever was there.
@@ -82,9 +104,12 @@ class Step:
         self.flags = Flag(0)
         self.cause: BaseException | None = None
         self.spoiled = False
-        self.entered = False
-        self.updated = self.updates = False
-        """The optimizer has run; it was called, and may have been held back at the gate."""
+        self.entered = self.left = False
+        """Its block has begun; it has ended."""
+        self.updated = self.updates = self.updating = False
+        """The optimizer has run; it was called, and may have been held back at the gate; it runs now."""
+        self.half_updated = False
+        """An update was interrupted of which there is a copy."""
         self._prepared = False
         self._group = group
         self._mesh = group.mesh
@@ -95,6 +120,8 @@ class Step:
         self._seed = seed
         self._small = state.small()
         self._open = False
+        self.keeps_copy = False
+        """All that the step changes can be put back until it ends."""
         self._share: tuple[NDArray[np.intp], float] | None = None
 
     @property
@@ -114,9 +141,18 @@ class Step:
     @property
     def lr_scale(self) -> float:
         """What to multiply the learning rate by: the world's size with `per_rank_batch`, else 1."""
-        self._of_sampler()
-        assert self._state.sampler is not None
-        return self._state.sampler.lr_scale(self.world)
+        return self.sampler.lr_scale(self.world)
+
+    @property
+    def sampler(self) -> ElasticSampler:
+        """The training state's sampler. In the step's block it is at this step's batch; it moves when the step counts.
+
+        Raises:
+            UnsupportedOp: the training state has no sampler.
+        """
+        if self._state.sampler is None:
+            raise UnsupportedOp("the training state has no sampler: TrainState(sampler=ElasticSampler(...))")
+        return self._state.sampler
 
     @property
     def rng(self) -> np.random.Generator:
@@ -126,6 +162,45 @@ class Step:
     def rng_for(self, index: int) -> np.random.Generator:
         """Randomness of (seed, step, sample): the same whoever has the sample."""
         return np.random.default_rng([self._seed, self.number, 1 << 40, int(index)])
+
+    def keep_copy(self) -> None:
+        """Keeps a copy of the state until the step ends: then it may communicate after an update as well.
+
+        For steps with several updates, each from gradients of its own, or with a collective behind the update:
+
+            with step:
+                step.keep_copy()
+                optimizer_d.zero_grad()
+                loss_of_discriminator().backward()
+                optimizer_d.step()
+                optimizer_g.zero_grad()
+                loss_of_generator().backward()
+                optimizer_g.step()
+
+        Whatever fails before the block ends, or raises in it, the copy is put back, and the step has changed nothing.
+        Takes memory for the state once more, which stays, and the time to copy it (30 ms for 150 MB).
+
+        Raises:
+            StepOrderError: outside of the block, or behind an update.
+            UnsupportedOp: the state is spread over the members (FSDP).
+        """
+        if not self.entered or self.left or self._open:
+            raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
+        if self._state.spreads:
+            raise UnsupportedOp(
+                "step.keep_copy() of a state that is spread over the members: once one of them has applied a step, the "
+                "others must be able to finish it alone. So a step has one update there, behind all of its collectives"
+            )
+        self._state.keep_copy()
+        self.keeps_copy = True
+
+    def spoil(self) -> None:
+        """An update was interrupted half way: it is undone where there is a copy; else the state counts for nothing."""
+        if self.keeps_copy:
+            self.half_updated = True
+            return
+        self.spoiled = True
+        self._steward.spoiled()
 
     def open_gate(self) -> None:
         """Returns when the state may change: all have entered, and all that was called is complete (I1).
@@ -139,12 +214,13 @@ class Step:
             DivergenceError: members do not hold the same bits.
         """
         if self._open:
+            if self.keeps_copy:  # else it is too late to fail: one of several updates would be missing
+                self._check_complete()
             return
         sums = self._word.wait()
         if not agrees(sums, self.world):
-            raise self._diverged()
-        self._group.flush()
-        self._mesh.fault.check()
+            self._find_divergence()
+        self._check_complete()
         self.flags = flags_of(sums)
         self._steward.word_completed(self.number)
         if self._state.spreads and self.world > 1:
@@ -152,16 +228,34 @@ class Step:
             self._group.all_reduce(np.zeros(1), label=f"gate-{self.number}")
             self._prepared = False
         self._steward.about_to_change()
-        self._group.bar(_BARRED)
+        if not self.keeps_copy:
+            self._group.bar(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
         self._open = True
 
+    def _check_complete(self) -> None:
+        """Waits for all that was called; raises if any of it has failed."""
+        self._group.flush()
+        self._mesh.fault.check()
+
+    @property
+    def is_open(self) -> bool:
+        """True once the state may change."""
+        return self._open
+
     def __enter__(self) -> Step:
+        if self.entered:
+            raise StepOrderError(f"step {self.number} was entered before: each comes once out of session.steps(...)")
+        self._state.is_whole = False
         self.entered = True
+        seed_frameworks(self._seed, self.number, self.rank)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False] | bool:
+        self.left = True
+        if self.updating and not self.spoiled:  # and what interrupted it was caught, or comes from a signal
+            self.spoil()
         if error is None:
             try:
                 self.open_gate()  # a step in which no optimizer ran: it may have been skipped by all
@@ -171,7 +265,7 @@ class Step:
         self._group.count(1.0)
         self._word.drop()
         failed = self._mesh.fault.failed
-        if self._open and not self.spoiled:
+        if self._open and not self.spoiled and not self._takes_back(error):
             self.applied = True
             self._state.advance(self.world)
             self._steward.applied(self.number)
@@ -181,11 +275,16 @@ class Step:
                 at_gate = self._state.small()
                 self._state.put_back(self._small)
                 self._steward.prepared(self, at_gate)
+            elif self._open and self.keeps_copy:
+                self._state.undo_updates(self._small)
             elif not self.spoiled:
                 self._state.undo(self._small)
+        swallowed = failed and isinstance(error, Exception) and not isinstance(error, DivergenceError)
+        # A block that ended behind the gate with an error of its own may have had more to change.
+        self._state.is_whole = not self.spoiled and (not self.applied or error is None or swallowed)
         if error is None:
             return True
-        if failed and isinstance(error, Exception) and not isinstance(error, DivergenceError):
+        if swallowed:
             if self.applied:
                 _log.warning("step %d counts, though its block ended with an error", self.number, exc_info=error)
             return True
@@ -193,6 +292,10 @@ class Step:
         if kind is None:
             raise error
         return False
+
+    def _takes_back(self, error: BaseException | None) -> bool:
+        """True if updates that were made are undone, for the block has not come to its end with all of them."""
+        return self.keeps_copy and (self.half_updated or error is not None)
 
     def _why(self, error: BaseException | None) -> BaseException | None:
         """What ended the generation, which may not be what the block ran into."""
@@ -210,29 +313,36 @@ class Step:
 
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         if self._share is None:
-            sampler = self._state.sampler
-            if sampler is None:
-                raise UnsupportedOp("the training state has no sampler: TrainState(sampler=ElasticSampler(...))")
-            self._share = sampler.current(self.rank, self.world)
+            self._share = self.sampler.current(self.rank, self.world)
             self._group.count(self._share[1])
         return self._share
 
-    def _diverged(self) -> DivergenceError:
-        mine = np.array([self._digest], np.uint64)
-        text = f"before step {self.number}, members did not hold the same bits"
-        unknown = DivergenceError(text, generation=self.generation)
-        try:
-            found: Any = self._group.all_gather(mine)
-        except PacelineError:  # somebody was faster, and has raised this already
-            return unknown
+    def _find_divergence(self) -> None:
+        """Members hold different bits: those that differ from the majority take the state of the others.
+
+        Raises:
+            DivergenceError: there is no majority, so nobody can tell who is right; or this member differs from it again
+                and again.
+            PacelineError: the generation is over, for a few members differ from the others.
+        """
+        mine = np.array([self.number << 32 | self._digest], np.uint64)
+        found: Any = self._group.all_gather(mine)
+        with contextlib.suppress(PacelineError):
+            self._group.barrier()  # so that nobody ends the generation before all have heard
         values, counts = np.unique(found, return_counts=True)
-        if 2 * counts.max() <= self.world:  # no majority: nobody can tell who is right
-            return unknown
+        text = f"before step {self.number}, members did not hold the same bits"
+        if 2 * counts.max() <= self.world:
+            raise DivergenceError(text, generation=self.generation)
         most = values[np.argmax(counts)]
-        odd = tuple(int(rank) for rank in np.flatnonzero(found != most))
+        odd = [int(rank) for rank in np.flatnonzero(found != most)]
         members = ", ".join(str(self._mesh.peers[rank]) for rank in odd)
         text = f"before step {self.number}, {members} did not hold the same bits as the others"
-        return DivergenceError(text, ranks=odd, generation=self.generation)
+        _log.error("%s", text)
+        operation = self._group.progress().operation
+        self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
+        if self.rank in odd:
+            self._steward.diverged(text)
+        self._mesh.fault.check()
 
 
 def not_entered(step: Step) -> StepOrderError:

@@ -20,6 +20,7 @@ from paceline.elastic.saver import Saver
 from paceline.elastic.spread_saver import SpreadSaver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
+from paceline.errors import StepOrderError
 
 __all__ = ["line_of", "run_steps"]
 
@@ -39,10 +40,16 @@ def line_of(
     Raises:
         ValueError: an argument is out of range.
         UnsupportedOp: the state cannot be given to another member.
+        StepOrderError: a step, or a load, was interrupted half way in that state.
         CheckpointDamaged, SizeMismatch: of the checkpoints that are there.
     """
     if total < 1 or seed < 0:
         raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
+    if not state.is_whole:
+        raise StepOrderError(
+            "the training state is half changed: a step was interrupted in it, or a load. Load a checkpoint, with "
+            "state.load_state_dict(...), or make its objects anew"
+        )
     state.check_round_trip()
     saver = (SpreadSaver if state.spreads else Saver)(checkpoint_dir, checkpoint_every)
     held = before.held_of(state) if before is not None else None
@@ -62,8 +69,8 @@ def line_of(
 
 def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
     """Yields the steps, each until it is applied; see `Session.steps`."""
-    state.guard(line)
     try:
+        state.guard(line)
         with _draining_on_sigterm(line):
             line.enter()
             while True:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
+from itertools import islice
 
 from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
@@ -30,6 +33,9 @@ _BATCH = 16
 
 _ROOM = 4
 """A state may be so many times as large as this member's own, and some."""
+
+_GIVING = 16
+"""Members that one state is taken from at one time, however many hold it: more give it no sooner."""
 
 _AT_ONCE = 64
 """Doors that are knocked at at one time."""
@@ -58,21 +64,25 @@ async def take_state(
     Raises:
         LinkUnavailable: nobody gave it; the text says what each one answered.
     """
-    donors = random.sample(donors, len(donors))  # many who come at once shall not all ask the first
-    channels = {peer: credentials.member_channel(peer.address, options=CHANNEL_OPTIONS) for peer in donors}
-    try:
+    async with AsyncExitStack() as channels:
+
+        def dial() -> Iterator[tuple[Peer, aio.Channel]]:
+            for peer in random.sample(donors, len(donors)):  # many who come at once shall not all ask the first
+                channel = credentials.member_channel(peer.address, options=CHANNEL_OPTIONS)
+                channels.push_async_exit(channel)
+                yield peer, channel
+
+        untried = dial()
         failures: list[str] = []
-        for peer in donors:
+        for peer, channel in untried:
             try:
-                describe = partial(_describe, channels[peer], job, tag, peer, own, patience)
+                describe = partial(_describe, channel, job, tag, peer, own, patience)
                 described = await once_let_in(describe, patience)
             except (aio.AioRpcError, TimeoutError, ValueError, PacelineError) as error:
                 failures.append(f"{peer}: {words_of(error)}")
                 continue
-            return await _fetch(job, tag, channels, described, own, patience, failures)
+            return await _fetch(job, tag, {peer: channel}, untried, described, own, patience, failures)
         raise LinkUnavailable(f"nobody gave the state {tag}: " + "; ".join(failures))
-    finally:
-        await asyncio.gather(*(channel.close(None) for channel in channels.values()))
 
 
 async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials) -> bytes:
@@ -134,6 +144,9 @@ async def _describe(channel: aio.Channel, job: str, tag: Tag, peer: Peer, own: C
     call = PeerServiceStub(channel).DescribeState(request)
     async with asyncio.timeout(patience) as limit:
         async for piece in call:
+            if zlib.crc32(piece.hashes, zlib.crc32(piece.json)) != piece.checksum:
+                call.cancel()
+                raise ValueError("a description of a state has changed on the way: its checksum is wrong")
             words += piece.json
             hashes += piece.hashes
             if len(words) + len(hashes) > _MAX_DESCRIPTION:
@@ -146,7 +159,8 @@ async def _describe(channel: aio.Channel, job: str, tag: Tag, peer: Peer, own: C
 async def _fetch(
     job: str,
     tag: Tag,
-    channels: dict[Peer, aio.Channel],
+    giving: dict[Peer, aio.Channel],
+    untried: Iterator[tuple[Peer, aio.Channel]],
     described: Description,
     own: Content,
     patience: float,
@@ -156,11 +170,7 @@ async def _fetch(
     missing = await asyncio.to_thread(
         lambda: deque(c for c in range(content.chunks) if content.hash(c) != described.hash(c))
     )
-    _log.info(
-        "taking %d of %d chunks of the state %s from %d members", len(missing), content.chunks, tag, len(channels)
-    )
-
-    giving = dict(channels)
+    _log.info("taking %d of %d chunks of the state %s", len(missing), content.chunks, tag)
 
     async def give(peer: Peer, channel: aio.Channel) -> None:
         while missing:
@@ -175,7 +185,8 @@ async def _fetch(
                 del giving[peer]  # not asked again: what it keeps back, the others would wait for each time
                 return
 
-    while missing:
+    while missing:  # again for what those kept back that failed
+        giving.update(islice(untried, _GIVING - len(giving)))
         if not giving:
             raise LinkUnavailable(f"nobody gave the rest of the state {tag}: " + "; ".join(failures))
         await asyncio.gather(*(give(peer, channel) for peer, channel in giving.items()))

@@ -16,7 +16,7 @@ from paceline.credentials import Credentials
 from paceline.elastic.crowd import once_let_in
 from paceline.elastic.parcel import borrow, unpack
 from paceline.elastic.resharding import Resharding
-from paceline.elastic.runs import Run, assign
+from paceline.elastic.runs import Run, assign, checksum
 from paceline.elastic.share import Share
 from paceline.elastic.take import wire_tag, words_of
 from paceline.errors import LinkUnavailable, PacelineError
@@ -156,7 +156,8 @@ class _Taking:
                             memory, start = borrow(parcel.memory, size), parcel.memory.offset
                             self._mapped.add(memory)
                             limit.reschedule(None)  # nobody is waited for; a thread that is left behind would write on
-                            await asyncio.to_thread(unpack, memory.view[start : start + size], parcel.crc, into)
+                            view = memory.view[start : start + size]
+                            await asyncio.to_thread(unpack, view, parcel.crc, into, checksum(batch))
                             return
                     data += piece.data
                     if len(data) > size:
@@ -164,7 +165,7 @@ class _Taking:
                     limit.reschedule(asyncio.get_running_loop().time() + self._patience)
             if parcel is None or len(data) != size:
                 raise PacelineError(f"it stopped after {len(data)} of {size} bytes")
-            await asyncio.to_thread(unpack, memoryview(data), parcel.crc, into)
+            await asyncio.to_thread(unpack, memoryview(data), parcel.crc, into, checksum(batch))
         finally:
             call.cancel()
 

@@ -75,7 +75,8 @@ class Taking:
         self._state = state
         self._saver = saver
         self._holders: Sequence[Holder] = ()
-        self._told = self._own = b""  # fingerprints of the state at (0, 0): of the base, and of what is held
+        self._told = b""  # fingerprint of the base
+        self._own = saver.tag, saver.fingerprint  # of what was read from a checkpoint, or taken last
         self._failing: Tag | None = None  # of which takes have failed lately
         self._failing_since = 0.0
         self._failed = 0  # of them, in a row
@@ -83,13 +84,27 @@ class Taking:
         self.read_a_checkpoint = False
 
     def learn(self, holders: Sequence[Holder], fingerprint: bytes = b"") -> None:
-        """Who holds the base, and which shares of it; and its fingerprint, if it is the state before the first step."""
+        """Who holds the base, and which shares of it; and its fingerprint, if the tag alone does not tell it apart."""
         self._holders, self._told = holders, fingerprint
 
-    def own_fingerprint(self) -> bytes:
-        """Of the state at (0, 0), which members build for themselves: whoever took a share of it was told."""
-        self._own = self._own or self._state.fingerprint()
-        return self._own
+    def fingerprint(self, meet: Meet) -> bytes:
+        """What tells the state that is held apart from others of its tag; empty where the tag does.
+
+        Members have built the state at (0, 0) for themselves, and may have found different ones of any tag on their
+        disks.
+        """
+        if meet.tag is None or meet.stored:
+            return b""
+        if self._own[0] != meet.tag:
+            self._own = meet.tag, b""
+        if meet.tag == Tag(0, 0) and not self._own[1]:  # whoever took a share of it was told
+            self._own = meet.tag, self._state.fingerprint()
+        return self._own[1]
+
+    def has_a_base(self) -> None:
+        """The members of a generation hold the same state: from here on equal tags are equal bits."""
+        if self._own[0] != Tag(0, 0):
+            self._own = self._own[0], b""
 
     def carry_out(self, order: Meet | Take | None) -> Meet | None:
         """Carries out what the place orders, and what follows from it; returns what is to be said then.
@@ -117,7 +132,7 @@ class Taking:
                 order = self._place.meet()
             else:
                 self._failing = None
-                self._own = self._told
+                self._own = order.base, self._told
                 order = self._place.took()
         return order
 

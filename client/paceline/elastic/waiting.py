@@ -17,7 +17,9 @@ from paceline.elastic.place import Meet, Phase, Place
 from paceline.elastic.port import Port
 from paceline.elastic.reach import Reach
 from paceline.links.base import Peer
-from paceline.session.mail import JobDone, Lost
+from paceline.links.fault import Suspicion
+from paceline.session.mail import JobDone, Letter, Lost, Runs, Waits
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Waiting", "await_finish"]
 
@@ -65,8 +67,9 @@ class Waiting:
             self._waits_since = self._said_at
 
     def view_came(self) -> None:
-        """The wait is over."""
+        """The wait is over, and a member of a view has nobody to reach."""
         self.planned = self.went_on = False
+        self._reach = self._away_since = None
         self._waits_for = self._told = ""
 
     def line_runs(self, members: Sequence[Peer] | None) -> None:
@@ -102,12 +105,19 @@ class Waiting:
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S
             _log.warning("%s; for %.0f s now", reason, now - self._waits_since)
-        if mail.connected:
-            self._away_since = None
+        self._away_since = None if mail.connected else self._away_since or now
+        if self.planned and not self._port.group.mesh.fault.failed:
+            self._watch_planned_meeting(now, reason)
+
+    def _watch_planned_meeting(self, now: float, reason: str) -> None:
+        """The generation is alive: what must not last is that a member hangs, or that the coordinator is away."""
+        config = self._port.config
+        if now - self._said_at > config.step_timeout:
+            text = f"the members did not meet within {config.step_timeout:g} s: {reason}"
+            self._port.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
-        self._away_since = self._away_since or now
-        alive = not self._port.group.mesh.fault.failed and self._place.may_go_on
-        if self.planned and alive and now - self._away_since > self._port.config.failure_timeout:
+        away = self._away_since is not None and now - self._away_since > config.failure_timeout
+        if away and self._place.may_go_on:
             _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
             self.planned, self._place.leaving = False, False
             self.went_on = True
@@ -131,13 +141,21 @@ class Waiting:
         self._say(self._place.meet())
 
 
-def await_finish(port: Port) -> None:
-    """The coordinator shall know that the job is done, so that late comers are told; but it may be away."""
+def await_finish(port: Port) -> Letter | None:
+    """Waits until the coordinator knows that the job is done, so that late comers are told; but it may be away.
+
+    Returns:
+        A letter that says that the line has not ended: others go on from an earlier state, for they did not hear of
+        this one. None if there is nothing more to do.
+    """
     deadline = time.monotonic() + port.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
         letter = port.mail.get(min(left, SLICE))
         if isinstance(letter, JobDone):
-            return
+            return None
         if isinstance(letter, Lost):
             break
+        if letter is not None and not isinstance(letter, Waits | Runs):
+            return letter
     _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
+    return None

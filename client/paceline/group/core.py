@@ -166,6 +166,11 @@ class GroupCore:
         """Refuses every collective, on parts too, until called with an empty reason: for whoever owns the group."""
         self._line.barred = reason
 
+    @property
+    def barred(self) -> str:
+        """Why no collective may be called now; empty if any may."""
+        return self._line.barred
+
     def global_rank(self, rank: int) -> int:
         """The rank in the view of the member with this rank in the group.
 

@@ -2,7 +2,9 @@
 
 Rules that every link keeps, and that `paceline.testing.check_link` checks:
 
-1. Frames arrive whole, in order, once, and unchanged: (generation, operation, part, signature, payload).
+1. Frames arrive whole, in order, once, and unchanged: (generation, operation, part, signature, payload). A link that
+   leaves the host sends a checksum with each frame (`checksum.py`). If it is wrong, the link has ended, out of order:
+   `recv` never returns the frame. `check_link` cannot see this; each kind of link needs a test that changes bytes.
 2. `send` returns when the caller may reuse the payload. It may block for backpressure, never past its deadline, and
    not before 4 frames are on their way (`collectives.program.AHEAD`), or 8 MiB in longer ones.
 3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed. A frame
@@ -85,6 +87,7 @@ class Peer:
         address: where its PeerService answers, "host:port"; empty on a local mesh.
         pid: its process id, 0 where unknown.
         node: alike for members that can share memory; empty where it shares none.
+        start_ticks: when its process started, in clock ticks since its host booted; 0 where unknown.
     """
 
     rank: int
@@ -93,6 +96,7 @@ class Peer:
     address: str = ""
     pid: int = 0
     node: str = ""
+    start_ticks: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"

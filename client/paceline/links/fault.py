@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline import errors
 from paceline._fork import check_process
@@ -41,6 +41,7 @@ _TYPES: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_VERSION: errors.CoordinatorUnreachable,
     ErrorReason.ERROR_REASON_UNAUTHENTICATED: errors.NotAuthenticated,
     ErrorReason.ERROR_REASON_PERMISSION_DENIED: errors.NotPermitted,
+    ErrorReason.ERROR_REASON_DAMAGED: errors.CoordinatorUnreachable,
 }
 
 
@@ -59,6 +60,7 @@ class Suspicion:
         operation: number of the collective in which it was seen, 0 for none.
         text: one sentence with the facts.
         relayed: a peer saw it and passed it on; the coordinator hears of it from whoever saw it.
+        cause: the exception, where this member reports one of its own.
     """
 
     reason: ErrorReason.ValueType
@@ -66,6 +68,7 @@ class Suspicion:
     operation: int
     text: str
     relayed: bool = False
+    cause: BaseException | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,16 @@ class Fault:
         generation: the generation.
         rank: this member's rank.
         verdict_timeout: seconds that `error` waits for the verdict, counted from the first suspicion.
+        me: this member in words; its rank if left out.
 
     Attributes:
         generation: as given.
         failed: True from the first suspicion or the verdict on.
     """
 
-    def __init__(self, generation: int, rank: int, verdict_timeout: float) -> None:
+    def __init__(self, generation: int, rank: int, verdict_timeout: float, me: str = "") -> None:
         self.generation = generation
+        self._me = me or f"rank {rank}"
         self.failed = False  # plain, for every step of every operation looks here
         self._rank = rank
         self._verdict_timeout = verdict_timeout
@@ -121,6 +126,15 @@ class Fault:
         """True if this member's own error was the first thing to go wrong that it knows of."""
         suspicion = self._suspicion
         return suspicion is not None and suspicion.accused is None and not suspicion.relayed
+
+    @property
+    def own_error(self) -> Exception | None:
+        """What this member itself ran into, if that was the first thing to go wrong; no PacelineError.
+
+        Another attempt under the next generation would be no better: the member is to end with this error.
+        """
+        cause = self._suspicion.cause if self._suspicion is not None else None
+        return cause if isinstance(cause, Exception) and not isinstance(cause, errors.PacelineError) else None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -157,6 +171,12 @@ class Fault:
         for report in self._reporters:
             report(suspicion)
 
+    def broke(self, error: BaseException) -> None:
+        """A thread or task of this member has failed, and its work with it: this member cannot go on."""
+        words = f"{type(error).__name__}: {error}".removesuffix(": ")
+        text = f"{self._me} raised {words}"[:2000]
+        self.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text, cause=error))
+
     def settle(self, verdict: Verdict) -> None:
         """The generation is void, for this reason. Only the first verdict counts."""
         with self._lock:
@@ -166,6 +186,11 @@ class Fault:
             self.failed = True
         self._settled.set()
         self._wake()
+
+    def expect_no_verdict(self) -> None:
+        """The coordinator cannot be reached: whoever waits for its verdict on what was seen here waits no longer."""
+        if self._suspicion is not None:
+            self._settled.set()
 
     def check(self) -> None:
         """Raises the generation's error if it has failed, and `ForkedSession` in a forked child."""
@@ -178,11 +203,13 @@ class Fault:
         if self._verdict is None:
             self._settled.wait(max(0.0, self._answer_by - time.monotonic()))
         verdict, suspicion = self._verdict, self._suspicion
-        if verdict is not None:
-            return verdict.to_error()
-        assert suspicion is not None, "error() before anything failed"
-        culprits = (self._rank if suspicion.accused is None else suspicion.accused,)
-        return Verdict(self.generation, suspicion.reason, culprits, suspicion.operation, suspicion.text).to_error()
+        if verdict is None:
+            assert suspicion is not None, "error() before anything failed"
+            culprits = (self._rank if suspicion.accused is None else suspicion.accused,)
+            verdict = Verdict(self.generation, suspicion.reason, culprits, suspicion.operation, suspicion.text)
+        error = verdict.to_error()
+        error.__cause__ = self.own_error  # its traceback says where
+        return error
 
     def _wake(self) -> None:
         for wake in list(self._wakers):

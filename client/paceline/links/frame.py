@@ -3,15 +3,28 @@
 On the wire a frame is the protobuf message `FramesRequest` (peer.proto) in one canonical form: every field is written,
 in order, lengths as padded varints. Header fields then lie at fixed offsets, so a frame is made with one `struct` call
 and one join, and read without copying the payload. `FramesRequest.FromString` reads it too; a test compares them.
+A frame ends with a checksum of all bytes before, which is checked before anything but the lengths is believed.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-__all__ = ["MAX_FRAME_BYTES", "MAX_SIGNATURE_BYTES", "Frame", "FrameError", "FrameKind", "decode", "encode"]
+from paceline.links.checksum import checksum
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "MAX_SIGNATURE_BYTES",
+    "Frame",
+    "FrameDamaged",
+    "FrameError",
+    "FrameKind",
+    "decode",
+    "encode",
+]
 
 MAX_FRAME_BYTES = (4 << 20) + 4096
 """No frame is longer than this; the receiver refuses before it allocates."""
@@ -19,11 +32,13 @@ MAX_FRAME_BYTES = (4 << 20) + 4096
 MAX_SIGNATURE_BYTES = 1024
 """Longest description of an operation."""
 
-# Tags of FramesRequest's fields 1 to 6: (field << 3) | wire type.
-_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32
+# Tags of FramesRequest's fields 1 to 7: (field << 3) | wire type.
+_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32, 0x3D
 _HEAD = struct.Struct("<BB BQ BQ BI BBB")
 _TAIL = struct.Struct("<B5B")
-_OVERHEAD = _HEAD.size + _TAIL.size
+_END = struct.Struct("<BI")
+_CHECKSUM_TAG = bytes([_CHECKSUM])
+_OVERHEAD = _HEAD.size + _TAIL.size + _END.size
 
 
 class FrameKind(IntEnum):
@@ -40,6 +55,10 @@ _KINDS = frozenset(FrameKind)
 
 class FrameError(ValueError):
     """The bytes are not a frame."""
+
+
+class FrameDamaged(FrameError):
+    """A length or the checksum is wrong: bytes have changed on the way."""
 
 
 @dataclass(slots=True)
@@ -87,29 +106,36 @@ def encode(frame: Frame) -> bytes:
         size >> 21 & 0x7F | 0x80,
         size >> 28,
     )
-    return b"".join((head, frame.signature, tail, frame.payload))
+    before = head + frame.signature + tail
+    found = zlib.crc32(_CHECKSUM_TAG, checksum(frame.payload, zlib.crc32(before)))
+    return b"".join((before, frame.payload, _END.pack(_CHECKSUM, found)))
 
 
 def decode(data: bytes) -> Frame:
     """The frame that the bytes hold; its payload is a view of them.
 
     Raises:
+        FrameDamaged: their lengths do not add up, or their checksum is wrong.
         FrameError: the bytes are not a frame in canonical form.
     """
     if not _OVERHEAD <= len(data) <= MAX_FRAME_BYTES:
-        raise FrameError(f"{len(data)} bytes cannot be a frame")
+        raise FrameDamaged(f"{len(data)} bytes cannot be a frame")
     t1, kind, t2, generation, t3, operation, t4, part, t5, low, high = _HEAD.unpack_from(data)
-    if (t1, t2, t3, t4, t5) != (_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE) or low < 0x80 or high > 0x7F:
+    words = low & 0x7F | high << 7
+    start, end = _HEAD.size + words + _TAIL.size, len(data) - _END.size
+    if words > MAX_SIGNATURE_BYTES or start > end:
+        raise FrameDamaged(f"a signature of {words} bytes does not fit a frame of {len(data)}")
+    t6, b0, b1, b2, b3, b4 = _TAIL.unpack_from(data, _HEAD.size + words)
+    size = b0 & 0x7F | (b1 & 0x7F) << 7 | (b2 & 0x7F) << 14 | (b3 & 0x7F) << 21 | b4 << 28
+    if start + size != end:
+        raise FrameDamaged("the length of the payload does not add up")
+    t7, told = _END.unpack_from(data, end)
+    payload = memoryview(data)[start:end]
+    if zlib.crc32(data[end : end + 1], checksum(payload, zlib.crc32(data[:start]))) != told:
+        raise FrameDamaged(f"the checksum of a frame of {len(data)} bytes is wrong")
+    tags = (_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM)
+    if (t1, t2, t3, t4, t5, t6, t7) != tags or low < 0x80 or high > 0x7F or min(b0, b1, b2, b3) < 0x80 or b4 > 0x7F:
         raise FrameError("the header is not that of a frame")
     if kind not in _KINDS:
         raise FrameError(f"unknown kind of frame {kind}")
-    words = low & 0x7F | high << 7
-    start = _HEAD.size + words + _TAIL.size
-    if words > MAX_SIGNATURE_BYTES or start > len(data):
-        raise FrameError(f"a signature of {words} bytes does not fit a frame of {len(data)}")
-    t6, b0, b1, b2, b3, b4 = _TAIL.unpack_from(data, _HEAD.size + words)
-    size = b0 & 0x7F | (b1 & 0x7F) << 7 | (b2 & 0x7F) << 14 | (b3 & 0x7F) << 21 | b4 << 28
-    if t6 != _PAYLOAD or min(b0, b1, b2, b3) < 0x80 or b4 > 0x7F or start + size != len(data):
-        raise FrameError("the length of the payload does not add up")
-    signature = data[_HEAD.size : _HEAD.size + words]
-    return Frame(FrameKind(kind), generation, operation, part, signature, memoryview(data)[start:])
+    return Frame(FrameKind(kind), generation, operation, part, data[_HEAD.size : _HEAD.size + words], payload)

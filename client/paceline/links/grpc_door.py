@@ -87,6 +87,10 @@ class Door:
         self._requests = Requests()
         self._waiting: Counter[str] = Counter()  # by connection
 
+    def on_exhausted(self, hear: Callable[[BaseException], None]) -> None:
+        """Has a function called if a call fails because this process has no memory, thread or descriptor left."""
+        self._requests.on_exhausted = hear
+
     async def start(self, host: str, port: int) -> int:
         """Listens.
 

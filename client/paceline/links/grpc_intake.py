@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
+from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc
 from paceline.links.base import LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault, Suspicion
-from paceline.links.frame import Frame, FrameError, FrameKind, decode
+from paceline.links.frame import Frame, FrameDamaged, FrameError, FrameKind, decode
 from paceline.links.grpc_queues import Inbox
 from paceline.links.grpc_refusal import refuse
 from paceline.links.negotiation import TICKET_LIFETIME, Kind, Ways
@@ -20,6 +22,8 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
 
 __all__ = ["Household", "Intake"]
+
+_log = logging.getLogger("paceline.links")
 
 MAX_TEXT = 2000
 """Characters of a peer's sentence that are believed."""
@@ -152,10 +156,19 @@ class Intake:
                 inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 raise
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+        except FrameDamaged as error:
+            text = f"bytes from {peer} have changed on the way: {error}"
+            _log.warning("%s; the link is given up", text)
+            inside.peer_ended(peer.rank, LinkEnded(text))
+            await refuse(context, grpc.StatusCode.DATA_LOSS, ErrorReason.ERROR_REASON_PEER_LOST, text)
         except FrameError as error:
             _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
             text = f"no frame: {error}"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        except Exception as error:
+            if is_exhausted(error):
+                inside.fault.broke(error)
+            raise
         finally:
             self._streams.discard(task)
 

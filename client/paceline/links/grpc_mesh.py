@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._exhausted import is_exhausted
 from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.credentials import Credentials
@@ -234,7 +235,10 @@ class GrpcMesh(Mesh):
         try:
             ended = await dial(link, self._channels[rank], hello, self._way_out, self._patience)
         except Exception as error:  # noqa: BLE001  logged, and the generation ends: a link must not die unseen
-            _log.exception("the link to %s failed in a way that it should not", link.peer)
+            if is_exhausted(error):  # the peer is not to blame, and the training thread raises it
+                self.fault.broke(error)
+            else:
+                _log.exception("the link to %s failed in a way that it should not", link.peer)
             ended = LinkEnded(f"the link to {link.peer} failed: {error}")
         if rank in self._leavers:
             ended = LinkEnded(f"{link.peer} left", orderly=True)

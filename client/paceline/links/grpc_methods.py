@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -50,9 +52,14 @@ MAX_READING_EACH = 16
 
 
 class Requests:
-    """Reads the requests of one door, and makes its methods."""
+    """Reads the requests of one door, and makes its methods.
+
+    Attributes:
+        on_exhausted: is told if a method fails because this process has no memory, thread or descriptor left.
+    """
 
     def __init__(self) -> None:
+        self.on_exhausted: Callable[[BaseException], None] = lambda error: None
         self._reading: Counter[str] = Counter()  # by connection
         self._unhurried: set[asyncio.Timeout] = set()
 
@@ -62,7 +69,8 @@ class Requests:
         """A method with one answer."""
 
         async def handle(_: Any, context: Any) -> None:
-            await context.write(await handler(await self._parsed(request, context), context))
+            with self._telling():
+                await context.write(await handler(await self._parsed(request, context), context))
 
         made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             handle, response_serializer=response.SerializeToString
@@ -75,13 +83,23 @@ class Requests:
         """A method with a stream of answers."""
 
         async def handle(_: Any, context: Any) -> AsyncIterator[R]:
-            async for answer in handler(await self._parsed(request, context), context):
-                yield answer
+            with self._telling():
+                async for answer in handler(await self._parsed(request, context), context):
+                    yield answer
 
         made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             handle, response_serializer=response.SerializeToString
         )
         return made
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if is_exhausted(error):
+                self.on_exhausted(error)
+            raise
 
     async def _parsed(self, request: type[Q], context: Any) -> Q:
         name = request.DESCRIPTOR.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -117,7 +118,9 @@ class StateWindow:
         words, hashes = known.to_json(), known.hashes
         for start in range(0, max(len(words), len(hashes), 1), _PIECE_BYTES):
             stop = start + _PIECE_BYTES
-            yield peer_pb2.DescribeStateResponse(json=words[start:stop], hashes=hashes[start:stop])
+            piece = peer_pb2.DescribeStateResponse(json=words[start:stop], hashes=hashes[start:stop])
+            piece.checksum = zlib.crc32(piece.hashes, zlib.crc32(piece.json))
+            yield piece
 
     async def _get(self, request: peer_pb2.GetStateRequest, context: Any) -> AsyncIterator[peer_pb2.GetStateResponse]:
         source = await self._check(request.job, request.to_member, context)

@@ -50,6 +50,10 @@ class Ranks(Protocol):
     def share(self) -> float:
         """What this rank's gradients count now, beside the other ranks'."""
 
+    @property
+    def barred(self) -> str:
+        """Why no collective may be called now; empty if any may."""
+
     def board(self) -> Passenger | None:
         """Whoever waits for a bucket of gradients to ride in; all ranks have one or none. Given out once."""
 

@@ -153,9 +153,12 @@ class Reducer:
         """Sends what is left, waits for all, and leaves the weighted means in the gradients.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0.
+            StepOrderError: the weights of all ranks add up to 0; or no collective may be called now, in a world of one
+                too: it may have two members when the same code runs next.
             PacelineError: a collective failed.
         """
+        if self._group.barred:
+            raise StepOrderError(self._group.barred)
         self._recover()
         self._weight = weight
         self._send(self._readiness.rest(), waiting=True)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from paceline._exhausted import is_exhausted
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineError
 from paceline.session.lookup import Found, look_up, look_up_within
 
@@ -146,11 +147,16 @@ async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
     """True if a host is there and says that nobody listens on the port: the process is gone, not slow.
 
     False where nothing is proved: the name does not resolve, the host cannot be reached, or the time is over.
+
+    Raises:
+        OSError: this process has no descriptor left to ask with, which says nothing about the other side.
     """
     try:
         async with asyncio.timeout(timeout):
             refused = [await _answers(target, endpoint.port) is False for _, target in await look_up(endpoint.host)]
-    except OSError:  # TimeoutError is one
+    except OSError as error:  # TimeoutError is one
+        if is_exhausted(error):
+            raise
         return False
     return bool(refused) and all(refused)
 
@@ -236,7 +242,9 @@ async def _answers(target: tuple[Any, ...], port: int) -> bool | None:
             _, writer = await asyncio.open_connection(f"{target[0]}{scope}", port)
     except ConnectionRefusedError:
         return False
-    except OSError:
+    except OSError as error:
+        if is_exhausted(error):
+            raise
         return None
     writer.close()
     return True

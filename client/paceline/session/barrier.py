@@ -28,8 +28,18 @@ class Barriers:
         self._calls = itertools.count(1)
         self._rounds: Counter[tuple[int, str]] = Counter()
         self._turns: dict[tuple[int, str], threading.Lock] = {}
-        self._ended: errors.PacelineError | None = None
+        self._ended: BaseException | None = None
         self._waiting: dict[int, tuple[pb.EnterBarrier, Outcome[None]]] = {}
+
+    def check(self) -> None:
+        """Nothing as long as the session is there.
+
+        Raises:
+            PacelineError: it has ended; the error that `fail` was given.
+        """
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
 
     @contextmanager
     def turn(self, generation: int, name: str, timeout: float) -> Iterator[None]:
@@ -103,7 +113,7 @@ class Barriers:
         with self._lock:
             return [entry for entry, _ in self._waiting.values()]
 
-    def fail(self, error: errors.PacelineError) -> None:
+    def fail(self, error: BaseException) -> None:
         """The session is over: every wait ends, and nobody enters any more."""
         with self._lock:
             self._ended = self._ended or error

@@ -7,20 +7,22 @@ the same member id, with backoff and jitter, for `rejoin_timeout`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from paceline import errors
 from paceline._grpc import aio
 from paceline.config import Config
 from paceline.credentials import Credentials
+from paceline.session.address import is_refused, parse_endpoint
 from paceline.session.channel import CoordinatorChannel
 from paceline.session.handshake import check_tls
 from paceline.session.listener import Listener
 from paceline.session.stream import SessionStream, open_stream
-from paceline.session.wire import duration, error_from_status, is_transient
+from paceline.session.wire import backoff, duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -28,11 +30,16 @@ __all__ = ["ControlStream"]
 
 _log = logging.getLogger("paceline.session")
 
-BACKOFF_FIRST, BACKOFF_MOST = 0.05, 1.0
-"""Seconds from one attempt to connect to the next: doubled each time, with jitter."""
+_BELIEVED = 3
+"""So many times in a row a coordinator must refuse in the same way before that is final. A byte that changed on the way
+may be what was refused the first time."""
 
 _ATTEMPT_S = 5.0
-"""For one of them, while a session is to be taken up again."""
+"""For one attempt, at most, while a session is to be taken up again, and for the first one to register. Each attempt
+has twice as long as the one before: many who come at once keep a coordinator busy."""
+
+_KNOCK_S = 1.0
+"""For the coordinator's host to say that nobody listens there."""
 
 
 class ControlStream:
@@ -45,6 +52,7 @@ class ControlStream:
         listener: hears what the coordinator pushes.
         progress: returns the heartbeat to send.
         credentials: by what this worker and the coordinator know each other.
+        coordinator_returns: see `paceline.join`.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class ControlStream:
         listener: Listener,
         progress: Callable[[], pb.Heartbeat],
         credentials: Credentials,
+        coordinator_returns: bool = True,
     ) -> None:
         self.target = target
         self.channel = CoordinatorChannel(target, config.failure_timeout, credentials)
@@ -67,16 +76,21 @@ class ControlStream:
         self._listener = listener
         self._progress = progress
         self._credentials = credentials
+        self._returns = coordinator_returns
         self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._left = asyncio.Event()
         self._leaving = False
+        self._farewell: pb.SessionRequest | None = None
+        self._refusals = _Refusals()
+        self._short = 0  # streams in a row that did not live for a heartbeat
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, timeout: float) -> None:
         """Registers, trying again while nobody answers.
 
         Raises:
-            CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator.
+            CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator; or the
+            connection is refused, and this coordinator does not come back.
             TlsFailed: it will never answer like this.
             PacelineError: the coordinator refused.
         """
@@ -84,15 +98,20 @@ class ControlStream:
         attempt = 0
         while True:
             try:
-                call = await self._connect(pb.SessionRequest(register=self._register), start + timeout)
+                give_up = min(start + timeout, time.monotonic() + _ATTEMPT_S * 2.0 ** min(attempt, 10))
+                call = await self._connect(pb.SessionRequest(register=self._register), give_up)
                 self._task = asyncio.create_task(self._guard(call))
                 return
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
-                if not is_transient(error):
-                    raise typed from error
                 last: Exception = typed
-                if attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
+                if not is_transient(error):
+                    final = self._refusals.final(typed)
+                    if final is not None or time.monotonic() - start >= timeout:
+                        raise final or typed from error
+                elif await self._is_gone():
+                    raise errors.CoordinatorUnreachable(self._gone) from error
+                elif attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
                     await check_tls(self.target, self._credentials.files, start + timeout - time.monotonic())
             except TimeoutError:
                 last = TimeoutError("no answer")
@@ -102,18 +121,27 @@ class ControlStream:
                     f"no coordinator answers at {self.target}: tried {attempt + 1} times in {waited:.1f} s; "
                     f"the last time: {last}. Is `paceline coordinator --listen {self.target}` running there?"
                 ) from last
-            await asyncio.sleep(min(_backoff(attempt), start + timeout - time.monotonic()))
+            await asyncio.sleep(min(backoff(attempt), start + timeout - time.monotonic()))
             attempt += 1
 
     def send(self, request: pb.SessionRequest) -> None:
         """Queues a message; it goes out in order, after a reconnect too."""
         self._outgoing.put_nowait(request)
 
+    def send_again(self, requests: Sequence[pb.SessionRequest]) -> None:
+        """Queues messages that went out on an earlier stream: they come before whatever waits, a goodbye above all."""
+        waiting = [*requests]
+        while not self._outgoing.empty():
+            waiting.append(self._outgoing.get_nowait())
+        for request in waiting:
+            self._outgoing.put_nowait(request)
+
     async def leave(self, cause: str, timeout: float) -> None:
         """Says goodbye and waits for the answer, for `timeout` seconds at most; then closes the channel."""
         self._leaving = True
         if self._task is not None and not self._task.done():
-            self.send(pb.SessionRequest(leave=pb.Leave(cause=cause[:2000])))
+            self._farewell = pb.SessionRequest(leave=pb.Leave(cause=cause[:2000]))
+            self.send(self._farewell)
             try:
                 await asyncio.wait_for(self._left.wait(), timeout)
             except TimeoutError:
@@ -140,22 +168,37 @@ class ControlStream:
             await self._run(call)
         except Exception as error:  # noqa: BLE001  logged, and the session ends
             _log.exception("the session with %s failed in a way that it should not", self.target)
-            self._end(errors.PacelineError(f"the session failed: {type(error).__name__}: {error}"))
+            self._left.set()
+            self._listener.on_broken(error)
+
+    async def _minded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What a stream needs besides its reader must not die unseen either."""
+        try:
+            await work()  # made here: a task that is cancelled before it begins would leave it behind
+        except Exception as error:  # noqa: BLE001  logged, and this member ends
+            _log.exception("the stream to %s failed in a way that it should not", self.target)
+            self._listener.on_broken(error)
 
     async def _run(self, call: SessionStream) -> None:
         while not self._left.is_set():
+            began = time.monotonic()
             error = await self._serve(call)
             if self._left.is_set():
                 return
             self._listener.on_disconnected()
+            self._short += 1
+            if time.monotonic() - began > self._config.heartbeat_interval:
+                self._short = 0
+                self._refusals.forget()
             former = self.registered.member_id if self.registered is not None else ""
             first = self._resume_request()
             if error is not None and not is_transient(error):
-                typed = error_from_status(error, f"the coordinator at {self.target}")
-                if not self._may_rejoin(typed):
-                    self._end(typed)
+                final = self._refusals.final(error_from_status(error, f"the coordinator at {self.target}"))
+                if final is not None and not self._may_rejoin(final):
+                    self._end(final)
                     return
-                first = self._register_again()
+                if final is not None:
+                    first = self._register_again()
             resumed = await self._reconnect(first)
             if resumed is None:
                 return
@@ -163,13 +206,15 @@ class ControlStream:
             if self.registered is not None and self.registered.member_id != former:
                 self._listener.on_new_session()
             self._listener.on_reconnected()
+            if self._farewell is not None:
+                self.send(self._farewell)
 
     async def _serve(self, call: SessionStream) -> aio.AioRpcError | None:
         """Serves one stream until it ends; returns the status it ended with, None for a plain end."""
-        writer = asyncio.create_task(self._write(call))
-        beat = asyncio.create_task(self._beat())
+        writer = asyncio.create_task(self._minded(functools.partial(self._write, call)))
+        beat = asyncio.create_task(self._minded(self._beat))
         try:
-            while isinstance(message := await call.read(), pb.SessionResponse):
+            while (message := await call.read()) is not None:
                 self._dispatch(message)
                 if self._left.is_set():
                     return None
@@ -188,15 +233,8 @@ class ControlStream:
                 await call.write(request)
             except (aio.AioRpcError, asyncio.InvalidStateError):
                 if not request.HasField("heartbeat"):
-                    self._requeue_first(request)
+                    self.send_again([request])
                 return  # the reader learns how the stream ended
-
-    def _requeue_first(self, request: pb.SessionRequest) -> None:
-        waiting = [request]
-        while not self._outgoing.empty():
-            waiting.append(self._outgoing.get_nowait())
-        for item in waiting:
-            self._outgoing.put_nowait(item)
 
     async def _beat(self) -> None:
         assert self.registered is not None
@@ -220,6 +258,8 @@ class ControlStream:
             self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
         elif kind == "left":
             self._left.set()
+            if not self._leaving:
+                self._listener.on_closed()
         else:
             self._listener.on_line(message)
 
@@ -255,22 +295,27 @@ class ControlStream:
         request.register.former_session_token = self.registered.session_token
         request.register.generation_floor = max(request.register.generation_floor, self.generation)
         self.generation = 0
+        self._refusals.forget()
         while not self._outgoing.empty():  # what the old member had to say is of no use to the new one
             self._outgoing.get_nowait()
         return request
 
     async def _reconnect(self, request: pb.SessionRequest) -> SessionStream | None:
         """Takes the session up again, or a new one; None when that is over."""
+        if await self._is_gone():  # a member that is leaving has nobody to say goodbye to, and ends without a word
+            self._end(errors.OrphanedError(self._gone))
+            return None
         _log.warning("lost the stream to the coordinator at %s; reconnecting", self.target)
         start = time.monotonic()
         deadline = start + self._config.rejoin_timeout
         last = "no answer"
         began = start
         for attempt in range(1 << 30):
-            pause = min(_backoff(attempt), self._config.heartbeat_interval)
+            pause = min(backoff(attempt + self._short), self._config.heartbeat_interval)
             await asyncio.sleep(began + pause - time.monotonic())
             began = time.monotonic()
-            give_up = min(deadline, began + _ATTEMPT_S)
+            patience = min(_ATTEMPT_S, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))
+            give_up = min(deadline, began + patience)
             try:
                 request = await self._moved(request, give_up)
                 if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
@@ -278,12 +323,16 @@ class ControlStream:
                 call = await self._connect(request, give_up)
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
-                if self._may_rejoin(typed) and request.HasField("resume"):
-                    request = self._register_again()
-                elif not is_transient(error):
-                    self._end(typed)
-                    return None
                 last = str(typed)
+                final = None if is_transient(error) else self._refusals.final(typed)
+                if final is not None and self._may_rejoin(final) and request.HasField("resume"):
+                    request = self._register_again()
+                elif final is not None:
+                    self._end(final)
+                    return None
+                elif await self._is_gone():
+                    self._end(errors.OrphanedError(self._gone))
+                    return None
             except TimeoutError:
                 pass  # this attempt; the deadline below ends them
             except _Nowhere as error:
@@ -305,6 +354,17 @@ class ControlStream:
                 )
                 return None
         return None
+
+    async def _is_gone(self) -> bool:
+        """True if the coordinator is surely gone for good: it does not come back, and its address refuses connections.
+
+        A coordinator gives its address away only once it listens there, so nobody can have come too early.
+        """
+        return not self._returns and await is_refused(parse_endpoint(self.target), _KNOCK_S)
+
+    @property
+    def _gone(self) -> str:
+        return f"the coordinator at {self.target} is gone: connections to it are refused, and it does not come back"
 
     async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """How to introduce this member: anew if peers reach it at another address than before.
@@ -335,8 +395,23 @@ class _Nowhere(Exception):
     """There is no address at which peers reach this worker; it may come."""
 
 
-def _backoff(attempt: int) -> float:
-    return random.uniform(0.5, 1.0) * min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(attempt, 10))
+class _Refusals:
+    """The refusals in a row of one session."""
+
+    def __init__(self) -> None:
+        self._first: errors.PacelineError | None = None
+        self._count = 0
+
+    def forget(self) -> None:
+        """The coordinator has taken what was said."""
+        self._first, self._count = None, 0
+
+    def final(self, error: errors.PacelineError) -> errors.PacelineError | None:
+        """Counts a refusal. Returns the first of a row, which knows best why, once there are enough of one type."""
+        if self._first is None or type(self._first) is not type(error):
+            self._first, self._count = error, 0
+        self._count += 1
+        return self._first if self._count >= _BELIEVED else None
 
 
 def heartbeat(operation: int, since: float, inside: bool, step: int, step_at: float) -> pb.Heartbeat:

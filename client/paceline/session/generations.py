@@ -23,6 +23,9 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Generations"]
 
+_AWAY_S = 0.05
+"""Seconds for a stream to the coordinator that was reset to be there again; one whose process died is not."""
+
 
 class Generations:
     """One member's.
@@ -50,6 +53,7 @@ class Generations:
         self._thread = thread
         self._credentials = credentials
         self._ways = ways
+        self._away = False
         self._early: Verdict | None = None  # on a view that is being adopted
         self._reported: pb.SessionRequest | None = None
 
@@ -72,7 +76,7 @@ class Generations:
 
     def make(self, view: pb.ViewFormed, peers: Sequence[Peer]) -> GrpcMesh:
         """The links of a view."""
-        fault = Fault(view.generation, view.rank, self._config.verdict_timeout)
+        fault = Fault(view.generation, view.rank, self._config.verdict_timeout, str(peers[view.rank]))
         fault.on_suspicion(functools.partial(self._report, view.generation))
         if self._early is not None and self._early.generation == view.generation:
             fault.settle(self._early)
@@ -97,11 +101,17 @@ class Generations:
         self._early = verdict
         return False
 
-    def outdate(self, text: str, culprits: tuple[int, ...] = ()) -> None:
-        """Ends the generation that the group is in, if any: nobody accepts what this member sends there any more."""
+    def outdate(self, text: str) -> None:
+        """Ends the generation that the group is in, if any: it is over, and the session goes on in another one."""
         if self.mesh is not None:
             stale = ErrorReason.ERROR_REASON_STALE_GENERATION
-            self.mesh.fault.settle(Verdict(self.mesh.generation, stale, culprits, 0, text))
+            self.mesh.fault.settle(Verdict(self.mesh.generation, stale, (), 0, text))
+
+    def session_ended(self, text: str) -> None:
+        """Ends the generation that the group is in, if any: this member has no session any more, and gets no other."""
+        if self.mesh is not None:
+            ended = ErrorReason.ERROR_REASON_SESSION_ENDED
+            self.mesh.fault.settle(Verdict(self.mesh.generation, ended, (self.mesh.rank,), 0, text))
 
     def cut_off(self, text: str) -> None:
         """All links break off, at this member's own side: nobody else is to be suspected of that."""
@@ -110,8 +120,33 @@ class Generations:
                 stale = ErrorReason.ERROR_REASON_STALE_GENERATION
                 mesh.fault.settle(Verdict(mesh.generation, stale, (mesh.rank,), 0, text))
 
+    def broke(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
+        """This member cannot go on; from any thread.
+
+        Args:
+            error: why.
+            view: a view that it is in, and has no links of.
+        """
+        for mesh in (self.coming, self.mesh):
+            if mesh is not None:
+                mesh.fault.broke(error)
+        if view is not None:
+            unlinked = Fault(view.generation, view.rank, 0.0)
+            unlinked.on_suspicion(functools.partial(self._report, view.generation))
+            unlinked.broke(error)
+
+    def coordinator_away(self) -> None:
+        """The coordinator is out of reach: if that lasts, nobody waits for its verdict on what this member has seen."""
+        self._away = True
+        self._thread.loop.call_later(_AWAY_S, self._expect_no_verdict)
+
+    def _expect_no_verdict(self) -> None:
+        if self._away and self.mesh is not None:
+            self.mesh.fault.expect_no_verdict()
+
     def report_again(self) -> None:
         """A report that has had no answer goes out again: it may have been lost with the old stream."""
+        self._away = False
         if self.mesh is not None and self.mesh.fault.verdict is None and self._reported is not None:
             self.control.send(self._reported)
 
@@ -132,5 +167,12 @@ class Generations:
             accused=suspicion.accused,
             text=suspicion.text[:2000],
         )
-        self._reported = pb.SessionRequest(report=report)
-        self._thread.loop.call_soon_threadsafe(self.control.send, self._reported)
+        request = self._reported = pb.SessionRequest(report=report)
+
+        def send() -> None:
+            if generation == self.control.generation:  # else the session has become a new one, which was never in it
+                self.control.send(request)
+            if self._away:
+                self.coordinator_away()
+
+        self._thread.loop.call_soon_threadsafe(send)

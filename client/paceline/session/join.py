@@ -41,6 +41,7 @@ def join(
     advertise: str | None = None,
     config: Config | None = None,
     credentials: Credentials | None = None,
+    coordinator_returns: bool = True,
 ) -> Session:
     """Joins a job and waits for its first view.
 
@@ -58,12 +59,15 @@ def join(
         advertise: host or host:port at which peers reach this worker; found by itself if left out.
         config: timeouts and limits.
         credentials: certificates for TLS, and a token.
+        coordinator_returns: False where it lives in one of the members and ends with it: a coordinator whose address
+            refuses connections is gone then, and is not waited for.
 
     Returns:
         The session; a context manager that leaves at its end.
 
     Raises:
         CoordinatorUnreachable: nobody, or no Paceline coordinator, answers there.
+        OrphanedError: the coordinator has ended meanwhile, for good.
         TlsFailed: TLS with the coordinator cannot be had; the text says why.
         NotAuthenticated, NotPermitted: the coordinator wants a token, or another one.
         OperationTimeout: no view formed in time; the text says what was waited for.
@@ -108,6 +112,7 @@ def join(
         config,
         loop_thread(),
         credentials or Credentials.from_environment(environ),
+        coordinator_returns,
     )
     connection.open(checked_timeout(config.join_timeout))
     return CoordinatedSession(connection, config)

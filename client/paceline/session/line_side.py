@@ -21,7 +21,7 @@ from paceline.elastic.share import WHOLE, Share
 from paceline.session.control import ControlStream
 from paceline.session.identity import is_gone
 from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Misfits, NoSeat, Runs, StateGone
-from paceline.session.view import fetch_peers, read_peer
+from paceline.session.view import MemberLists, read_peer
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 
@@ -43,8 +43,10 @@ class LineSide:
 
     Attributes:
         control: the stream; set once there is one.
+        members: the member lists of this session's views.
         step: the last step whose word has completed in this generation, for heartbeats; 0 for none.
         step_at: when that was.
+        went_on: this member went on without a meeting, and does not know yet whether the others did.
     """
 
     control: ControlStream
@@ -58,7 +60,9 @@ class LineSide:
         start: Callable[[Coroutine[Any, Any, None]], None],
         stand_by: Callable[[str], None],
     ) -> None:
+        self.members = MemberLists()
         self.step, self.step_at = 0, 0.0
+        self.went_on = False
         self._job = job
         self._config = config
         self._thread = thread
@@ -67,6 +71,7 @@ class LineSide:
         self._stand_by = stand_by
         self._meet: pb.SessionRequest | None = None  # what was said last about a meeting, until a view has formed
         self._finish: pb.SessionRequest | None = None
+        self._running: pb.Running | None = None  # what was heard last of a line that runs without this worker
 
     # For the training thread.
 
@@ -75,14 +80,19 @@ class LineSide:
         request = pb.SessionRequest(meet=meet)
 
         def send() -> None:
-            if meet.generation in (0, self.control.generation):  # else the session is a new one: so it is told anew
+            if meet.generation in (0, self.control.generation):
                 self._meet = request
                 self.control.send(request)
+            else:
+                # The worker is another member now, or has been given a later view: a letter says so.
+                text = "not told the coordinator of the stop in generation %d: this worker is in generation %d now"
+                _log.info(text, meet.generation, self.control.generation)
 
         self._thread.loop.call_soon_threadsafe(send)
 
     def go_on(self) -> None:
-        """What was said about a meeting is not to be said again."""
+        """The generation goes on without the meeting; what was said about it is not to be said again."""
+        self.went_on = True
         self._thread.loop.call_soon_threadsafe(self.forget_meeting)
 
     def finish(self, generation: int, step: int) -> None:
@@ -99,22 +109,22 @@ class LineSide:
         """The word of this step has completed: every member was there. For heartbeats."""
         self.step_at = time.monotonic()
         self.step = step
+        self.went_on = False  # and so did all others
 
     def generation_began(self) -> None:
         """No word has completed in it yet."""
         self.step = 0
+        self.went_on = False
 
     # On the loop.
 
     def forget_meeting(self) -> None:
         """The meeting is over, or will not be: what was said about it is not to be said again."""
-        self._meet = None
+        self._meet = self._running = None
 
     def say_again(self) -> None:
         """What may have been lost with the old stream goes out again."""
-        for said in (self._meet, self._finish):
-            if said is not None:
-                self.control.send(said)
+        self.control.send_again([said for said in (self._meet, self._finish) if said is not None])
 
     def hear(self, message: pb.SessionResponse) -> None:
         """What the coordinator says about the line; see `Listener.on_line`."""
@@ -124,6 +134,7 @@ class LineSide:
                     f"this worker is in no view yet: job {self._job!r} is running with {message.running.world_size} "
                     "members, and it enters at its first step of session.steps()"
                 )
+                self._running = message.running
                 self._start(self._learn_members(message.running))
                 self._stand_by(text)
             case "summons":
@@ -165,7 +176,7 @@ class LineSide:
                 _log.warning("the coordinator could not be told that pid %d is gone: %s", process.pid, error.details())
 
     async def _learn_members(self, running: pb.Running) -> None:
-        """Who is in the line that runs without this worker: it is to see that it can reach them all."""
+        """Tells the training thread which members of the line it must be able to reach: all that have not ended."""
         self._mail.put(Runs(running.generation, None))
         view = pb.ViewFormed(
             generation=running.generation,
@@ -173,12 +184,17 @@ class LineSide:
             members_sha256=running.members_sha256,
             pages=running.pages,
         )
-        try:
-            peers = await fetch_peers(self.control.channel, self._job, view, self._config.call_timeout)
-        except errors.PacelineError as error:  # another generation has come, which will be told of too
-            _log.info("the members of generation %d cannot be had: %s", view.generation, error)
-        else:
-            self._mail.put(Runs(running.generation, peers))
+        while running is self._running:  # else more has been heard since, and that answer is on its way
+            try:
+                peers = await self.members.fetch(self.control.channel, self._job, view, self._config.call_timeout)
+            except errors.PacelineError as error:
+                _log.info("the members of generation %d cannot be had: %s", view.generation, error)
+                if isinstance(error, errors.StaleGeneration):  # another has come, which will be told of too
+                    return
+            else:
+                if running is self._running:
+                    self._mail.put(Runs(running.generation, [peer for peer in peers if peer.rank not in running.ended]))
+                return
 
 
 def _share(message: pb.Share) -> Share:

@@ -28,6 +28,12 @@ class Listener(Protocol):
     def on_ended(self, error: errors.PacelineError) -> None:
         """The session is over and will not come back."""
 
+    def on_closed(self) -> None:
+        """The coordinator has ended for good, in good order, and this session with it: no goodbye is needed."""
+
+    def on_broken(self, error: BaseException) -> None:
+        """Something of the session has failed that should not: this member cannot go on."""
+
     def on_reconnected(self) -> None:
         """A broken stream was taken up again: what was in flight must be sent again."""
 

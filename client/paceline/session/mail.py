@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from paceline.checkpoint.tag import Tag
 from paceline.elastic.share import Share
-from paceline.errors import PacelineError
 from paceline.links.base import Mesh, Peer
 
 __all__ = [
@@ -43,6 +42,7 @@ class ViewCame:
         base: the state it starts from, None if its members have yet to compare.
         newcomers: ranks that do not hold it.
         mesh: the links to its members; None if the member list could not be had any more.
+        member_id: which member of it this worker is; it may have become another one since.
     """
 
     generation: int
@@ -50,6 +50,7 @@ class ViewCame:
     base: Tag | None
     newcomers: frozenset[int]
     mesh: Mesh | None
+    member_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class CatchUpAsked:
         base: which state.
         holders: who holds it, and which shares of it.
         share: what to take of a state that is spread.
-        fingerprint: of the whole of it, at tag (0, 0).
+        fingerprint: of the whole of it, where the tag does not tell it apart.
     """
 
     generation: int
@@ -117,7 +118,7 @@ class Runs:
 
     Attributes:
         generation: its latest.
-        members: who is in it; None while the list is on its way.
+        members: its members that have not ended; None while the list is on its way.
     """
 
     generation: int
@@ -133,9 +134,9 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session is over and will not come back."""
+    """The session is over and will not come back, or this member cannot go on."""
 
-    error: PacelineError
+    error: BaseException
 
 
 Letter: TypeAlias = (
@@ -160,7 +161,7 @@ class Mail:
         self._put = self._got = 0  # letters that ask; each number is one thread's to write
 
     def put(self, letter: Letter) -> None:
-        """Adds a letter, on the loop; the last one, that the session is over, from any thread."""
+        """Adds a letter, on the loop; one that the session is over, from any thread."""
         self._put += not isinstance(letter, Waits | Runs)
         self._letters.put(letter)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from paceline import errors
+from paceline._exhausted import is_exhausted
 from paceline._loop import LoopThread
 from paceline._wait import Outcome
 from paceline.checkpoint.tag import Tag
@@ -37,7 +39,6 @@ from paceline.session.mail import CaughtOut, Lost, Mail, ViewCame, Waits
 from paceline.session.membership import Membership
 from paceline.session.sockets import Sockets
 from paceline.session.store import CoordinatorStore
-from paceline.session.view import fetch_peers
 from paceline.session.whereabouts import Whereabouts
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
@@ -56,6 +57,10 @@ CLOSE_TIMEOUT = 2.0
 """Seconds for peers to take in what was sent, and again for the coordinator to answer the goodbye."""
 
 
+_LEAVE_TIMEOUT = 5 * CLOSE_TIMEOUT
+"""Seconds after which a goodbye that does not end is given up: the process shall end."""
+
+
 class MemberConnection:
     """One member of one job.
 
@@ -66,6 +71,7 @@ class MemberConnection:
         config: timeouts.
         thread: the loop.
         credentials: by what this worker, the coordinator and other members know each other.
+        coordinator_returns: see `paceline.join`.
 
     Attributes:
         credentials: the same.
@@ -86,20 +92,23 @@ class MemberConnection:
         config: Config,
         thread: LoopThread,
         credentials: Credentials,
+        coordinator_returns: bool = True,
     ) -> None:
         self.job = wanted.job
         self.credentials = credentials.for_worker()
         self._coordinator = coordinator
+        self._coordinator_returns = coordinator_returns
         self._wanted = wanted
         self._config = config
         self._thread = thread
         self._door = Door(wanted.job, credentials, config)
+        self._door.on_exhausted(self.on_broken)
         self._barriers = Barriers()
         self._joined: Outcome[None] = Outcome()
         self._reason = f"no coordinator answers at {coordinator} yet"
         self._opened = time.monotonic()
         self._control: ControlStream | None = None
-        self._closed = False
+        self._closed = self._broken = False
         self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
         self._sockets = Sockets(self._start)
@@ -135,6 +144,7 @@ class MemberConnection:
             PacelineError: the coordinator refused.
         """
         deadline = time.monotonic() + timeout
+        self._thread.on_failure(self.on_broken)
         try:
             self._thread.run(self._register(timeout))
             left = max(0.0, deadline - time.monotonic())
@@ -157,6 +167,7 @@ class MemberConnection:
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0 s, not {timeout}")
         timeout = checked_timeout(timeout)
+        self._barriers.check()  # first: the end of the session ends its generation, too
         self.mesh.fault.check()
         with self._barriers.turn(self.mesh.generation, name, timeout):
             entry = self._barriers.enter(self.mesh.generation, name, timeout)
@@ -184,7 +195,11 @@ class MemberConnection:
             if self._flight is not None:
                 self._flight.close()
             self._barriers.fail(errors.SessionClosed("the session has ended"))
-            self._thread.run(self._leave(cause), keep=True)
+            self._thread.forget(self.on_broken)
+            try:
+                self._thread.run(self._leave(cause), _LEAVE_TIMEOUT, keep=True)
+            except TimeoutError:  # grpc does not work any more, as where it has got no memory or no thread
+                _log.error("job %r: the goodbye did not end within %.0f s", self.job, _LEAVE_TIMEOUT)
 
     def start_line(self, source: StateSource) -> None:
         """From now on this member gives its state to others, and comes back as a new one if its session ends."""
@@ -239,7 +254,13 @@ class MemberConnection:
         self._sockets.dial([self._coordinator])
         register = self._wanted.register(str(self._whereabouts.address), self._config.failure_timeout)
         self._control = ControlStream(
-            str(self._coordinator), register, self._config, self, self._progress, self.credentials
+            str(self._coordinator),
+            register,
+            self._config,
+            self,
+            self._progress,
+            self.credentials,
+            self._coordinator_returns,
         )
         self.line.control = self._generations.control = self._control
         await self._control.open(max(0.0, self._opened + timeout - time.monotonic()))
@@ -297,14 +318,42 @@ class MemberConnection:
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
             _log.error("%s; collectives go on without it for as long as all members live", error)
-        elif (mesh := self._generations.mesh) is not None:
-            # Evicted while cut off, most likely. Nobody will accept what this member sends.
-            self._generations.outdate(str(error), (mesh.rank,))
+        else:  # evicted while it was cut off, most likely: nobody will accept what this member sends
+            self._generations.session_ended(str(error))
+
+    def on_closed(self) -> None:
+        """See `Listener`: the group goes on along its links; what needs the coordinator is refused from now on."""
+        text = f"the coordinator at {self._coordinator} has ended for good, with the process that it was in"
+        error = errors.OrphanedError(text if self._joined.done() else f"{text}; before that: {self._reason}")
+        self._barriers.fail(error)
+        self.mail.put(Lost(error))
+        self._fail_join(error)
+        if self._generations.mesh is not None:
+            self.store.close()
+            _log.info("job %r: %s; collectives go on without it", self.job, text)
+
+    def on_broken(self, error: BaseException) -> None:
+        """See `Listener`: the others are told, and whatever this member waits in ends with the error."""
+        self._end_with(error)
+
+    def _end_with(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
+        if self._closed or self._broken:
+            return
+        self._broken = True
+        self._generations.broke(error, view)
+        self.mail.put(Lost(error))
+        self._barriers.fail(error)
+        self._fail_join(error)
 
     def on_reconnected(self) -> None:
         """See `Listener`: what may have been lost with the old stream goes out again."""
         self.mail.connected = True
         self.line.say_again()
+        if self.line.went_on and self.mesh.peers:
+            # The others may wait in the meeting still, and this member for them in its step: now all of them can meet.
+            text = f"{self.mesh.peers[self.mesh.rank]} went on without the coordinator, which is back"
+            raised = ErrorReason.ERROR_REASON_PEER_RAISED
+            self.mesh.fault.suspect(Suspicion(raised, None, self.group.progress().operation, text))
         for entry in self._barriers.in_flight():
             self._send(pb.SessionRequest(enter_barrier=entry))
         self._generations.report_again()
@@ -312,6 +361,7 @@ class MemberConnection:
     def on_disconnected(self) -> None:
         """See `Listener`."""
         self.mail.connected, self.mail.summoned = False, 0
+        self._generations.coordinator_away()
 
     def on_new_session(self) -> None:
         """See `Listener`: nobody accepts what this member sends in its old generation."""
@@ -334,7 +384,15 @@ class MemberConnection:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the end of what is begun on the loop, so its failure must be heard of here."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):  # raised on the training thread
+            _log.error("job %r: this worker cannot go on", self.job, exc_info=error)
+            self.on_broken(error)
 
     def _stand_by(self, reason: str) -> None:
         """`join` returns without a view: the job goes on, or is done, without this worker."""
@@ -343,14 +401,28 @@ class MemberConnection:
 
     async def _adopt(self, view: pb.ViewFormed) -> None:
         """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""
-        assert self._control is not None
-        mesh: GrpcMesh | None = None
         try:
-            peers = await fetch_peers(self._control.channel, self.job, view, self._config.call_timeout)
+            await self._make_links(view)
+        except Exception as error:  # noqa: BLE001  raised on the training thread; the others of the view are told
+            _log.exception("job %r: no links of generation %d can be made", self.job, view.generation)
+            self._end_with(error, view)
+
+    async def _make_links(self, view: pb.ViewFormed) -> None:
+        assert self._control is not None
+        member_id, mesh = self.member_id, None
+        try:
+            peers = await self.line.members.fetch(self._control.channel, self.job, view, self._config.call_timeout)
             self._sockets.dial([self._coordinator, *(parse_endpoint(peer.address) for peer in peers)])
-        except Exception as error:  # noqa: BLE001  whoever waits in join shall hear of it, whatever it is
+        except Exception as error:  # whoever waits in join shall hear of it, whatever it is
+            if is_exhausted(error):
+                raise
             _log.info("the members of generation %d cannot be had: %s", view.generation, error)
             self._fail_join(error)
+            text = f"rank {view.rank} ({socket.gethostname()}) could not learn who its members are: {error}"
+            reason = ErrorReason.ERROR_REASON_PEER_RAISED
+            report = pb.Report(generation=view.generation, reason=reason, text=text[:2000])
+            if view.generation == self._control.generation:  # the others wait for this member
+                self._send(pb.SessionRequest(report=report))
         else:
             if self._closed or (self._joined.done() and self._generations.mesh is None):  # join has been given up
                 return
@@ -365,7 +437,7 @@ class MemberConnection:
             return
         self._generations.coming = mesh
         base = Tag(view.base.generation, view.base.step) if view.HasField("base") else None
-        self.mail.put(ViewCame(view.generation, view.rank, base, frozenset(view.newcomers), mesh))
+        self.mail.put(ViewCame(view.generation, view.rank, base, frozenset(view.newcomers), mesh, member_id))
 
     def _enter(self, mesh: GrpcMesh | NoMesh) -> None:
         """`join` is over: this is where the group begins."""
@@ -377,7 +449,7 @@ class MemberConnection:
         self._generations.mesh = mesh
         self._joined.set_result(None)
 
-    def _fail_join(self, error: Exception) -> None:
+    def _fail_join(self, error: BaseException) -> None:
         if not self._joined.done():
             self._joined.set_exception(error)
 

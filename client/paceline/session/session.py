@@ -96,7 +96,7 @@ class Session(abc.ABC):
         A failure of the group inside the block undoes the step, on every member, and the same number comes again under
         the next generation. All state that the block changes must be in `state`; what it prints or writes to files
         happens once for each attempt (`on_commit` hears of committed steps once). Collectives belong before
-        `optimizer.step()`, or between steps into `retry()`.
+        `optimizer.step()`, or between steps into `retry()`; in a step with several updates behind `step.keep_copy()`.
 
         Whoever comes later is given the state of those who train, and begins with their next step. SIGTERM, and
         `paceline drain`, have a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0.
@@ -108,12 +108,13 @@ class Session(abc.ABC):
             checkpoint_dir: where checkpoints are kept, and looked for at the start; alike on all workers. Where the
                 state is spread (`FSDP`) it must lie on a disk that all workers share: they write together.
             checkpoint_every: steps between two; with a directory alone, the last state is kept.
-            seed: of `step.rng`.
+            seed: of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank).
 
         Raises:
             Dismissed: this worker has nothing more to do.
             StepVoid: a step failed five times in a row; the text has the causes.
-            StepOrderError: a collective came behind `optimizer.step()`, or that outside of a step.
+            StepOrderError: a collective came behind `optimizer.step()`, or that outside of a step; or `state` is half
+                changed, for an earlier loop was interrupted in a step: load a checkpoint, or make its objects anew.
             SettingsMismatch, SizeMismatch: this worker trains something else than the others; the text says what.
             DivergenceError: members hold different bits.
             OrphanedError: the coordinator did not come back; or some of a spread state is lost, and there is no

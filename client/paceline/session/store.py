@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import itertools
 import threading
 import time
@@ -16,7 +17,7 @@ from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.config import checked_timeout
 from paceline.session.channel import CoordinatorChannel
-from paceline.session.wire import duration, error_from_status, is_transient
+from paceline.session.wire import backoff, duration, error_from_status, is_transient
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc
 
@@ -161,13 +162,20 @@ class CoordinatorStore(Store):
             )
             return answer
 
+        attempt = 0
         while True:
             try:
-                return await self._channel.call(call)
+                answer = await self._channel.call(call)
             except aio.AioRpcError as error:
-                typed = error_from_status(error, name)
                 if not is_transient(error) or time.monotonic() >= deadline:
-                    raise typed from error
+                    raise error_from_status(error, name) from error
+            else:
+                if answer is not None:
+                    return answer
+                if time.monotonic() >= deadline:  # grpc's word for bytes that are no answer is None
+                    raise errors.CoordinatorUnreachable(f"{name}: the coordinator's answer cannot be read")
+            await asyncio.sleep(backoff(attempt))
+            attempt += 1
 
 
 class MemoryStore(Store):

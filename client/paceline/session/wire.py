@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
@@ -13,7 +15,18 @@ from paceline.links.fault import error_type
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CHANNEL_OPTIONS", "call_options", "channel_options", "duration", "error_from_status", "is_transient"]
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "backoff",
+    "call_options",
+    "channel_options",
+    "duration",
+    "error_from_status",
+    "is_transient",
+]
+
+_BACKOFF_FIRST, _BACKOFF_MOST = 0.05, 1.0
+"""Seconds from one attempt to the next: doubled each time, with jitter."""
 
 _PAUSE, _TRY = "grpc.max_reconnect_backoff_ms", "grpc.min_reconnect_backoff_ms"
 """The longest pause between two tries to connect; and, whatever it is called, the time that one may take (grpc's
@@ -94,17 +107,29 @@ def _reason(error: aio.AioRpcError) -> str | None:
 
 
 def is_transient(error: aio.AioRpcError) -> bool:
-    """True if the same call may succeed later: the other side is away, starting or stopping.
+    """True if the same call may succeed later: the other side is away, starting or stopping, or bytes have changed.
 
     UNKNOWN ("Stream removed") and INTERNAL ("Internal error from Core", where a write found it out first) are what grpc
-    itself says of a stream whose connection was lost; no coordinator says them.
+    itself says of a stream whose connection was lost; no coordinator says them. DATA_LOSS is said of a message that has
+    changed on the way.
     """
     return error.code() in _TRANSIENT
 
 
 _TRANSIENT = frozenset(
-    (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.DATA_LOSS,
+    )
 )
+
+
+def backoff(attempt: int) -> float:
+    """Seconds to wait before an attempt that follows so many others."""
+    return random.uniform(0.5, 1.0) * min(_BACKOFF_MOST, _BACKOFF_FIRST * 2.0 ** min(attempt, 10))
 
 
 _CENTURY = 3.15e9

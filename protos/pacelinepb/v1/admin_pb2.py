@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pacelinepb.v1 import session_pb2 as pacelinepb_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pacelinepb/v1/admin.proto\x12\rpacelinepb.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bpacelinepb/v1/session.proto\"\xb6\x01\n\nJobSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.pacelinepb.v1.JobPhase\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12)\n\x06waited\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc1\x01\n\x0cMemberStatus\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12\x0f\n\x07in_view\x18\x02 \x01(\x08\x12\x10\n\x08\x61ttached\x18\x03 \x01(\x08\x12)\n\x06silent\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x18.pacelinepb.v1.Heartbeat\x12\x10\n\x08standing\x18\x06 \x01(\t\"\x11\n\x0fListJobsRequest\";\n\x10ListJobsResponse\x12\'\n\x04jobs\x18\x01 \x03(\x0b\x32\x19.pacelinepb.v1.JobSummary\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xd2\x01\n\x0eGetJobResponse\x12*\n\x07summary\x18\x01 \x01(\x0b\x32\x19.pacelinepb.v1.JobSummary\x12,\n\x08settings\x18\x02 \x01(\x0b\x32\x1a.pacelinepb.v1.JobSettings\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.pacelinepb.v1.MemberStatus\x12,\n\x07verdict\x18\x04 \x01(\x0b\x32\x16.pacelinepb.v1.VerdictH\x00\x88\x01\x01\x42\n\n\x08_verdict\"3\n\x13\x44rainMembersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\"*\n\x14\x44rainMembersResponse\x12\x12\n\nmember_ids\x18\x01 \x03(\t\" \n\x11RestartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"%\n\x12RestartJobResponse\x12\x0f\n\x07members\x18\x01 \x03(\t*\x7f\n\x08JobPhase\x12\x19\n\x15JOB_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_PHASE_WAITING\x10\x01\x12\x15\n\x11JOB_PHASE_RUNNING\x10\x02\x12\x12\n\x0eJOB_PHASE_VOID\x10\x03\x12\x16\n\x12JOB_PHASE_FINISHED\x10\x04\x32\xce\x02\n\x0c\x41\x64minService\x12K\n\x08ListJobs\x12\x1e.pacelinepb.v1.ListJobsRequest\x1a\x1f.pacelinepb.v1.ListJobsResponse\x12\x45\n\x06GetJob\x12\x1c.pacelinepb.v1.GetJobRequest\x1a\x1d.pacelinepb.v1.GetJobResponse\x12W\n\x0c\x44rainMembers\x12\".pacelinepb.v1.DrainMembersRequest\x1a#.pacelinepb.v1.DrainMembersResponse\x12Q\n\nRestartJob\x12 .pacelinepb.v1.RestartJobRequest\x1a!.pacelinepb.v1.RestartJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pacelinepb/v1/admin.proto\x12\rpacelinepb.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bpacelinepb/v1/session.proto\"\xb6\x01\n\nJobSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.pacelinepb.v1.JobPhase\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12)\n\x06waited\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc1\x01\n\x0cMemberStatus\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12\x0f\n\x07in_view\x18\x02 \x01(\x08\x12\x10\n\x08\x61ttached\x18\x03 \x01(\x08\x12)\n\x06silent\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x18.pacelinepb.v1.Heartbeat\x12\x10\n\x08standing\x18\x06 \x01(\t\"\x11\n\x0fListJobsRequest\";\n\x10ListJobsResponse\x12\'\n\x04jobs\x18\x01 \x03(\x0b\x32\x19.pacelinepb.v1.JobSummary\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xd2\x01\n\x0eGetJobResponse\x12*\n\x07summary\x18\x01 \x01(\x0b\x32\x19.pacelinepb.v1.JobSummary\x12,\n\x08settings\x18\x02 \x01(\x0b\x32\x1a.pacelinepb.v1.JobSettings\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.pacelinepb.v1.MemberStatus\x12,\n\x07verdict\x18\x04 \x01(\x0b\x32\x16.pacelinepb.v1.VerdictH\x00\x88\x01\x01\x42\n\n\x08_verdict\"3\n\x13\x44rainMembersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\"*\n\x14\x44rainMembersResponse\x12\x12\n\nmember_ids\x18\x01 \x03(\t\" \n\x11RestartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"%\n\x12RestartJobResponse\x12\x0f\n\x07members\x18\x01 \x03(\t\"\x1f\n\x10\x46orgetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x46orgetJobResponse*\x7f\n\x08JobPhase\x12\x19\n\x15JOB_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_PHASE_WAITING\x10\x01\x12\x15\n\x11JOB_PHASE_RUNNING\x10\x02\x12\x12\n\x0eJOB_PHASE_VOID\x10\x03\x12\x16\n\x12JOB_PHASE_FINISHED\x10\x04\x32\x9e\x03\n\x0c\x41\x64minService\x12K\n\x08ListJobs\x12\x1e.pacelinepb.v1.ListJobsRequest\x1a\x1f.pacelinepb.v1.ListJobsResponse\x12\x45\n\x06GetJob\x12\x1c.pacelinepb.v1.GetJobRequest\x1a\x1d.pacelinepb.v1.GetJobResponse\x12W\n\x0c\x44rainMembers\x12\".pacelinepb.v1.DrainMembersRequest\x1a#.pacelinepb.v1.DrainMembersResponse\x12Q\n\nRestartJob\x12 .pacelinepb.v1.RestartJobRequest\x1a!.pacelinepb.v1.RestartJobResponse\x12N\n\tForgetJob\x12\x1f.pacelinepb.v1.ForgetJobRequest\x1a .pacelinepb.v1.ForgetJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pacelinepb.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOBPHASE']._serialized_start=979
-  _globals['_JOBPHASE']._serialized_end=1106
+  _globals['_JOBPHASE']._serialized_start=1033
+  _globals['_JOBPHASE']._serialized_end=1160
   _globals['_JOBSUMMARY']._serialized_start=106
   _globals['_JOBSUMMARY']._serialized_end=288
   _globals['_MEMBERSTATUS']._serialized_start=291
@@ -55,6 +55,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESTARTJOBREQUEST']._serialized_end=938
   _globals['_RESTARTJOBRESPONSE']._serialized_start=940
   _globals['_RESTARTJOBRESPONSE']._serialized_end=977
-  _globals['_ADMINSERVICE']._serialized_start=1109
-  _globals['_ADMINSERVICE']._serialized_end=1443
+  _globals['_FORGETJOBREQUEST']._serialized_start=979
+  _globals['_FORGETJOBREQUEST']._serialized_end=1010
+  _globals['_FORGETJOBRESPONSE']._serialized_start=1012
+  _globals['_FORGETJOBRESPONSE']._serialized_end=1031
+  _globals['_ADMINSERVICE']._serialized_start=1163
+  _globals['_ADMINSERVICE']._serialized_end=1577
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,11 @@ class AdminServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobResponse.FromString,
                 _registered_method=True)
+        self.ForgetJob = channel.unary_unary(
+                '/pacelinepb.v1.AdminService/ForgetJob',
+                request_serializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -89,6 +94,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetJob(self, request, context):
+        """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
+        silent and may hold its state, is refused (BAD_REQUEST).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +124,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RestartJob,
                     request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_admin__pb2.RestartJobResponse.SerializeToString,
+            ),
+            'ForgetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetJob,
+                    request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +240,33 @@ class AdminService(object):
             '/pacelinepb.v1.AdminService/RestartJob',
             pacelinepb_dot_v1_dot_admin__pb2.RestartJobRequest.SerializeToString,
             pacelinepb_dot_v1_dot_admin__pb2.RestartJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pacelinepb.v1.AdminService/ForgetJob',
+            pacelinepb_dot_v1_dot_admin__pb2.ForgetJobRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_admin__pb2.ForgetJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

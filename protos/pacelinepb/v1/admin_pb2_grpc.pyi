@@ -41,6 +41,10 @@ class AdminServiceStub:
     """Has members leave at their next step boundary."""
     RestartJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]
     """The operator swears that the members of the job's last generation are dead: a new line may start."""
+    ForgetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetJobRequest, _admin_pb2.ForgetJobResponse]
+    """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
+    silent and may hold its state, is refused (BAD_REQUEST).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -55,6 +59,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Has members leave at their next step boundary."""
     RestartJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]  # type: ignore[assignment]
     """The operator swears that the members of the job's last generation are dead: a new line may start."""
+    ForgetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetJobRequest, _admin_pb2.ForgetJobResponse]  # type: ignore[assignment]
+    """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
+    silent and may hold its state, is refused (BAD_REQUEST).
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """What an operator sees of the jobs."""
@@ -90,5 +98,15 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RestartJobResponse, _abc.Awaitable[_admin_pb2.RestartJobResponse]]:
         """The operator swears that the members of the job's last generation are dead: a new line may start."""
+
+    @_abc_1.abstractmethod
+    def ForgetJob(
+        self,
+        request: _admin_pb2.ForgetJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForgetJobResponse, _abc.Awaitable[_admin_pb2.ForgetJobResponse]]:
+        """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
+        silent and may hold its state, is refused (BAD_REQUEST).
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

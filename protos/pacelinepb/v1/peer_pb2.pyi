@@ -213,9 +213,10 @@ Global___HelloResponse: _TypeAlias = HelloResponse  # noqa: Y015
 @_typing.final
 class FramesRequest(_message.Message):
     """One frame. A sender MUST write all fields, in this order, even where they hold a default, so that header fields lie
-    at fixed offsets and the payload comes last; lengths are varints padded to 2 bytes (signature) and 5 bytes
+    at fixed offsets, and so does the checksum at the end; lengths are varints padded to 2 bytes (signature) and 5 bytes
     (payload). It is still plain protobuf, which any decoder reads. A receiver MUST refuse a frame that is not of this
-    form, whose lengths do not add up, or that is longer than 4 MiB + 4 KiB.
+    form, whose lengths do not add up, or that is longer than 4 MiB + 4 KiB. If the checksum or a length is wrong, bytes have
+    changed on the way: the receiver MUST NOT act on the frame, and ends the stream as if the connection had broken.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -226,6 +227,7 @@ class FramesRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     kind: Global___FrameKind.ValueType
     """What it is."""
     generation: _builtins.int
@@ -245,6 +247,11 @@ class FramesRequest(_message.Message):
     """
     payload: _builtins.bytes
     """The elements, little-endian."""
+    checksum: _builtins.int
+    """CRC-32 (zlib) of all bytes of the message before these four, where a payload of 64 KiB or more counts as this: it is
+    cut into rows of 509 words of 64 bits, the rows are added up column by column, modulo 2^64, and the sums come in its
+    stead, little-endian, with the bytes behind the last whole row after them.
+    """
     def __init__(
         self,
         *,
@@ -254,10 +261,11 @@ class FramesRequest(_message.Message):
         part: _builtins.int = ...,
         signature: _builtins.bytes = ...,
         payload: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "kind", b"kind", "operation", b"operation", "part", b"part", "payload", b"payload", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "kind", b"kind", "operation", b"operation", "part", b"part", "payload", b"payload", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,21 +382,25 @@ class DescribeStateResponse(_message.Message):
 
     JSON_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     json: _builtins.bytes
     """JSON: the values that are no arrays, and name, dtype and shape of each array."""
     hashes: _builtins.bytes
     """Hashes of the chunks, 16 bytes each (BLAKE2b). Chunk c of the arrays' bytes, one after the other in the order of the
     description, begins at c times the size of a chunk.
     """
+    checksum: _builtins.int
+    """CRC-32 (zlib) of `json` and then `hashes` of this message. The receiver MUST refuse the description if it is wrong."""
     def __init__(
         self,
         *,
         json: _builtins.bytes = ...,
         hashes: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "json", b"json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hashes", b"hashes", "json", b"json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,7 +586,9 @@ class Parcel(_message.Message):
     size: _builtins.int
     """Bytes of all."""
     crc: _builtins.int
-    """CRC-32 of them (zlib)."""
+    """CRC-32 (zlib) of what was asked for, and then of the bytes. What was asked for counts as the name of the array in
+    UTF-8, start and count (8 bytes each, little-endian) of each run in turn.
+    """
     @_builtins.property
     def memory(self) -> Global___LentMemory:
         """Where they lie, if the caller can map it; then no pieces follow."""

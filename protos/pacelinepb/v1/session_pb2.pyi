@@ -437,7 +437,9 @@ class Meet(_message.Message):
     holds_base: _builtins.bool
     """True if it got its generation's base, so that what it holds is the line's. Only such members lead."""
     fingerprint: _builtins.bytes
-    """SHA-256 of the state at tag (0, 0), which members build for themselves; empty at every other tag."""
+    """SHA-256 of a state that the tag does not tell apart: at (0, 0), which members build for themselves, and of what a
+    member found on its disk, as long as its generation has no base. Else empty.
+    """
     manifest: _builtins.bytes
     """SHA-256 of what the state consists of and of the settings of the run. All members of a line have the same."""
     leaving: _builtins.bool
@@ -552,6 +554,12 @@ class SessionRequest(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     MEET_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
+    check: _builtins.int
+    """CRC-32 (zlib's, little-endian) of all bytes of the message before this field, which is the last, started with the
+    number of messages before it on this side of the stream. Optional; but if the worker's first message has one then
+    all messages have, in both directions. A stream on which one is wrong is ended with DAMAGED.
+    """
     @_builtins.property
     def register(self) -> Global___Register:
         """First message of a new member."""
@@ -595,10 +603,11 @@ class SessionRequest(_message.Message):
         leave: Global___Leave | None = ...,
         meet: Global___Meet | None = ...,
         finish: Global___Finish | None = ...,
+        check: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["enter_barrier", b"enter_barrier", "event", b"event", "finish", b"finish", "heartbeat", b"heartbeat", "leave", b"leave", "meet", b"meet", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enter_barrier", b"enter_barrier", "event", b"event", "finish", b"finish", "heartbeat", b"heartbeat", "leave", b"leave", "meet", b"meet", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "enter_barrier", b"enter_barrier", "event", b"event", "finish", b"finish", "heartbeat", b"heartbeat", "leave", b"leave", "meet", b"meet", "register", b"register", "report", b"report", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["register", "resume", "heartbeat", "enter_barrier", "report", "leave", "meet", "finish"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -739,7 +748,7 @@ Global___ViewFormed: _TypeAlias = ViewFormed  # noqa: Y015
 @_typing.final
 class Running(_message.Message):
     """The job's line is running without the receiver, which is a candidate: it prepares its state, makes sure that it can
-    reach all members, and then says `meet`.
+    reach all members that have not ended, and then says `meet`. Sent again whenever another member has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -748,6 +757,7 @@ class Running(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     MEMBERS_SHA256_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The line's latest generation."""
     world_size: _builtins.int
@@ -756,6 +766,10 @@ class Running(_message.Message):
     """SHA-256 of the concatenated pages of the member list."""
     pages: _builtins.int
     """Number of pages to fetch with GetView."""
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks of members that have ended, ascending: the receiver need not reach them."""
+
     def __init__(
         self,
         *,
@@ -763,10 +777,11 @@ class Running(_message.Message):
         world_size: _builtins.int = ...,
         members_sha256: _builtins.bytes = ...,
         pages: _builtins.int = ...,
+        ended: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "members_sha256", b"members_sha256", "pages", b"pages", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "generation", b"generation", "members_sha256", b"members_sha256", "pages", b"pages", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,7 +855,7 @@ class CatchUp(_message.Message):
     generation: _builtins.int
     """The generation that the meeting is after, 0 for a candidate."""
     fingerprint: _builtins.bytes
-    """Of the whole state at tag (0, 0), for `Meet.fingerprint`: a share does not show it."""
+    """Of the whole state, for `Meet.fingerprint`."""
     @_builtins.property
     def base(self) -> Global___Tag:
         """What to take."""
@@ -924,7 +939,7 @@ class Dismissed(_message.Message):
 
     LAST_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
-    """True if nobody goes on: what the receiver holds is the line's state, and to be kept."""
+    """True if nobody stays: all who go hold the line's state, and keep it together before they go."""
     def __init__(
         self,
         *,
@@ -1108,7 +1123,9 @@ Global___BarrierFailed: _TypeAlias = BarrierFailed  # noqa: Y015
 
 @_typing.final
 class Left(_message.Message):
-    """The session has ended in good order; nothing follows."""
+    """The session has ended in good order; nothing follows. It answers `leave`; unasked, it says that the coordinator ends for
+    good: the worker ends its stream, and neither comes back nor says goodbye.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1146,6 +1163,9 @@ class SessionResponse(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
     STATE_LOST_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
+    check: _builtins.int
+    """As `SessionRequest.check`. A worker that finds a wrong one ends the stream and resumes."""
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The session is live."""
@@ -1234,10 +1254,11 @@ class SessionResponse(_message.Message):
         missing: Global___Missing | None = ...,
         spare: Global___Spare | None = ...,
         state_lost: Global___StateLost | None = ...,
+        check: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "check", b"check", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing", "spare", "state_lost"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -1254,46 +1275,90 @@ class GetViewRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
+    KNOWN_SHA256_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job."""
     generation: _builtins.int
     """The generation; another than the job's current one is refused as stale."""
     page: _builtins.int
     """Page number, from 0."""
+    known_sha256: _builtins.bytes
+    """With page 0: SHA-256 of a member list that the worker has; empty for none."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         generation: _builtins.int = ...,
         page: _builtins.int = ...,
+        known_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "page", b"page"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "known_sha256", b"known_sha256", "page", b"page"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetViewRequest: _TypeAlias = GetViewRequest  # noqa: Y015
 
 @_typing.final
+class Stretch(_message.Message):
+    """A piece of a member list: some members of the list that the worker has, then others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """Place of the first one in that list, from 0."""
+    count: _builtins.int
+    """How many, in the order in which they are there; 0 for none."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
+        """Members that follow them."""
+
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+        members: _abc.Iterable[Global___Member] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stretch: _TypeAlias = Stretch  # noqa: Y015
+
+@_typing.final
 class GetViewResponse(_message.Message):
-    """One page of a generation's members."""
+    """One page of a generation's members; or all of them, if the coordinator knows the list that the worker has."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMBERS_FIELD_NUMBER: _builtins.int
+    STRETCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """The next members in rank order."""
+
+    @_builtins.property
+    def stretches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stretch]:
+        """All members in rank order. Ranks follow from the places; with these the hash is that of all members in one page. The
+        worker asks for whole pages if it is another.
+        """
 
     def __init__(
         self,
         *,
         members: _abc.Iterable[Global___Member] | None = ...,
+        stretches: _abc.Iterable[Global___Stretch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "stretches", b"stretches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

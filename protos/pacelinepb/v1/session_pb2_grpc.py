@@ -66,7 +66,8 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetView(self, request, context):
-        """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask.
+        """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
+        that has the list of the generation before gets what has changed since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

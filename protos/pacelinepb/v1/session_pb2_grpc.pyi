@@ -39,7 +39,9 @@ class SessionServiceStub:
     worker may `resume` under the same member id for `failure_timeout`.
     """
     GetView: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetViewRequest, _session_pb2.GetViewResponse]
-    """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask."""
+    """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
+    that has the list of the generation before gets what has changed since.
+    """
     ReportExit: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReportExitRequest, _session_pb2.ReportExitResponse]
     """A launcher tells that a process which it started has ended (it saw the exit by waitpid). A sure witness: the
     coordinator evicts the member at once.
@@ -56,7 +58,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     worker may `resume` under the same member id for `failure_timeout`.
     """
     GetView: _aio.UnaryUnaryMultiCallable[_session_pb2.GetViewRequest, _session_pb2.GetViewResponse]  # type: ignore[assignment]
-    """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask."""
+    """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
+    that has the list of the generation before gets what has changed since.
+    """
     ReportExit: _aio.UnaryUnaryMultiCallable[_session_pb2.ReportExitRequest, _session_pb2.ReportExitResponse]  # type: ignore[assignment]
     """A launcher tells that a process which it started has ended (it saw the exit by waitpid). A sure witness: the
     coordinator evicts the member at once.
@@ -82,7 +86,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.GetViewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.GetViewResponse, _abc.Awaitable[_session_pb2.GetViewResponse]]:
-        """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask."""
+        """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
+        that has the list of the generation before gets what has changed since.
+        """
 
     @_abc_1.abstractmethod
     def ReportExit(

@@ -54,6 +54,7 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
     "/pacelinepb.v1.AdminService/GetJob": _named,
     "/pacelinepb.v1.AdminService/DrainMembers": _named,
     "/pacelinepb.v1.AdminService/RestartJob": _named,
+    "/pacelinepb.v1.AdminService/ForgetJob": _named,
 }
 """The job that a request is about, by the full name of the method; a test compares it with the services."""
 

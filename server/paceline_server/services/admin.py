@@ -1,4 +1,4 @@
-"""AdminService: what an operator sees, and the two things that an operator may ask for."""
+"""AdminService: what an operator sees, and what an operator may ask for."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class AdminHandlers(AdminServiceServicer):
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._jobs = dispatcher.jobs
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
         """All jobs by name."""
         now = asyncio.get_running_loop().time()
-        return pb.ListJobsResponse(jobs=[_summary(now, self._jobs[name].membership) for name in sorted(self._jobs)])
+        found = [self._job(name) for name in self._dispatcher.names()]
+        return pb.ListJobsResponse(jobs=[_summary(now, job.membership) for job in found])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
         """One job with its members."""
@@ -83,8 +83,13 @@ class AdminHandlers(AdminServiceServicer):
         self._dispatcher.apply(job, RestartAsked())
         return pb.RestartJobResponse(members=members)
 
+    async def ForgetJob(self, request: pb.ForgetJobRequest, context: _Context) -> pb.ForgetJobResponse:
+        """Removes a job that is over."""
+        await self._dispatcher.forget(request.job)
+        return pb.ForgetJobResponse()
+
     def _job(self, name: str) -> Job:
-        job = self._jobs.get(name)
+        job = self._dispatcher.find(name)
         if job is None:
             raise NotFound(f"there is no job {name!r}; paceline status shows those that there are")
         return job
@@ -103,7 +108,7 @@ def _summary(now: float, membership: Membership) -> pb.JobSummary:
     return pb.JobSummary(
         name=state.name,
         phase=phase,
-        generation=state.generation,
+        generation=state.generation if state.view is None else state.view.generation,
         world_size=len(state.live.seats) if state.live is not None else 0,
         waiting=sum(session.standing is Standing.WAITING for session in state.sessions.values()),
         reason=membership.decision.reason,

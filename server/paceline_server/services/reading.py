@@ -1,7 +1,8 @@
-"""Bytes that are no message of their kind: refused like any other bad request, not a failure inside of grpc.
+"""Bytes that are no message of their kind: refused in good order, not a failure inside of grpc.
 
 grpc ends a call whose message cannot be parsed with UNKNOWN and the words of a Python exception. Here parsing never
-fails; what could not be read is refused by whoever looks at it first, in the one place where refusals are told.
+fails; what could not be read is refused by whoever looks at it first, in the one place where refusals are told. Most
+likely it has changed on the way, so that the caller may try again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from paceline_server._grpc import aio
-from paceline_server.errors import BadRequest
+from paceline_server._grpc import EOF, aio
+from paceline_server.errors import Damaged
+from pacelinepb import checks
+from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["ReadableContext", "check_readable", "forgiving"]
+__all__ = ["SessionMessages", "check_readable", "forgiving"]
+
+_TEXT = "the bytes of the request are no message of this call"
 
 
 class _Unreadable:
@@ -40,24 +45,46 @@ def check_readable(message: Any) -> Any:
     """The message.
 
     Raises:
-        BadRequest: it could not be parsed.
+        Damaged: it could not be parsed.
     """
     if message is _UNREADABLE:
-        raise BadRequest("the bytes of the request are no message of this call")
+        raise Damaged(_TEXT)
     return message
 
 
-class ReadableContext:
-    """The context of a stream; what is read from it is a message, or the end."""
+class SessionMessages:
+    """The messages of a session's stream, each way with its check.
+
+    Args:
+        context: the stream, of bytes.
+    """
 
     def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
         self._context = context
-        self.write = context.write
+        self._read = self._written = 0
+        self._checked = False
 
     async def read(self) -> Any:
-        """The next message.
+        """The next message, or `EOF`.
 
         Raises:
-            BadRequest: it could not be parsed.
+            Damaged: it could not be parsed, or its check is wrong.
         """
-        return check_readable(await self._context.read())
+        data: Any = await self._context.read()
+        if data is EOF:
+            return EOF
+        if not self._read:
+            self._checked = checks.has_check(data)
+        if self._checked and not checks.is_sound(data, self._read):
+            raise Damaged("a message of the session has changed, or was lost, on the way")
+        self._read += 1
+        try:
+            return pb.SessionRequest.FromString(data)
+        except DecodeError:
+            raise Damaged(_TEXT) from None
+
+    async def write(self, message: pb.SessionResponse) -> None:
+        """Sends a message."""
+        data = checks.with_check(message.SerializeToString(), self._written)
+        self._written += 1
+        await self._context.write(data)

@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import STATUS, Refused
-from paceline_server.services.reading import ReadableContext, check_readable, forgiving
+from paceline_server.services.reading import SessionMessages, check_readable, forgiving
 from paceline_server.wire import cut
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -70,7 +70,7 @@ def _reading(handler: _Handler) -> _Handler:
 
 def _reading_stream(handler: Any) -> Any:
     async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        return await handler(requests, ReadableContext(context))
+        return await handler(requests, SessionMessages(context))  # a session's is the only stream that there is
 
     return handle
 

@@ -31,11 +31,13 @@ class SessionHandlers:
         self._settings = dispatcher.settings
 
     def add_to(self, server: aio.Server) -> None:
-        """Registers the handlers. By hand, because GetView answers bytes that are serialised already."""
+        """Registers the handlers.
+
+        By hand, because some deal in bytes: the pages of GetView are serialised once for all who ask, and each message
+        of a session has a check.
+        """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Session": grpc.stream_stream_rpc_method_handler(
-                self.session, pb.SessionRequest.FromString, pb.SessionResponse.SerializeToString
-            ),
+            "Session": grpc.stream_stream_rpc_method_handler(self.session, _as_it_is, _as_it_is),
             "GetView": grpc.unary_unary_rpc_method_handler(self.get_view, pb.GetViewRequest.FromString, _as_it_is),
             "ReportExit": grpc.unary_unary_rpc_method_handler(
                 self.report_exit, pb.ReportExitRequest.FromString, pb.ReportExitResponse.SerializeToString
@@ -72,8 +74,8 @@ class SessionHandlers:
             raise TimedOut(f"no first message within {self._settings.first_message_time:g} s") from None
 
     async def get_view(self, request: pb.GetViewRequest, context: _Context) -> bytes:
-        """One page of a view."""
-        return self._dispatcher.page(request.job, request.generation, request.page)
+        """One page of a view, or what has changed."""
+        return self._dispatcher.page(request.job, request.generation, request.page, request.known_sha256)
 
     async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
         """A launcher's news of an exit."""
@@ -127,5 +129,5 @@ class SessionHandlers:
         self._dispatcher.apply_of(stream, event)
 
 
-def _as_it_is(page: bytes) -> bytes:
-    return page
+def _as_it_is(data: bytes) -> bytes:
+    return data

@@ -16,6 +16,7 @@ __all__ = [
     "Change",
     "EndingStored",
     "FinishedStored",
+    "JobForgotten",
     "KeyDeleted",
     "KeySet",
     "StateUnusable",
@@ -90,7 +91,14 @@ class KeyDeleted:
     key: str
 
 
-Change = ViewFormed | ViewForgotten | VerdictStored | EndingStored | FinishedStored | KeySet | KeyDeleted
+@dataclass(frozen=True, slots=True)
+class JobForgotten:
+    """Nothing of the job is kept, not even its number."""
+
+    job: str
+
+
+Change = ViewFormed | ViewForgotten | VerdictStored | EndingStored | FinishedStored | KeySet | KeyDeleted | JobForgotten
 
 
 @dataclass(slots=True)

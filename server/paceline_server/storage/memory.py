@@ -10,6 +10,7 @@ from paceline_server.storage.base import (
     Change,
     EndingStored,
     FinishedStored,
+    JobForgotten,
     KeyDeleted,
     KeySet,
     StoredJob,
@@ -64,3 +65,5 @@ class MemoryStorage:
                 job.keys[key] = value
             case KeyDeleted(_, key):
                 job.keys.pop(key, None)
+            case JobForgotten():
+                del self._jobs[name]

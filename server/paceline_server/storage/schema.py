@@ -9,6 +9,7 @@ from paceline_server.storage.base import (
     Change,
     EndingStored,
     FinishedStored,
+    JobForgotten,
     KeyDeleted,
     KeySet,
     StoredJob,
@@ -31,7 +32,7 @@ ALTER TABLE seat ADD COLUMN node TEXT NOT NULL DEFAULT '';
 _TABLES = """
 CREATE TABLE job (
     name TEXT PRIMARY KEY,
-    generation INTEGER NOT NULL,          -- the highest number used; never falls, never deleted (I3)
+    generation INTEGER NOT NULL,          -- the highest number used; never falls (I3)
     has_view INTEGER NOT NULL,            -- 0 once the view is forgotten
     min_workers INTEGER NOT NULL,
     max_workers INTEGER NOT NULL,
@@ -209,6 +210,13 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
             connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
         case KeyDeleted(job, key):
             connection.execute("DELETE FROM key WHERE job = ? AND key = ?", (job, key))
+        case JobForgotten(job):
+            for statement in (
+                "DELETE FROM job WHERE name = ?",
+                "DELETE FROM seat WHERE job = ?",
+                "DELETE FROM key WHERE job = ?",
+            ):
+                connection.execute(statement, (job,))
 
 
 def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:

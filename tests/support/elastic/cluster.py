@@ -115,7 +115,7 @@ class Cluster:
         folder: for the state file and whatever the test keeps.
         least, most: bounds of the world.
         total: the last step.
-        failure_timeout: seconds.
+        failure_timeout, step_timeout: seconds.
         witness: whether exits are told to the coordinator, as a launcher would.
         host: where the coordinator runs; None for this one. From here a host cannot be reached: `witness` is to be off.
         certificates: for TLS everywhere; None for none.
@@ -130,6 +130,7 @@ class Cluster:
         most: int = 8,
         total: int = 8,
         failure_timeout: float = 3.0,
+        step_timeout: float = 600.0,
         witness: bool = True,
         host: Host | None = None,
         certificates: CertificateFolder | None = None,
@@ -151,6 +152,7 @@ class Cluster:
             "PACELINE_MIN_WORKERS": str(least),
             "PACELINE_MAX_WORKERS": str(most),
             "PACELINE_FAILURE_TIMEOUT": str(failure_timeout),
+            "PACELINE_STEP_TIMEOUT": str(step_timeout),
             "PACELINE_FLIGHT_DIR": "off",
             **({} if certificates is None else certificates.environment),
         }
@@ -190,14 +192,22 @@ class Cluster:
             AdminServiceStub(channel).RestartJob(RestartJobRequest(job="job"), timeout=10)
 
     def start(
-        self, count: int, faults: Sequence[Fault] = (), *, host: Host | None = None, go: bool = True, **plan: Any
+        self,
+        count: int,
+        faults: Sequence[Fault] = (),
+        *,
+        host: Host | None = None,
+        go: bool = True,
+        ranks: Sequence[int] | None = None,
+        **plan: Any,
     ) -> list[Trainer]:
         """Starts trainers that all have the same faults before them, on a host of the test's network or on this one.
 
-        Without `go` they have loaded what they need, and wait for `Trainer.go`.
+        Without `go` they have loaded what they need, and wait for `Trainer.go`. They claim `ranks` if there are any.
         """
         whole = {**self._plan, **plan, "faults": [fault.plan() for fault in faults]}
-        started = [Trainer(whole, self.environment, self._changed, host) for _ in range(count)]
+        environments = [self.environment] * count if ranks is None else [self._claiming(rank) for rank in ranks]
+        started = [Trainer(whole, environment, self._changed, host) for environment in environments]
         self.trainers += started
         if self._witness:
             for trainer in started:
@@ -208,6 +218,11 @@ class Cluster:
         for trainer in started if go else ():
             trainer.go()
         return started
+
+    def _claiming(self, rank: int) -> dict[str, str]:
+        """The environment of a trainer that claims a rank."""
+        world = {"PACELINE_RANK": str(rank), "PACELINE_WORLD_SIZE": self.environment["PACELINE_MAX_WORKERS"]}
+        return {**{name: value for name, value in self.environment.items() if "_WORKERS" not in name}, **world}
 
     def wait_until(self, happened: Callable[[], bool], what: str, timeout: float = 45.0) -> None:
         """Waits for something that the trainers' events show, or what they complain of."""

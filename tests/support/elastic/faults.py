@@ -2,7 +2,8 @@
 
 Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
 before_gate, second_word (of a state that is spread), behind_gate, between_steps, giving and taking state, giving_share,
-taking_share, meeting, closing. Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
+taking_share, meeting, closing, keeping (the last checkpoint).
+Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
 mid_replicas (the sum of those over the nodes). A fault is inflicted once.
 """
 
@@ -19,8 +20,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from paceline import checkpoint
+from support.flipping import Flipper, send_through
 
-__all__ = ["Fault", "abort", "fail", "freeze", "hold_gil", "inflict", "kill", "take_nothing"]
+__all__ = ["Fault", "abort", "fail", "flip", "freeze", "hang", "hold_gil", "inflict", "kill", "take_nothing"]
+
+
+_flipper = Flipper()
 
 
 @dataclass
@@ -28,11 +33,12 @@ class Fault:
     """One fault.
 
     Attributes:
-        what: "kill", "freeze", "hold_gil", "raise" or "fail" (the collective that it is in fails here, and only here).
+        what: "kill", "freeze", "hang", "hold_gil", "raise", "fail" (the collective that it is in fails here, and only
+            here), or "flip" (one bit of what this worker sends next, in 400 bytes or more, changes on the way).
         at: the phase.
         rank: whom it hits, by its rank in the step; any rank if None (phases without a step: whoever has the plan).
         step: in which step, in the generation that the first view opens; any if None.
-        seconds: of a freeze or a hold.
+        seconds: of a freeze, a hang or a hold.
         once: a file that whoever comes first makes: it hits one process only, of all that have the fault before them.
         stored: a directory in which there must be a checkpoint before it hits anybody in a step; "" for none.
     """
@@ -84,9 +90,13 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hold_gil":
                 _hold_gil(self.seconds)
+            case "hang":
+                time.sleep(self.seconds)  # the session goes on heartbeating
             case "fail":
                 time.sleep(self.seconds)  # the others get through meanwhile
                 self.fail()
+            case "flip":
+                _flipper.arm()
             case "raise":
                 raise ValueError(f"the user's code failed at {self.at}")
             case other:
@@ -103,6 +113,11 @@ def kill(
 def freeze(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
     """SIGSTOP, and SIGCONT so many seconds later."""
     return Fault("freeze", at, rank, step, seconds)
+
+
+def hang(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
+    """The user's code does not come back, as a data loader that waits for a dead disk; Paceline's threads run on."""
+    return Fault("hang", at, rank, step, seconds)
 
 
 def hold_gil(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
@@ -126,12 +141,15 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline.elastic.line import Line
     from paceline.elastic.offer import Content, Shelf
     from paceline.elastic.port import CoordinatedPort
+    from paceline.elastic.saver import Saver
     from paceline.elastic.state import TrainState
     from paceline.group.core import GroupCore
     from paceline.links.fault import Suspicion
     from paceline.session.member import MemberConnection
     from pacelinepb.v1.errors_pb2 import ErrorReason
 
+    if any(fault.what == "flip" for fault in faults):
+        send_through(_flipper)
     current: list[Any] = [None]
     # By exchange, for those of the parts of a view run side by side; none is kept alive by it.
     received: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -183,7 +201,13 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     _before(TrainState, "switch", lambda *_: strike("taking_share"))
     _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(Line, "close", lambda *_: strike("closing"))
+    _before(Saver, "keep", lambda *_: strike("keeping"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))
+
+
+def flip(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+    """A bit of a gradient, which is longer than anything else in a step, changes on its way to a peer."""
+    return Fault("flip", at, rank, step)
 
 
 def take_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from typing import Any
 
 import torch
@@ -9,7 +11,10 @@ import torch
 import paceline.torch
 from support.elastic.problem import build, data
 
-__all__ = ["TorchProblem"]
+__all__ = ["TorchProblem", "load"]
+
+_PR_SET_PDEATHSIG = 1
+"""<linux/prctl.h>"""
 
 cross_entropy = torch.nn.functional.cross_entropy
 
@@ -36,11 +41,11 @@ class TorchProblem:
         self.optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0)
         x, t = data()
-        self._x, self._t = torch.from_numpy(x), torch.from_numpy(t)
+        self.data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(t))
 
-    def loss(self, indices: Any) -> Any:
-        """The mean loss over some samples."""
-        return cross_entropy(self.model(self._x[indices]), self._t[indices])
+    def loss(self, x: Any, t: Any) -> Any:
+        """The mean loss over some samples, as `data` has them."""
+        return cross_entropy(self.model(x), t)
 
     def large(self) -> list[Any]:
         """Parameters, then the two moments of each: in the order of the NumPy problem."""
@@ -48,3 +53,12 @@ class TorchProblem:
         state = self.optimizer.state
         moments = [state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
         return [tensor.detach().numpy() for tensor in [*parameters, *moments]]
+
+
+def load(data: Any, workers: int) -> Any:
+    """A loader whose workers end when this process is killed: else they would hold its output open."""
+    return paceline.torch.ElasticDataLoader(data, num_workers=workers, worker_init_fn=_end_with_the_parent)
+
+
+def _end_with_the_parent(_: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

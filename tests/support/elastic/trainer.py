@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def main() -> None:
         from support.elastic import torch_problem
     emit("ready")
     sys.stdin.readline()  # all that are started together knock together
-    with paceline.join(timeout=plan["join_timeout"]) as session:
+    with ExitStack() as stack, paceline.join(timeout=plan["join_timeout"]) as session:
         emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
         seed, hidden, bucket_mb = (
             plan.get("model_seed", os.getpid()),
@@ -66,9 +67,12 @@ def main() -> None:
             plan.get("bucket_mb"),
         )
         problem: Any = None
+        loader: Any = None
         if plan["wrapper"] == "torch":
             problem = torch_problem.TorchProblem(seed, hidden, session.group, bucket_mb)
             trained, optimizer, parts = problem.model, problem.optimizer, {"schedule": problem.schedule}
+            if "data_workers" in plan:
+                loader = stack.enter_context(torch_problem.load(problem.data, plan["data_workers"]))
         else:
             model = build(seed, hidden)
             wrapped = wrap(plan["wrapper"], model, session, bucket_mb)
@@ -97,7 +101,7 @@ def main() -> None:
                     if plan.get("pace"):
                         brake.compute(plan["pace"])
                     if problem is not None:
-                        loss = problem.loss(step.indices)
+                        loss = problem.loss(*(loader.batch(step) if loader else problem.data[step.indices]))
                     else:
                         y = wrapped(x[step.indices])
                         loss, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])

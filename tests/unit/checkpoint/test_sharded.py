@@ -108,6 +108,7 @@ def saved_by(directory: Path, world: int, name: str) -> Any:
     return found.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "DDP"])
 def test_saved_by_four_loaded_by_any(tmp_path: Path, name: str) -> None:
     state = saved_by(tmp_path, 4, name)

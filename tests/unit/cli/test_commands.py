@@ -21,7 +21,7 @@ def test_version() -> None:
 
 
 def test_every_command_has_help() -> None:
-    plain = ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "bench", "schedules")
+    plain = ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "forget", "bench", "schedules")
     for command in (*plain, "checkpoint"):
         assert runner.invoke(app, [command, "--help"]).exit_code == 0
 

@@ -71,6 +71,7 @@ def test_json() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collective", "schedule"), [(of, name) for of, names in SCHEDULES.items() for name in names])
 @pytest.mark.parametrize("world", [1, 2, 7, 64])
 def test_every_schedule_can_be_shown(collective: str, schedule: str, world: int) -> None:

@@ -113,6 +113,7 @@ def test_the_first_frame_of_a_broadcast_comes_from_the_same_rank_by_every_schedu
             assert len(sources) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     data=st.data(),

@@ -134,3 +134,6 @@ class Gate:
 
     def spoil(self) -> None:
         self.spoiled += 1
+
+    def changed(self) -> None:
+        pass

@@ -1,29 +1,71 @@
-"""A step that fails too often in a row ends in an error that has every cause."""
+"""What fails too often in a row ends in an error that has every cause, unless those to blame have left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from paceline.elastic.failures import MAX_ATTEMPTS, Failures
-from paceline.errors import PeerLost, StepVoid
+from paceline.errors import OperationTimeout, PeerLost, StepVoid
+from paceline.links.base import Peer
+
+WORLD = [Peer(rank, f"member-{rank}", f"host-{rank}", pid=100 + rank) for rank in range(7)]
 
 
 def test_attempts_at_one_step_are_counted() -> None:
     failures = Failures()
-    assert failures.begin(4) == 1
-    failures.add(4, PeerLost("rank 1 died"))
-    assert failures.begin(4) == 2
-    assert failures.begin(5) == 1, "the next step has failed never"
-    assert failures.begin(4) == 1, "a line that goes on from before begins anew"
+    assert failures.begin("step 4", WORLD) == 1
+    failures.add("step 4", PeerLost("rank 1 died"), WORLD)
+    assert failures.begin("step 4", WORLD) == 2
+    assert failures.begin("step 5", WORLD) == 1, "the next step has failed never"
+    assert failures.begin("step 4", WORLD) == 1, "a line that goes on from before begins anew"
 
 
 def test_once_too_often() -> None:
     failures = Failures()
     for number in range(MAX_ATTEMPTS - 1):
-        failures.add(4, PeerLost(f"rank {number} died"))
+        assert failures.begin("step 4", WORLD) == number + 1
+        failures.add("step 4", PeerLost(f"rank {number} died"), WORLD)
+    failures.begin("step 4", WORLD)
+    failures.add("step 4", ValueError("no"), WORLD)
     with pytest.raises(StepVoid, match=r"step 4 failed 5 times in a row: PeerLost: rank 0 died; .*ValueError: no"):
-        failures.add(4, ValueError("no"))
+        failures.begin("step 4", WORLD)
 
 
 def test_other_steps_do_not_add_up() -> None:
     failures = Failures()
     for step in range(2 * MAX_ATTEMPTS):
-        failures.add(step, PeerLost("rank 1 died"))
+        failures.begin(f"step {step}", WORLD)
+        failures.add(f"step {step}", PeerLost("rank 1 died"), WORLD)
+
+
+def test_an_attempt_whose_culprit_has_left_does_not_count() -> None:
+    """Machines are reclaimed one by one while one long step is tried again and again."""
+    failures = Failures()
+    left = list(WORLD)
+    for number in range(6):
+        assert failures.begin("step 4", left) == number + 1
+        failures.add("step 4", PeerLost("it died", ranks=(left[-1].rank,)), left)
+        left.pop()
+    assert failures.begin("step 4", left) == 7
+
+
+def test_a_container_that_is_started_again_is_another_worker() -> None:
+    """Its host has the same name, and its first process the same id."""
+    failures = Failures()
+    for number in range(2 * MAX_ATTEMPTS):
+        world = [*WORLD[:6], replace(WORLD[6], pid=1, start_ticks=1_000 * number + 7)]
+        assert failures.begin("step 4", world) == number + 1
+        failures.add("step 4", PeerLost("it died", ranks=(6,)), world)
+
+
+def test_a_culprit_that_comes_back_each_time_counts() -> None:
+    """It is a new member at another rank then, and the same process."""
+    failures = Failures()
+    for number in range(MAX_ATTEMPTS):
+        world = [*WORLD[:6], replace(WORLD[6], member_id=f"again-{number}")]
+        failures.begin("step 4", world)
+        failures.add("step 4", OperationTimeout("too late", ranks=(6,)), world)
+    with pytest.raises(StepVoid):
+        failures.begin("step 4", world)

@@ -74,8 +74,11 @@ def test_a_meeting_that_is_past_asks_for_nothing() -> None:
 
 def test_an_old_view_changes_nothing() -> None:
     place = in_view(generation=7)
-    assert place.formed(news(6, START)) is None
-    assert place.generation == 7
+    place.begin()
+    place.applied(1)
+    for generation in (6, 7):  # one that is past, and its own, told a second time
+        assert place.formed(news(generation, START)) is None
+        assert (place.generation, place.held, place.phase) == (7, Tag(7, 1), Phase.READY)
 
 
 def test_it_goes_on_in_its_generation_if_the_coordinator_is_away() -> None:

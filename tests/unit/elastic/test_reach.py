@@ -46,11 +46,21 @@ def test_members_are_tried_at_once_and_then_later_and_later(reach: Reach) -> Non
 def test_a_member_that_is_new_is_tried_at_once(reach: Reach) -> None:
     reach.hear([ONE])
     reach.failed(100.0)
-    for members in ([ONE], None, []):
+    for members in ([ONE], None):
         reach.hear(members)
         assert reach.due(100.1) is None
     reach.hear([ONE, TWO])
     assert reach.due(100.1) == [ONE, TWO]
+
+
+def test_the_others_are_tried_at_once_when_a_member_has_ended(reach: Reach) -> None:
+    reach.hear([ONE, TWO])
+    reach.failed(100.0)
+    reach.hear([ONE])
+    assert reach.due(100.1) == [ONE]
+    reach.failed(100.1)
+    reach.hear([])
+    assert reach.due(100.2) == [], "nobody is left to reach: the candidate may come in"
 
 
 def test_many_that_fail_together_do_not_try_again_together() -> None:

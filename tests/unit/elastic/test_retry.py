@@ -24,7 +24,7 @@ class Scene:
         self.line: Any = SimpleNamespace(
             done=False, left=False, retry=lambda: outcomes.pop(0), block_done=lambda: self.done.append("done")
         )
-        self.group: Any = SimpleNamespace(mesh=SimpleNamespace(fault=fault), barrier=self._barrier)
+        self.group: Any = SimpleNamespace(mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier)
 
     def run(self) -> list[bool]:
         found = []

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
+from paceline.checkpoint import folder, keep
 from paceline.checkpoint.tag import Tag
+from paceline.checkpoint.writing import write_part
+from paceline.elastic import saver as saver_module
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
-from paceline.errors import CheckpointDamaged, SizeMismatch
+from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch
 from paceline.group import Group
-from support.parts import local_mesh, world_of
+from paceline.links.fault import Suspicion
+from paceline.links.local import next_meshes
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.parts import at_once, each, local_mesh, world_of
 
 
 @pytest.fixture
@@ -78,6 +84,17 @@ def test_a_step_that_comes_again_is_copied_once(tmp_path: Path, alone: Group) ->
     assert found.state["step"] == 0
 
 
+def test_nothing_is_written_before_its_step_is_committed(tmp_path: Path, alone: Group) -> None:
+    saver = Saver(tmp_path, 2)
+    saver.begin(Tag(1, 2), TrainState(), alone)
+    saver.commit(1)
+    saver.wait()
+    assert checkpoint.tags(tmp_path) == []
+    saver.commit(2)
+    saver.wait()
+    assert checkpoint.tags(tmp_path) == [Tag(1, 2)]
+
+
 def test_what_the_line_left_behind_is_not_written(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, 2)
     saver.begin(Tag(1, 2), TrainState(), alone)  # then the generation fails, and the line goes on from its step 1
@@ -103,15 +120,85 @@ def test_lowest_rank_of_each_host_writes(tmp_path: Path) -> None:
         for group in groups:
             mesh = local_mesh(group.mesh)
             mesh.peers = [replace(peer, host="ab"[peer.rank // 2]) for peer in mesh.peers]
-        for group in groups:
+
+        def save(group: Group) -> None:
             folder = tmp_path / str(group.rank)
             saver = Saver(folder, 1)
             saver.begin(Tag(1, 1), TrainState(), group)
             saver.commit(1)
             saver.keep(Tag(1, 2), TrainState(), group)
             saver.wait()
+
+        assert each(groups, save) == [None] * 4
         assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
         assert checkpoint.tags(tmp_path / "2") == [Tag(1, 1), Tag(1, 2)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_hosts_that_share_the_directory_write_once(shared: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    written: list[Tag] = []
+
+    def writing(directory: Path, tag: Tag, *more: Any) -> Any:
+        written.append(tag)
+        return write_part(directory, tag, *more)
+
+    monkeypatch.setattr(keep, "write_part", writing)
+    with world_of(8, "abcdefgh") as groups:
+
+        def train(group: Group) -> None:
+            folder = tmp_path if shared else tmp_path / str(group.rank)
+            state, saver = TrainState(), Saver(folder, 2)
+            saver.begin(Tag(1, 2), state, group)
+            saver.commit(2)
+            saver.wait()
+            saver.keep(Tag(1, 3), state, group)
+            assert checkpoint.tags(folder)[-1] == Tag(1, 3)
+
+        assert each(groups, train) == [None] * 8
+    times = 1 if shared else 8
+    assert (written.count(Tag(1, 2)), written.count(Tag(1, 3)), len(written)) == (times, times, 2 * times)
+    assert not list(tmp_path.glob("**/.writing-*"))
+
+
+def test_what_a_host_began_and_did_not_finish_the_next_generation_writes(tmp_path: Path) -> None:
+    with world_of(3, "abc") as groups:
+        folder.open_folder(tmp_path, Tag(1, 2), saver_module._attempt(groups[0]))  # and the worker was killed
+        for group, mesh in zip(groups, next_meshes([local_mesh(group.mesh) for group in groups]), strict=True):
+            group.move(mesh)
+        keeping = each(groups, lambda group: Saver(tmp_path, None).keep(Tag(1, 2), TrainState(), group))
+        assert keeping == [None] * 3
+        assert checkpoint.tags(tmp_path) == [Tag(1, 2)]
+
+
+def test_a_greater_tag_of_another_run_keeps_nothing_from_being_written(tmp_path: Path, alone: Group) -> None:
+    for step in (400, 500):
+        checkpoint.save(tmp_path, TrainState().state_dict(), Tag(9, step))
+    saver = Saver(tmp_path, 2)
+    saver.load(TrainState())
+    assert saver.tag == Tag(9, 500)
+    saver.begin(Tag(4, 2), TrainState(), alone)  # it was given the state of another line
+    saver.commit(2)
+    saver.wait()
+    assert checkpoint.tags(tmp_path) == [Tag(4, 2), Tag(9, 400), Tag(9, 500)]
+
+
+def test_checkpoints_of_one_tag_are_told_apart(tmp_path: Path) -> None:
+    fingerprints = []
+    for run, value in enumerate([1.0, 1.0, 2.0]):
+        state = TrainState(values={"n": np.full(3, value)})
+        checkpoint.save(tmp_path / str(run), state.state_dict(), Tag(2, 12))
+        saver = Saver(tmp_path / str(run), None)
+        saver.load(state)
+        fingerprints.append(saver.fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert Saver(tmp_path, None).fingerprint == b""
+
+
+def test_whoever_is_left_writes_the_last_state_where_the_lowest_rank_is_gone(tmp_path: Path) -> None:
+    with world_of(2) as groups:
+        groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
+        Saver(tmp_path, None).keep_last(Tag(1, 4), TrainState(), groups[1])
+        assert checkpoint.tags(tmp_path) == [Tag(1, 4)]
 
 
 def test_slow_disk_leaves_one_out(tmp_path: Path, alone: Group, monkeypatch: Any, caplog: Any) -> None:
@@ -142,6 +229,82 @@ def test_disk_that_refuses(tmp_path: Path, alone: Group, monkeypatch: Any) -> No
     saver.wait()  # told once
     with pytest.raises(OSError, match="no space"):
         saver.keep(Tag(1, 5), TrainState(), alone)
+
+
+def test_nobody_is_through_before_the_last_checkpoint_is_durable(tmp_path: Path) -> None:
+    with world_of(2) as groups:
+        through = threading.Event()
+
+        def late() -> list[Tag]:
+            through.wait(0.3)  # it would have come to that by now
+            Saver(tmp_path, None).keep(Tag(1, 5), TrainState(), groups[0])
+            return []
+
+        def early() -> list[Tag]:
+            Saver(tmp_path, None).keep(Tag(1, 5), TrainState(), groups[1])
+            through.set()
+            return checkpoint.tags(tmp_path)
+
+        assert at_once([late, early]) == [[], [Tag(1, 5)]]
+
+
+def test_a_member_without_a_directory_waits_for_those_who_have_one(tmp_path: Path) -> None:
+    with world_of(2) as groups:
+        savers = [Saver(tmp_path, None), Saver(None, None)]
+        doings = [lambda n=n: savers[n].keep(Tag(1, 5), TrainState(), groups[n]) for n in range(2)]
+        assert at_once(doings) == [None, None]
+        assert checkpoint.tags(tmp_path) == [Tag(1, 5)]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_all_hear_that_the_last_checkpoint_was_refused(last: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError("no space")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with world_of(3) as groups:
+        save = Saver.keep_last if last else Saver.keep
+        errors = each(groups, lambda group: save(Saver(tmp_path, None), Tag(1, 5), TrainState(), group))
+        assert {type(error) for error in errors} == {CheckpointFailed}
+        assert "no space" in str(errors[0])
+        assert "rank 0 (local)" in str(errors[1]) == str(errors[2])
+
+
+def test_what_once_could_not_be_written_does_not_count_where_another_writes_the_last(
+    tmp_path: Path, monkeypatch: Any, alone: Group
+) -> None:
+    """A member that wrote before it was cut off, and came back behind another of its host."""
+
+    def full(*args: Any) -> Any:
+        raise OSError("no space")
+
+    back = Saver(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        steps(back, TrainState(), alone, 1, 2)
+        assert back._thread is not None
+        back._thread.join()
+    with world_of(2) as groups:
+        savers = [Saver(tmp_path, 1), back]
+        doings = [lambda n=n: savers[n].keep(Tag(2, 5), TrainState(), groups[n]) for n in range(2)]
+        assert at_once(doings) == [None, None]
+    assert checkpoint.tags(tmp_path) == [Tag(2, 5)]
+
+
+def test_those_who_all_leave_keep_the_state_though_the_writer_is_lost(tmp_path: Path) -> None:
+    with world_of(3) as groups:
+        through = threading.Event()
+
+        def leave(group: Group) -> None:
+            if group.rank == 0:  # it was to write
+                through.wait(0.3)  # the others would have gone by now
+                group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "killed"))
+                return
+            Saver(tmp_path, None).keep_last(Tag(1, 5), TrainState(), group)
+            through.set()
+
+        assert each(groups, leave) == [None] * 3
+        assert checkpoint.tags(tmp_path) == [Tag(1, 5)]
 
 
 def test_load_takes_the_greatest_that_is_whole(tmp_path: Path, alone: Group, caplog: Any) -> None:

@@ -126,6 +126,27 @@ def test_error_of_the_blocks_own_is_raised_and_the_step_undone(session: Any, kin
     training.optimizer.step()  # the gate is gone
 
 
+def test_an_update_right_behind_the_block_is_refused(session: Any) -> None:
+    training = Training()
+
+    def behind(step: Any) -> None:
+        with pytest.raises(StepOrderError, match=r"outside of a step"):
+            training.optimizer.step()
+
+    training.run(session, 3, after=behind)
+    np.testing.assert_array_equal(training.weights, undisturbed(3))
+
+
+def test_a_step_is_entered_once(session: Any) -> None:
+    training = Training()
+    for step in session.steps(training.state, total=2):
+        with step:
+            training.train(step)
+        with pytest.raises(StepOrderError, match=f"step {step.number} was entered before"), step:
+            training.train(step)
+    np.testing.assert_array_equal(training.weights, undisturbed(2))
+
+
 def test_interrupt_within_the_update(session: Any) -> None:
     training = Training()
 

@@ -17,7 +17,7 @@ import pytest
 from paceline._grpc import grpc
 from paceline._loop import loop_thread
 from paceline.checkpoint.tag import Tag
-from paceline.credentials import IN_THE_CLEAR
+from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.elastic import offer
 from paceline.elastic.offer import Content, Shelf
 from paceline.elastic.take import get_manifest, take_state
@@ -26,6 +26,7 @@ from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.flipping import Flipper
 from support.relay import relay
 
 JOB, TAG = "job", Tag(2, 5)
@@ -98,6 +99,35 @@ def test_all_give_some_of_it() -> None:
         np.testing.assert_array_equal(own["w"], kept)
 
 
+def test_a_few_of_many_are_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled = dials(monkeypatch)
+    with donors(20) as givers:
+        np.testing.assert_equal(take(givers), state())
+    assert len(dialled) == len(set(dialled)) == 16
+
+
+def test_the_others_are_dialled_when_the_first_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled = dials(monkeypatch)
+    with donors(20) as givers:
+        for giver in givers[:19]:
+            giver.befalls = lambda count: bytes(64)
+        np.testing.assert_equal(take(givers), state())
+    assert givers[19].peer.address in dialled
+
+
+def dials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that are dialled from now on."""
+    dialled: list[str] = []
+
+    def member_channel(self: Credentials, address: str, **how: Any) -> Any:
+        dialled.append(address)
+        return real(self, address, **how)
+
+    real = Credentials.member_channel
+    monkeypatch.setattr(Credentials, "member_channel", member_channel)
+    return dialled
+
+
 def test_nothing_travels_when_states_are_alike() -> None:
     with donors(2) as givers:
         np.testing.assert_equal(take(givers, state()), state())
@@ -128,6 +158,18 @@ def test_one_lies() -> None:
         givers[1].befalls = lambda count: bytes(64)
         np.testing.assert_equal(take(givers), state())
         assert len(givers[1].asked) <= 16, "a liar is not asked again"
+
+
+def test_a_description_changes_on_the_way() -> None:
+    tree = state() | {"note": "a" * 64}
+    flipper = Flipper(b"a" * 64)
+    flipper.arm()
+    with donors(2, tree) as givers, ExitStack() as stack:
+        for giver in givers:
+            way = stack.enter_context(relay(giver.peer.address, change=flipper))
+            giver.peer = replace(giver.peer, address=way.address)
+        np.testing.assert_equal(take(givers), tree)
+        assert flipper.flipped.is_set()
 
 
 def test_one_dies_midway() -> None:

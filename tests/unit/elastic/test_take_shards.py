@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from paceline.elastic import take_shards as taking
 from paceline.elastic.offer import Content, Shelf
 from paceline.elastic.parcel import Parcel, borrow, unpack
 from paceline.elastic.resharding import Resharding
-from paceline.elastic.runs import Run
+from paceline.elastic.runs import Run, checksum
 from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.take_shards import Holder, take_shards
 from paceline.errors import LinkUnavailable, PacelineError
@@ -206,6 +207,16 @@ def _lies(giver: Giver) -> None:
     giver.befalls = damaged
 
 
+def _was_asked_for_something_else(giver: Giver) -> None:
+    """A number in the request has changed on the way: what is sent is whole, and not what was wanted."""
+
+    def other() -> Parcel:
+        size = sum(run.count * VALUES[run.name].itemsize for run in giver.asked)
+        return Parcel([np.zeros(size, np.uint8)], checksum([replace(run, start=run.start + 1) for run in giver.asked]))
+
+    giver.befalls = other
+
+
 def _cuts_short(giver: Giver) -> None:
     giver.befalls = lambda: Parcel([np.zeros(1)])
 
@@ -214,7 +225,7 @@ def _holds_something_else(giver: Giver) -> None:
     giver.offer(TAG, Content.of(dict(cut(Share(6, 7)))))
 
 
-TROUBLES = [_dead, _refuses, _withdraws, _lies, _cuts_short, _holds_something_else]
+TROUBLES = [_dead, _refuses, _withdraws, _lies, _was_asked_for_something_else, _cuts_short, _holds_something_else]
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.checkpoint.tag import Tag
 from paceline.elastic import taking
-from paceline.elastic.place import Place, ViewNews
+from paceline.elastic.place import Meet, Place, ViewNews
 from paceline.elastic.share import Share
 from paceline.elastic.take_shards import Holder
 from paceline.errors import LinkUnavailable, OrphanedError
@@ -54,6 +54,8 @@ class Scene:
             clear_gradients=lambda: self._note("clear"),
         )
         saver: Any = SimpleNamespace(
+            tag=Tag(0, 0),
+            fingerprint=b"",
             latest=lambda: self.latest,
             has=lambda tag: self.has,
             read=lambda tag, plan, interrupted: self._note(f"read {tag.step}", "the disk's"),
@@ -239,3 +241,20 @@ def test_without_a_checkpoint_it_ends(scene: Scene) -> None:
 def test_what_is_trained_on_is_what_the_seat_has(scene: Scene) -> None:
     scene.taking.train_on(FIRST)
     assert scene.did == []
+
+
+def test_what_was_read_from_a_disk_is_told_apart_until_the_line_has_a_base(scene: Scene) -> None:
+    found = Tag(2, 12)
+    scene.taking._own = found, b"this disk's"
+    meet = Meet(1, found, holds_base=False)
+    assert scene.taking.fingerprint(meet) == b"this disk's"
+    scene.taking.learn(scene.taking._holders, b"the leader's")
+    scene.order(found)
+    assert scene.taking.fingerprint(meet) == b"the leader's"
+    scene.taking.has_a_base()
+    assert scene.taking.fingerprint(meet) == b""
+
+
+def test_a_step_leaves_no_fingerprint(scene: Scene) -> None:
+    scene.taking._own = Tag(2, 12), b"this disk's"
+    assert scene.taking.fingerprint(Meet(2, Tag(2, 13), holds_base=True)) == b""

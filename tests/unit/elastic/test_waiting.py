@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.tag import Tag
+from paceline.config import Config
 from paceline.elastic import waiting
 from paceline.elastic.dismissed import Dismissed
-from paceline.elastic.place import Meet, Place
+from paceline.elastic.place import Meet, Phase, Place
+from paceline.links.fault import Fault, Suspicion
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
 @pytest.fixture
@@ -21,7 +24,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def member(draining: str = "", generation: int = 1, said: list[Meet] | None = None) -> waiting.Waiting:
-    port: Any = SimpleNamespace(mail=SimpleNamespace(draining=draining, connected=True))
+    port: Any = SimpleNamespace(
+        mail=SimpleNamespace(draining=draining, connected=True),
+        group=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0))),
+        config=Config(step_timeout=60.0, failure_timeout=3.0),
+    )
     place = Place(Tag(0, 0))
     place.generation = generation
     return waiting.Waiting(port, place, ([] if said is None else said).append)
@@ -89,3 +96,53 @@ def test_without_a_word_from_the_coordinator_that_is_what_is_said(
     clock.now += 0.5
     waits.look_around()
     assert caplog.messages[1:] == ["waiting for rank 1 to stop; for 0 s now"]
+
+
+def test_a_planned_meeting_that_lasts_longer_than_a_step_may_is_a_timeout(clock: SimpleNamespace) -> None:
+    """A member hangs between two steps, and no collective is there to time out."""
+    waits = member()
+    suspicions: list[Suspicion] = []
+    fault: Fault = waits._port.group.mesh.fault
+    fault.on_suspicion(suspicions.append)
+    waits.planned = True
+    waits.said()
+    waits.waits_for("waiting for rank 1 (host-b) to stop")
+    clock.now += 59.0
+    waits.look_around()
+    assert not fault.failed
+    clock.now += 2.0
+    waits.look_around()
+    waits.look_around()
+    (suspicion,) = suspicions
+    assert suspicion.reason == ErrorReason.ERROR_REASON_TIMEOUT
+    assert suspicion.text == "the members did not meet within 60 s: waiting for rank 1 (host-b) to stop"
+
+
+def test_a_member_of_a_view_has_nobody_to_reach_any_more(clock: SimpleNamespace) -> None:
+    """It came into a view while it still tried to reach the members of a line that was over by then."""
+    waits = member()
+    waits.as_candidate()
+    waits.line_runs([])
+    waits.view_came()
+    waits.look_around()
+    assert waits._reach is None
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
+    failed: bool, clock: SimpleNamespace
+) -> None:
+    """A step has asked for a meeting, and it does not come about. A generation that has failed is not gone on with."""
+    waits, went_on = member(), []
+    port: Any = waits._port
+    if failed:
+        lost = Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is gone")
+        port.group.mesh.fault.suspect(lost)
+    port.go_on = lambda: went_on.append(clock.now)
+    waits.planned, waits._place.holds_base = True, True
+    port.mail.connected = False
+    for _ in range(8):
+        waits.look_around()
+        clock.now += 0.5
+    assert went_on == ([] if failed else [103.5])
+    assert (waits._place.phase is Phase.READY) == (not failed)

@@ -79,3 +79,24 @@ def test_check_passes_until_something_fails() -> None:
     fault.settle(Verdict(3, ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, (0, 1), 7, "both sides"))
     with pytest.raises(errors.CollectiveMismatch, match="both sides"):
         fault.check()
+
+
+def test_a_members_own_error_is_reported_and_is_the_cause_of_what_is_raised() -> None:
+    fault, error = Fault(3, 0, 0.01, "rank 0 (host-a)"), MemoryError("no room")
+    reported: list[Suspicion] = []
+    fault.on_suspicion(reported.append)
+    fault.broke(error)
+    (told,) = reported
+    assert (told.reason, told.accused) == (ErrorReason.ERROR_REASON_PEER_RAISED, None)
+    assert told.text == "rank 0 (host-a) raised MemoryError: no room"
+    assert fault.own_error is error
+    raised = fault.error()
+    assert isinstance(raised, errors.PeerRaised)
+    assert raised.__cause__ is error
+
+
+def test_an_error_that_follows_the_failure_of_another_is_not_its_cause() -> None:
+    fault = Fault(3, 0, 0.01)
+    fault.suspect(suspicion())
+    fault.broke(MemoryError())
+    assert fault.own_error is None

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
+from paceline.links.frame import (
+    MAX_FRAME_BYTES,
+    MAX_SIGNATURE_BYTES,
+    Frame,
+    FrameDamaged,
+    FrameError,
+    FrameKind,
+    decode,
+    encode,
+)
 from pacelinepb.v1.peer_pb2 import FramesRequest
 
 U64 = st.integers(0, 2**64 - 1)
@@ -38,6 +49,7 @@ def test_any_protobuf_decoder_reads_it(frame: Frame) -> None:
         frame.part,
     )
     assert (message.signature, message.payload) == (frame.signature, frame.payload)
+    assert message.checksum == zlib.crc32(encode(frame)[:-4])
 
 
 @given(st.binary(max_size=200))
@@ -55,10 +67,28 @@ def test_a_truncated_frame_is_refused(frame: Frame, data: st.DataObject) -> None
 
 
 @given(FRAMES, st.data())
-def test_a_changed_byte_never_does_harm(frame: Frame, data: st.DataObject) -> None:
-    """Either refused, or another frame that is itself in canonical form: lengths always add up."""
+def test_a_changed_byte_is_found_out(frame: Frame, data: st.DataObject) -> None:
     whole = bytearray(encode(frame))
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(FrameDamaged):
+        decode(bytes(whole))
+
+
+def test_any_bit_that_has_changed_is_found_out() -> None:
+    whole = encode(Frame(FrameKind.DATA, 2**40 + 1, 5, 7, b"all_reduce", b"some payload"))
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FrameDamaged):
+            decode(bytes(changed))
+
+
+@given(FRAMES, st.data())
+def test_a_checksum_that_is_right_makes_no_frame(frame: Frame, data: st.DataObject) -> None:
+    """Whoever means harm can compute it: either refused, or another frame that is itself in canonical form."""
+    whole = bytearray(encode(frame))
+    whole[data.draw(st.integers(0, len(whole) - 5))] ^= data.draw(st.integers(1, 255))
+    whole[-4:] = zlib.crc32(whole[:-4]).to_bytes(4, "little")
     try:
         other = decode(bytes(whole))
     except FrameError:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind
@@ -19,6 +20,7 @@ def taken() -> tuple[int, int, int]:
     return count, threading.active_count(), Path("/proc/self/maps").read_text().count("memfd:paceline")
 
 
+@pytest.mark.slow
 def test_a_thousand_pairs_leave_nothing() -> None:
     arena = Arena()
     x = arena.empty((1 << 20,), np.uint8)

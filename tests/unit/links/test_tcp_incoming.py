@@ -7,13 +7,14 @@ import socket
 import struct
 import threading
 import time
+import zlib
 
 import pytest
 
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
 from paceline.links.halves import Breach
-from paceline.links.tcp.wire import HEAD_BYTES, encode_head
+from paceline.links.tcp.wire import HEAD_BYTES, cut, encode_head
 from support.tcp_pair import data, on_loop, one_way, raw_writer, soon
 
 
@@ -88,22 +89,22 @@ def test_an_interrupt_leaves_nothing_of_the_callers_in_use(monkeypatch: pytest.M
 
 
 def _head(**changes: int) -> bytes:
-    fields = {"mark": 0xA7, "flags": 0, "words": 0, "size": 3, "part": 0, "checksum": 0, "generation": 1}
-    return struct.pack("<BBHIIIQQ", *(fields | changes).values(), 1)
+    """A header whose own checksum is right."""
+    fields = {"mark": 0xA7, "words": 0, "size": 3, "part": 0, "checksum": zlib.crc32(b"abc"), "generation": 1}
+    head = struct.pack("<HHIIIQQ", *(fields | changes).values(), 1)
+    return head + zlib.crc32(head).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize(
     "head",
     [
         _head(mark=0x08),
-        _head(flags=2),
         _head(words=MAX_SIGNATURE_BYTES + 1),
         _head(size=MAX_FRAME_BYTES),
         _head(size=2**32 - 1),
         _head(generation=2),
-        _head(flags=1, checksum=1),
     ],
-    ids=["mark", "flags", "words", "size", "huge", "generation", "checksum"],
+    ids=["mark", "words", "size", "huge", "generation"],
 )
 def test_a_bad_header_is_the_peers_breach(head: bytes) -> None:
     with raw_writer() as raw:
@@ -114,14 +115,40 @@ def test_a_bad_header_is_the_peers_breach(head: bytes) -> None:
             assert not info.value.orderly
 
 
-def test_a_checksum_is_of_the_payload() -> None:
-    payload = b"p" * 100_000
-    frame = encode_head(data(payload), checked=True) + payload
-    with raw_writer() as raw:
-        raw.socks[0].sendall(frame + frame.replace(b"pp", b"pq", 1))
-        assert raw.into.recv(soon()).payload == payload
-        with pytest.raises(Breach, match="checksum"):
-            raw.into.recv(soon())
+def test_whichever_byte_has_changed_the_link_breaks() -> None:
+    """At once, and with no more of the frame than there is: a length that has changed is not waited for."""
+    whole = encode_head(data(b"payload", signature=b"words")) + b"payload"
+    for at in range(len(whole)):
+        with raw_writer() as raw:
+            raw.socks[0].sendall(whole + whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+            assert raw.into.recv(soon()).payload == b"payload"
+            for _ in range(2):
+                with pytest.raises(LinkEnded, match="changed on the way") as info:
+                    raw.into.recv(soon())
+                assert not info.value.orderly
+                assert not isinstance(info.value, Breach), "the peer is not to blame"
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("at", [0, 99_999, 150_000, 299_999])
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_a_long_payload_is_checked_piece_by_piece(streams: int, at: int, is_callers: bool) -> None:
+    payload = random.Random(2).randbytes(300_000)
+    place = memoryview(bytearray(len(payload))) if is_callers else None
+    with raw_writer(streams) as raw:
+        for number, sent in enumerate((payload, payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])):
+            head = encode_head(data(payload))  # what the writer had
+            for index, begin, end in reversed(cut(len(sent), streams, number)):
+                for start in range(begin, end, 30_000):
+                    with pytest.raises(LinkTimeout):
+                        raw.into.recv(0.0, place)
+                    part = sent[start : min(start + 30_000, end)]
+                    raw.socks[index].sendall(head + part if not start else part)
+            if number:
+                with pytest.raises(LinkEnded, match="changed on the way"):
+                    raw.into.recv(soon(), place)
+            else:
+                assert raw.into.recv(soon(), place).payload == payload
 
 
 @pytest.mark.parametrize("length", [1, HEAD_BYTES, HEAD_BYTES + 2, HEAD_BYTES + 4])

@@ -265,6 +265,7 @@ def _fill(send: Callable[[], None]) -> None:
         return
 
 
+@pytest.mark.slow
 def test_halves_leave_nothing_behind(folder: CertificateFolder) -> None:
     big = memoryview(bytes(1 << 20))
     for credentials, count in ((Credentials(), 300), (folder.credentials, 20)):

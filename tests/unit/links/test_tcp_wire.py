@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError, FrameKind
 from paceline.links.tcp.wire import (
     HEAD_BYTES,
     HELLO_BYTES,
@@ -24,27 +26,35 @@ from paceline.links.tcp.wire import (
 WORD = st.integers(0, 2**64 - 1)
 
 
-@given(WORD, WORD, st.integers(0, 2**32 - 1), st.binary(max_size=MAX_SIGNATURE_BYTES), st.binary(), st.booleans())
-def test_a_header_is_read_back(
-    generation: int, operation: int, part: int, signature: bytes, payload: bytes, checked: bool
-) -> None:
+@given(WORD, WORD, st.integers(0, 2**32 - 1), st.binary(max_size=MAX_SIGNATURE_BYTES), st.binary())
+def test_a_header_is_read_back(generation: int, operation: int, part: int, signature: bytes, payload: bytes) -> None:
     frame = Frame(FrameKind.DATA, generation, operation, part, signature, payload)
-    data = encode_head(frame, checked=checked)
+    data = encode_head(frame)
     head = decode_head(memoryview(data)[:HEAD_BYTES])
     assert data[HEAD_BYTES:] == signature
-    assert (head.words, head.size, head.checksum is not None) == (len(signature), len(payload), checked)
+    assert (head.words, head.size, head.checksum) == (len(signature), len(payload), zlib.crc32(signature + payload))
     assert head.to_frame(signature, payload) == frame
 
 
 @given(st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES))
 def test_any_bytes_are_a_header_within_the_limits_or_none(data: bytes) -> None:
-    for begin in (b"", b"\xa7", b"\xa7\x00", b"\xa7\x01\x00\x00"):
+    for begin in (b"", b"\xa7", b"\xa7\x00", b"\xa7\x00\x00\x00"):
+        fields = begin + data[len(begin) : -4]
         try:
-            head = decode_head(memoryview(begin + data[len(begin) :]))
+            head = decode_head(memoryview(fields + zlib.crc32(fields).to_bytes(4, "little")))
         except FrameError:
             continue
         assert head.words <= MAX_SIGNATURE_BYTES
         assert head.words + head.size + HEAD_BYTES <= MAX_FRAME_BYTES
+
+
+def test_a_header_of_which_any_bit_has_changed_is_refused() -> None:
+    whole = encode_head(Frame(FrameKind.DATA, 2**40 + 1, 5, 7, b"", b"some payload"))
+    for bit in range(8 * HEAD_BYTES):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FrameDamaged):
+            decode_head(memoryview(changed))
 
 
 def test_what_is_no_data_or_too_long_is_not_sent() -> None:

@@ -165,6 +165,7 @@ class RecordingGroup:
     generation: int = 1
     vouched: bool = False
     members: tuple[Peer, ...] = ()
+    barred: str = ""
     board: Callable[[], None] = lambda: None  # nobody rides
     _reductions: int = 0
 

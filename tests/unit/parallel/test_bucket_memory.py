@@ -39,6 +39,7 @@ class Constant:
         return dy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, "bf16", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_step_takes_no_memory_of_the_size_of_gradients(compression: str | None, dtype: str) -> None:

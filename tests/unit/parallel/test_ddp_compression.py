@@ -48,6 +48,7 @@ def one_step(ddp: DDP, optimizer: SGD, sampler: ElasticSampler, step: int) -> No
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=name)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_comes_near_that_of_one_process(way: dict[str, Any], world: int) -> None:

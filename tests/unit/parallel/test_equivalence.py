@@ -31,6 +31,7 @@ def assert_same_bits(ranks: list[Weights]) -> None:
             assert values.tobytes() == other[path].tobytes(), f"{path} of rank {rank} differs from rank 0's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

@@ -1,5 +1,7 @@
 """After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen."""
 
+from unit.server.test_meeting import elastic
+
 from paceline_server.effects import PushVerdict, StoreVerdict, StoreView
 from paceline_server.events import Heard
 from paceline_server.model import Ending, JobSettings, Process, Progress, Seat, Standing, Verdict, View
@@ -104,3 +106,15 @@ def test_missing_members_are_described() -> None:
         "0.7 s ago; rank 2 (host-2): not seen since the coordinator was started again"
     )
     assert failed.culprits == (1, 2)
+
+
+def test_while_nobody_of_a_line_is_heard_nobody_is_evicted() -> None:
+    """It may be the coordinator that is cut off, while they train on."""
+    job, members = elastic(2)
+    for _ in range(10):
+        assert job.pass_time(6.0) == []
+    assert list(job.state.sessions) == members
+    for _ in range(3):  # the others have their time, from the first that is heard again
+        assert job.pass_time(0.9, beating=members[:1]) == []
+    job.pass_time(0.9, beating=members[:1])
+    assert list(job.state.sessions) == members[:1]

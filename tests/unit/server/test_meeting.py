@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.effects import ForgetView, PushCatchUp, PushDismissed, PushFinished, PushView, StoreView
+from paceline_server.effects import (
+    ForgetView,
+    PushCatchUp,
+    PushDismissed,
+    PushFinished,
+    PushVerdict,
+    PushView,
+    StoreView,
+)
 from paceline_server.events import ExitReported, MetOthers, Reported
 from paceline_server.meeting import convene
 from paceline_server.model import Ending, Met, Process, Report, Standing, Tag
@@ -218,6 +226,23 @@ def test_who_lost_the_word_that_it_may_go_hears_it_again() -> None:
     job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
     job.cut(first)
     assert PushDismissed(first, last=False) in job.resume(first, 2)
+
+
+def test_those_who_all_leave_keep_the_state_together() -> None:
+    job, (first, second) = elastic(2)
+    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
+    effects = job.do(MetOthers(second, Met(2, Tag(2, 1), True, leaving=True)))
+    assert {PushDismissed(first, last=True), PushDismissed(second, last=True)} <= set(effects)
+    effects = job.do(ExitReported(Process("host-1", 1001), -9))
+    assert second in [effect.member_id for effect in effects if isinstance(effect, PushVerdict)], "it waits for it"
+    assert job.state.sessions[second].standing is Standing.DISMISSED
+
+
+def test_who_leaves_alone_leaves_the_state_to_those_who_stay() -> None:
+    job, (first, second) = elastic(2, least=2)
+    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
+    assert PushDismissed(first, last=False) in job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    assert PushDismissed(second, last=True) in job.do(MetOthers(second, Met(2, Tag(2, 1), True, leaving=True)))
 
 
 def test_nobody_is_dismissed_because_others_begin_before_it() -> None:

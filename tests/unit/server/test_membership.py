@@ -311,6 +311,14 @@ def test_a_reported_exit_is_a_sure_witness() -> None:
     assert second not in job.state.sessions
 
 
+def test_the_exit_of_a_process_in_another_container_is_nobodys() -> None:
+    job = PureJob()
+    first, _ = job.form(2)
+    job.state.sessions[first].process = Process("box", 1, "boot", 0, pid_namespace=7)
+    assert job.do(ExitReported(Process("box", 1, "boot", 0, pid_namespace=8), -9)) == []
+    assert first in job.state.sessions
+
+
 def test_the_exit_of_another_incarnation_is_nobodys() -> None:
     job = PureJob()
     job.form(2)

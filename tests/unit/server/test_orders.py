@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import PushMissing
-from paceline_server.events import ExitReported, Registered
-from paceline_server.model import Process
+from paceline_server.effects import PushCatchUp, PushMissing, PushRunning
+from paceline_server.events import ExitReported, MetOthers, Registered
+from paceline_server.model import Met, Process, Tag
 from support.coordinator import PureJob
 
 HERE = Process("host-x", 1, "boot", 77, 4026)
@@ -42,8 +42,41 @@ def registered(job: PureJob, process: Process) -> Registered:
 
 
 def test_only_a_process_of_the_same_pid_namespace_can_tell() -> None:
-    assert HERE.can_see(replace(HERE, pid=2))
-    assert not HERE.can_see(replace(HERE, pid_namespace=1))
-    assert not HERE.can_see(replace(HERE, boot_id="other"))
-    assert not replace(HERE, pid_namespace=0).can_see(replace(HERE, pid_namespace=0))
-    assert not HERE.can_see(replace(HERE, start_ticks=0)), "whose start is unknown may be any"
+    assert HERE.sight == replace(HERE, pid=2).sight is not None
+    assert HERE.sight != replace(HERE, pid_namespace=1).sight
+    assert HERE.sight != replace(HERE, boot_id="other").sight
+    assert replace(HERE, pid_namespace=0).sight is None
+
+
+def test_an_order_is_about_the_state_and_not_about_who_has_it() -> None:
+    job, members = elastic(4)
+    first, second, third, fourth = members
+    generation = job.state.generation
+    behind, ahead = Met(generation, Tag(generation, 1), True), Met(generation, Tag(generation, 2), True)
+    job.do(ExitReported(job.state.sessions[fourth].process, -9))
+    for member, met in ((first, behind), (second, behind), (third, ahead)):
+        job.do(MetOthers(member, met))
+    assert ordered(job) == {first: [third], second: [third]}
+    job.do(MetOthers(first, ahead))
+    assert ordered(job) == {}, "a donor more is no new order"
+    job.do(MetOthers(second, behind))
+    assert ordered(job) == {second: [third]}, "nobody gave it: it is told again"
+    job.cut(third)
+    assert ordered(job) == {}, "nor is a donor that may be dead"
+    job.do(MetOthers(second, behind))
+    assert ordered(job) == {second: [first, third]}
+
+
+def ordered(job: PureJob) -> dict[str, list[str]]:
+    orders = [effect for effect in job.effects if isinstance(effect, PushCatchUp)]
+    return {order.member_id: [seat.member_id for seat, _ in order.donors] for order in orders}
+
+
+def test_a_candidate_that_comes_back_on_a_new_stream_hears_again_that_the_line_runs() -> None:
+    """It has said nothing yet that would make the coordinator tell it again, and would wait for ever."""
+    job, _ = elastic(2)
+    late = job.join(1, 9)
+    assert [effect.member_id for effect in job.effects if isinstance(effect, PushRunning)] == [late]
+    job.cut(late)
+    effects = job.resume(late, 0)
+    assert [effect.member_id for effect in effects if isinstance(effect, PushRunning)] == [late]

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from paceline_server.model import Ending, JobSettings, Process, Seat, Verdict, View
+from paceline_server.storage import schema
 from paceline_server.storage.base import (
     Change,
     EndingStored,
+    FinishedStored,
+    JobForgotten,
     KeyDeleted,
     KeySet,
     StateUnusable,
@@ -89,6 +92,24 @@ def test_a_forgotten_view_leaves_its_number(reopen: Reopen) -> None:
 def test_keys(reopen: Reopen) -> None:
     changes = [KeySet("a", "k", b"1"), KeySet("a", "k", b"2"), KeySet("a", "gone", b""), KeyDeleted("a", "gone")]
     assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
+
+
+def test_a_forgotten_job_leaves_nothing(reopen: Reopen) -> None:
+    for_each = [(ViewFormed(name, view(3)), FinishedStored(name, 7), KeySet(name, "k", b"v")) for name in "ab"]
+    changes = [change for three in for_each for change in three]
+    kept = StoredJob("b", 3, view(3), finished=7, keys={"k": b"v"})
+    assert stored(reopen, *changes, JobForgotten("a")) == {"b": kept}
+    again = StoredJob("a", 1, view(1))  # with nothing of before
+    assert stored(reopen, ViewFormed("a", view(1)))["a"] == again
+
+
+def test_a_commit_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path) -> None:
+    """Even one that a power failure would otherwise take back: a generation number is used once (I3)."""
+    with closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as connection:
+        schema.prepare(connection)
+        (synchronous,) = connection.execute("PRAGMA synchronous").fetchone()
+        (journal,) = connection.execute("PRAGMA journal_mode").fetchone()
+    assert (synchronous, journal) == (2, "wal"), "2 is FULL: the log is synced at each commit"
 
 
 def test_a_file_has_one_coordinator(tmp_path: Path) -> None:

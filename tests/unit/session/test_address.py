@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -215,3 +216,12 @@ def test_a_link_local_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(socket, "socket", Probe)
     with pytest.raises(ValueError, match="fe80::7, a link-local address"):
         _find("[fe80::1]:7400", None)
+
+
+def test_a_process_without_descriptors_says_nothing_about_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(host: str, port: int) -> Any:
+        raise OSError(errno.EMFILE, "too many files")
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    with pytest.raises(OSError, match="too many files"):
+        asyncio.run(address.is_refused(Endpoint("127.0.0.1", 1), 1.0))

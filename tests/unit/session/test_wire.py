@@ -11,7 +11,7 @@ import pytest
 
 from paceline import errors
 from paceline._grpc import aio, grpc
-from paceline.session.view import fetch_peers
+from paceline.session.view import MemberLists
 from paceline.session.wire import is_transient
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -49,4 +49,4 @@ def test_a_page_that_is_not_the_view_s_is_a_typed_error(page: bytes, world_size:
 
     view = pb.ViewFormed(generation=3, world_size=world_size, pages=1, members_sha256=hashlib.sha256(page).digest())
     with pytest.raises(errors.PacelineError, match="member list of generation 3"):
-        asyncio.run(fetch_peers(Channel(), "job", view, 1.0))  # type: ignore[arg-type]
+        asyncio.run(MemberLists().fetch(Channel(), "job", view, 1.0))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ What decides is pure; what acts is around it:
     outcome.py      PURE: how a process ended, in words and as an exit code
     restarts.py     PURE: who is started again, when, and who is given up
     supervision.py  PURE: when workers are to be stopped, and what the launcher's exit code is
+    spares.py       PURE: how many warm processes there are, and when the next one is started
     shim.py         runs first in the child: ties its life to the launcher's, then runs the script
     worker.py       one child process with its pipes
     launcher.py     the shell around all that: one loop over pipes, exits and signals

@@ -8,7 +8,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from paceline.cli.launcher.cores import allowed_cores, share_of_cores
 from paceline.cli.launcher.environment import WorkerSettings, worker_environment
 from paceline.cli.launcher.outcome import Exit, in_order_of_blame
+from paceline.cli.launcher.spares import SpareSchedule
 from paceline.cli.launcher.supervision import Supervision, Terms
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
@@ -55,8 +56,8 @@ class Launcher:
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        terms: how many workers, and what to do about those that fail.
-        settings: what they are told of the job.
+        terms: how many workers, and what to do about those that fail. Spares need a script or a module.
+        settings: what they are told of the job. With spares it has no place: nobody knows yet whose place they take.
         listener: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves where the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
@@ -89,6 +90,9 @@ class Launcher:
         self._pidfds: dict[int, int] = {}
         self._has_pidfds = hasattr(os, "pidfd_open")
         self._drained_by: float | None = None
+        assert not terms.spares or settings.place is None
+        self._schedule = SpareSchedule(terms.spares)
+        self._spares: list[Worker] = []  # the oldest first
         self._replaced: list[Worker] = []  # whose pipes some grandchild still holds open
         self.workers: list[Worker] = []  # the last one in each place
 
@@ -137,13 +141,28 @@ class Launcher:
         return self._supervision.interrupted
 
     def _worker(self, index: int) -> Worker:
+        """Starts a worker, or takes a spare for it."""
+        cores = share_of_cores(index, self._count, self._cores)
+        self._bury_spares()
+        from_spare = bool(self._spares)
+        if from_spare:
+            # One whose imports are not done yet is ahead of a new process all the same.
+            worker = self._spares.pop(0)
+            worker.begin(index, cores)
+        else:
+            worker = self._process(index, cores)
+        self._schedule.worker_started(time.monotonic(), from_spare)
+        return worker
+
+    def _process(self, index: int, cores: Collection[int] | None = None, *, spare: bool = False) -> Worker:
         place = self._settings.place
         return Worker(
             index,
             self._command,
             lambda fd: worker_environment(os.environ, self._settings, fd, index),
-            share_of_cores(index, self._count, self._cores),
+            cores,
             None if place is None else place.first_rank + index,
+            spare=spare,
         )
 
     def _attend(self, worker: Worker) -> None:
@@ -151,9 +170,41 @@ class Launcher:
         self._supervision.began(worker.index, time.monotonic())
         for stream, fd in worker.streams.items():
             self._selector.register(fd, selectors.EVENT_READ, (worker, stream))
-        if self._has_pidfds:
-            self._pidfds[worker.index] = os.pidfd_open(worker.pid)
-            self._selector.register(self._pidfds[worker.index], selectors.EVENT_READ, None)
+        self._watch_end(worker)
+
+    def _watch_end(self, process: Worker) -> None:
+        """From now on the end of a process wakes the loop."""
+        if self._has_pidfds and process.pid not in self._pidfds:
+            self._pidfds[process.pid] = os.pidfd_open(process.pid)
+            self._selector.register(self._pidfds[process.pid], selectors.EVENT_READ, None)
+
+    @property
+    def _restartable(self) -> int:
+        return self._supervision.restartable([worker.index for worker in self.workers if worker.running])
+
+    def _keep_spares(self) -> None:
+        """Starts the spares that are due, and ends those that are of no use any more."""
+        self._bury_spares()
+        while len(self._spares) > self._schedule.wanted(self._restartable):
+            self._dismiss(self._spares.pop())
+        now = time.monotonic()
+        while (due := self._schedule.due_at(len(self._spares), self._restartable)) is not None and due <= now:
+            try:
+                self._spares.append(self._process(0, spare=True))
+                self._watch_end(self._spares[-1])
+            except OSError:  # no memory, or too many processes: workers go on without a spare
+                self._schedule.failed(now)
+
+    def _bury_spares(self) -> None:
+        """Notes which spares have died."""
+        for spare in [spare for spare in self._spares if spare.reap() is not None]:
+            self._spares.remove(spare)
+            self._dismiss(spare)
+            self._schedule.failed(time.monotonic())
+
+    def _dismiss(self, spare: Worker) -> None:
+        spare.dismiss()
+        self._forget_pidfd(spare.pid)
 
     def _start_again(self) -> None:
         """Starts new workers in the places of those that failed, where it is time."""
@@ -180,7 +231,8 @@ class Launcher:
 
     def _turn(self) -> None:
         """Waits for something to happen and deals with all that has."""
-        deadlines = [at for at in (self._supervision.deadline, self._drained_by) if at is not None]
+        next_spare = self._schedule.due_at(len(self._spares), self._restartable)
+        deadlines = [at for at in (self._supervision.deadline, self._drained_by, next_spare) if at is not None]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         if not self._has_pidfds:
             timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
@@ -196,6 +248,7 @@ class Launcher:
         self._reap()
         self._obey_signals()
         self._start_again()
+        self._keep_spares()
 
     def _read(self, worker: Worker, stream: str) -> None:
         fd = worker.streams[stream]
@@ -217,7 +270,7 @@ class Launcher:
         for worker in self.workers:
             if (returncode := worker.reap()) is not None:
                 self._report_exit(worker.identity, returncode)
-                self._forget_pidfd(worker.index)
+                self._forget_pidfd(worker.pid)
                 for stream in list(worker.streams):  # its last words, which may name the one that it fails over
                     self._read(worker, stream)
                 ends[worker.end()] = worker
@@ -263,19 +316,21 @@ class Launcher:
 
     def _abandon(self) -> None:
         """Leaves nothing behind, whatever happened: no process, no descriptor, no line."""
+        for spare in self._spares:
+            self._dismiss(spare)
         for worker in [*self._replaced, *self.workers]:
             if worker.running:
                 worker.signal(signal.SIGKILL)
                 while (returncode := worker.reap()) is None:
                     time.sleep(0.001)  # a killed process takes a moment to die
                 self._report_exit(worker.identity, returncode)
-            self._forget_pidfd(worker.index)
+            self._forget_pidfd(worker.pid)
             for stream in list(worker.streams):
                 self._selector.unregister(worker.streams[stream])
                 self._hand_on(worker, stream, worker.close(stream))
 
-    def _forget_pidfd(self, index: int) -> None:
-        if (fd := self._pidfds.pop(index, None)) is not None:
+    def _forget_pidfd(self, pid: int) -> None:
+        if (fd := self._pidfds.pop(pid, None)) is not None:
             self._selector.unregister(fd)
             os.close(fd)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import time
 from concurrent.futures import Future, wait
 from types import TracebackType
 
-from paceline._grpc import aio, grpc
+from paceline._grpc import aio
 from paceline._loop import loop_thread
 from paceline.credentials import Credentials
-from paceline.session.wire import CHANNEL_OPTIONS
+from paceline.session.wire import CHANNEL_OPTIONS, backoff, is_transient
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 
@@ -55,5 +56,20 @@ class ExitReports:
         return self._credentials.coordinator_channel(coordinator, CHANNEL_OPTIONS)  # made on the loop it belongs to
 
     async def _send(self, request: ReportExitRequest) -> None:
-        with contextlib.suppress(grpc.RpcError):  # the coordinator finds out by itself too, only later
-            await SessionServiceStub(self._channel).ReportExit(request, timeout=_TIMEOUT_S, wait_for_ready=True)
+        """Tells the coordinator, again if that fails: a report may be repeated, and one that fails for good is no loss.
+
+        The coordinator finds out by itself too, only later.
+        """
+        deadline = time.monotonic() + _TIMEOUT_S
+        report = SessionServiceStub(self._channel).ReportExit
+        attempt = 0
+        while True:
+            try:
+                await report(request, timeout=max(0.1, deadline - time.monotonic()), wait_for_ready=True)
+            except aio.AioRpcError as error:
+                if not is_transient(error) or time.monotonic() >= deadline:
+                    return
+            else:
+                return
+            await asyncio.sleep(backoff(attempt))
+            attempt += 1

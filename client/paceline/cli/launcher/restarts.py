@@ -65,6 +65,10 @@ class Restarts:
         """A worker was started."""
         self._slots.setdefault(slot, _Slot()).began = now
 
+    def left(self, slot: int) -> int:
+        """How often a worker may still be started again."""
+        return self._limit - (self._slots[slot].used if slot in self._slots else 0)
+
     def failed(self, end: Exit, now: float) -> Restart:
         """A worker has failed."""
         slot = self._slots.setdefault(end.slot, _Slot(now))

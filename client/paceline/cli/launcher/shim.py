@@ -3,6 +3,7 @@
     python shim.py LAUNCHER_PID SCRIPT ARGS...
     python shim.py LAUNCHER_PID -m MODULE ARGS...
     python shim.py LAUNCHER_PID -- PROGRAM ARGS...      (becomes a program that is not Python's)
+    python shim.py LAUNCHER_PID --spare FD SCRIPT ...   (with its imports done, waits for a byte from FD first)
 
 Started by its path and not as a module, so that nothing of Paceline is imported before the process is tied: that
 takes 0.2 s, in which a killed launcher would leave an orphan.
@@ -30,21 +31,55 @@ def main() -> None:
     launcher, arguments = int(sys.argv[1]), sys.argv[2:]
     _die_with(launcher)
     sys.excepthook = _report
+    go = None
+    if arguments[0] == "--spare":
+        go, arguments = int(arguments[1]), arguments[2:]
     if arguments[0] == "--":
         os.execvp(arguments[1], arguments[1:])  # noqa: S606  # the user's own; it is tied, for exec keeps that
 
     import runpy
 
-    if arguments[0] == "-m":
-        if not sys.flags.safe_path:
-            sys.path.insert(0, os.getcwd())
-        sys.argv = arguments[1:]
+    is_module = arguments[0] == "-m"
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(arguments[0])))
+    sys.argv = arguments[1:] if is_module else arguments
+    if go is not None:
+        _wait_warm(go, launcher, arguments)
+    if is_module:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        if not sys.flags.safe_path:
-            sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
-        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
+    """Does the script's imports, and returns when this process is to be a worker.
+
+    If an import fails, the process starts anew as any worker does, once it is needed: the script then meets the error
+    itself, and no package is left half imported.
+
+    Args:
+        go: the descriptor from which a byte says so; its end says that the launcher is gone.
+        launcher: its process id.
+        arguments: SCRIPT ARGS..., or -m MODULE ARGS...
+    """
+    import select
+
+    environment = dict(os.environ)  # imports may add to it
+    os.set_inheritable(go, False)
+    try:
+        from paceline.cli.warm import warm_up
+
+        warm_up(arguments, lambda: bool(select.select([go], [], [], 0)[0]))
+        failed = False
+    except BaseException:  # noqa: BLE001  # sys.exit in a module, too: the script is to meet it
+        failed = True
+    told = os.read(go, 1)
+    os.close(go)
+    if not told:
+        os._exit(0)
+    if failed:
+        again = [sys.executable, __file__, str(launcher), *arguments]
+        os.execve(sys.executable, again, environment)  # noqa: S606  # itself
 
 
 def _die_with(launcher: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from paceline.cli.launcher.outcome import Exit, shell_code
@@ -27,6 +28,7 @@ class Terms:
         elastic: the job goes on without a worker that fails.
         alone: no other launcher brings workers.
         restarts: how often each worker is started again at most.
+        spares: how many processes wait with their imports done, to be the next workers that are started again.
     """
 
     workers: int = 1
@@ -34,6 +36,7 @@ class Terms:
     elastic: bool = False
     alone: bool = True
     restarts: int = 0
+    spares: int = 0
 
 
 class Supervision:
@@ -88,6 +91,16 @@ class Supervision:
     def restarting(self) -> bool:
         """True while a worker is to be started again."""
         return bool(self._due)
+
+    def restartable(self, running: Collection[int]) -> int:
+        """How many workers may be started again, or are about to be.
+
+        Args:
+            running: the workers that run.
+        """
+        if self.stopping or self.interrupted or self._stop_at is not None:
+            return 0
+        return len(self._due) + sum(self._restarts.left(slot) > 0 for slot in running)
 
     @property
     def deadline(self) -> float | None:

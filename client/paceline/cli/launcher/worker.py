@@ -43,6 +43,7 @@ class Worker:
         environment: given the number of the worker's end of its news pipe, the worker's environment.
         cores: the cores that it may use; None for all.
         rank: its rank, if that is known before it joins.
+        spare: it does its imports and waits, until `begin` makes it a worker. What it prints stays in its pipes.
 
     Raises:
         OSError: the process cannot be started.
@@ -55,29 +56,40 @@ class Worker:
         environment: Callable[[int], dict[str, str]],
         cores: Collection[int] | None = None,
         rank: int | None = None,
+        *,
+        spare: bool = False,
     ) -> None:
         self.index = index
         self.rank = rank
         self._blamed: list[int] = []
+        self._go: int | None = None
         news, theirs = os.pipe()
+        inherited, waiting = [theirs], []
         try:
             # The worker must never wait for a launcher that does not read: news is dropped rather.
             os.set_blocking(theirs, False)
+            if spare:
+                read_end, self._go = os.pipe()
+                inherited.append(read_end)
+                waiting = ["--spare", str(read_end)]
             # A session of its own keeps the terminal's Ctrl-C away: the launcher alone decides how workers end.
             self._process = subprocess.Popen(
-                [sys.executable, str(_SHIM), str(os.getpid()), *command],
+                [sys.executable, str(_SHIM), str(os.getpid()), *waiting, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment(theirs),
-                pass_fds=(theirs,),
+                pass_fds=inherited,
                 start_new_session=True,
             )
         except OSError:
             os.close(news)
+            if self._go is not None:
+                os.close(self._go)
             raise
         finally:
-            os.close(theirs)
+            for fd in inherited:
+                os.close(fd)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if cores is not None:
@@ -97,6 +109,34 @@ class Worker:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
+
+    def begin(self, index: int, cores: Collection[int] | None) -> None:
+        """Makes a spare a worker: it runs the script now, or as soon as its imports are done.
+
+        Args:
+            index: number among the workers of its launcher.
+            cores: the cores that it may use; None for all.
+        """
+        assert self._go is not None
+        self.index = index
+        if cores is not None:
+            for thread in Path(f"/proc/{self.pid}/task").glob("*"):  # imports may have started some
+                with suppress(ProcessLookupError):  # it is over already
+                    os.sched_setaffinity(int(thread.name), cores)
+        with suppress(BrokenPipeError):  # it has just died, which `reap` will find
+            os.write(self._go, b"\0")
+        os.close(self._go)
+        self._go = None
+
+    def dismiss(self) -> None:
+        """Ends a spare that is not needed, or is dead."""
+        self.signal(signal.SIGKILL)
+        if self._go is not None:
+            os.close(self._go)
+            self._go = None
+        self._process.wait()
+        for stream in list(self.streams):
+            self.close(stream)
 
     @property
     def label(self) -> str:

@@ -30,7 +30,6 @@ async def connect(
     timeout: float,
     context: ssl.SSLContext | None = None,
     server_name: str | None = None,
-    checked: bool = False,
 ) -> TcpOutgoing:
     """Connects all streams of a half to a `TcpHost`.
 
@@ -45,7 +44,6 @@ async def connect(
         timeout: seconds for all of it.
         context: for TLS, see `tls.client_context`; None for none.
         server_name: what the peer's certificate has to hold; needed with TLS.
-        checked: sends checksums.
 
     Raises:
         LinkUnavailable: it did not come about; frames go another way.
@@ -67,7 +65,7 @@ async def connect(
             await asyncio.gather(*tasks, return_exceptions=True)
         streams_made = [make_stream(sock) for sock in socks]
         try:
-            half = TcpOutgoing(streams_made, fault, peer, checked=checked)
+            half = TcpOutgoing(streams_made, fault, peer)
         except OSError as error:  # no descriptor is left
             for stream in streams_made:
                 stream.close()

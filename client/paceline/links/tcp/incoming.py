@@ -2,14 +2,17 @@
 
 Everything is read in the caller's own thread, and a payload straight to where the caller wants it; so nothing else
 ever writes to an array (I7). What has come of a frame when a call gives up is kept, in memory of the half's own.
+
+If the checksum of a frame is wrong, the half has ended, and the call raises: what
+is in the caller's memory then is undefined, as after any other end in the middle of a frame.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NoReturn
@@ -17,15 +20,17 @@ from typing import NoReturn
 from paceline._wait import SLICE
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
-from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
+from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError
 from paceline.links.halves import Breach, Incoming
 from paceline.links.tcp.bell import Bell, make_bell
 from paceline.links.tcp.ready import Waker, wait_ready
 from paceline.links.tcp.scratch import Scratch
 from paceline.links.tcp.stream import Stream
-from paceline.links.tcp.wire import HEAD_BYTES, Head, cut, decode_head
+from paceline.links.tcp.wire import HEAD_BYTES, Head, checksum_of, cut, decode_head
 
 __all__ = ["TcpIncoming"]
+
+_log = logging.getLogger("paceline.links")
 
 _AHEAD = 4096
 """Bytes that are read with a header, if they are there: a short frame takes one system call."""
@@ -167,8 +172,8 @@ class TcpIncoming(Incoming):
             return None
         head = self._head
         assert head is not None
-        if head.checksum is not None and zlib.crc32(self._payload) != head.checksum:
-            self._breach("the checksum of a payload is wrong")
+        if checksum_of(self._signature, self._payload) != head.checksum:
+            self._damaged(f"the checksum of a frame of {head.size} bytes is wrong")
         frame = head.to_frame(self._signature, self._payload)
         self._head = self._target = None
         self._payload = b""
@@ -184,6 +189,8 @@ class TcpIncoming(Incoming):
             return False
         try:
             head = decode_head(lane.ahead[lane.begin : lane.begin + HEAD_BYTES])
+        except FrameDamaged as error:
+            self._damaged(str(error))
         except FrameError as error:
             self._breach(str(error))
         if head.generation != self._fault.generation:
@@ -303,6 +310,12 @@ class TcpIncoming(Incoming):
             own[:] = self._target
             self._target = self._payload = own
             self._is_callers = False
+
+    def _damaged(self, what: str) -> NoReturn:
+        """Ends the half as a broken connection would: where the next frame begins is not known any more."""
+        text = f"bytes from {self._peer} have changed on the way: {what}"
+        _log.warning("%s; the link is given up", text)
+        self._end_with(LinkEnded(text))
 
     def _breach(self, what: str) -> NoReturn:
         self._end_with(Breach(what))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from time import monotonic
 
+from paceline._exhausted import is_exhausted
 from paceline._wait import SLICE
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
@@ -52,18 +53,16 @@ class TcpOutgoing(Outgoing):
         streams: the connections, in the order of their index; theirs is this half.
         fault: how the generation ends.
         peer: who is at the other end, for errors.
-        checked: sends a checksum (CRC-32) with each payload.
     """
 
     kind = "tcp"
 
-    def __init__(self, streams: Sequence[Stream], fault: Fault, peer: str, *, checked: bool = False) -> None:
+    def __init__(self, streams: Sequence[Stream], fault: Fault, peer: str) -> None:
         self.frames = 0
         self.sent_bytes = 0
         self._streams = tuple(streams)
         self._fault = fault
         self._peer = peer
-        self._checked = checked
         self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
         self._changed = threading.Condition(self._lock)  # guards these, and tells of every change:
         self._queues: list[deque[tuple[memoryview, _Late | None]]] = [deque() for _ in streams]
@@ -136,7 +135,7 @@ class TcpOutgoing(Outgoing):
         self._fault.check()
         if self._ended is not None:
             raise self._error()
-        head, payload = encode_head(frame, checked=self._checked), frame.payload
+        head, payload = encode_head(frame), frame.payload
         size = len(payload)
         if self._waiting:
             self._wait(lambda: self._has_room(size), deadline)
@@ -232,13 +231,28 @@ class TcpOutgoing(Outgoing):
             self._waiting = self._waiting_bytes = self._lent = 0
 
     def _run(self) -> None:
-        """The thread: writes what waits."""
+        """The thread: writes what waits, and does not end unseen."""
+        try:
+            self._write_all()
+        except BaseException as error:  # noqa: BLE001  no memory is left, most likely; raised by the training thread
+            self._broke(error)
+
+    def _write_all(self) -> None:
         while (indexes := self._next()) is not None:
             moved = False
             for index in indexes:
                 moved = self._write_some(index) or moved
             if not moved:
                 self._poll(indexes)
+
+    def _broke(self, error: BaseException) -> None:
+        """It is this member's own failure: that is said first, or the peer would be blamed for the end of the link."""
+        try:
+            self._fault.broke(error)
+        finally:
+            with self._lock:
+                self._writing = False
+                self.end(LinkEnded(f"this member cannot write to {self._peer}: {error!r}"))
 
     def _write_some(self, index: int) -> bool:
         """Writes what waits for a stream, as far as the kernel takes it; False for nothing."""
@@ -251,7 +265,9 @@ class TcpOutgoing(Outgoing):
         error: LinkEnded | None = None
         try:
             count = self._streams[index].write(buffers)
-        except Exception as broken:  # noqa: BLE001  whatever it is: the half must not stay as it was
+        except Exception as broken:  # whatever it is: the half must not stay as it was
+            if is_exhausted(broken):
+                raise
             error = LinkEnded(f"the connection to {self._peer} broke: {broken}")
         with self._lock:
             self._writing = False

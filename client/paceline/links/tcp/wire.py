@@ -4,6 +4,8 @@ A frame is a header of fixed length, the signature and the payload. With several
 into equal pieces, one for each stream but none shorter than MIN_PIECE, so that a long frame is carried by all of them
 at the same time and a short one by one. Frame number k (from 0) begins, header first, on stream k modulo their number,
 and its other pieces follow on the next ones, in a circle. So what each stream carries follows from the headers alone.
+
+A header holds two checksums: one of itself, checked before its lengths are believed, and one of signature and payload.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline.links.checksum import checksum
+from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError, FrameKind
 
 __all__ = [
     "ACCEPTED",
@@ -23,6 +26,7 @@ __all__ = [
     "TICKET_BYTES",
     "Head",
     "Hello",
+    "checksum_of",
     "cut",
     "decode_head",
     "decode_hello",
@@ -42,15 +46,15 @@ TICKET_BYTES = 16
 ACCEPTED = b"\x01"
 """The one answer to a hello; whoever is not welcome gets none."""
 
-_MAGIC = b"plTCP\x00\x01\n"  # what it is, and which version; the end of a line shows who converts those
+_MAGIC = b"plTCP\x00\x02\n"  # what it is, and which version; the end of a line shows who converts those
 _HELLO = struct.Struct(f"<8s{TICKET_BYTES}sBB")
 HELLO_BYTES = _HELLO.size
 """Length of a hello."""
 
 _MARK = 0xA7  # no header begins otherwise
-_CHECKED = 1  # flag: the checksum is that of the payload
-_HEAD = struct.Struct("<BBHIIIQQ")
-HEAD_BYTES = _HEAD.size
+_HEAD = struct.Struct("<HHIIIQQ")
+_CHECKSUM = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size + _CHECKSUM.size
 """Length of a frame's header."""
 
 
@@ -84,22 +88,25 @@ def decode_hello(data: bytes) -> Hello:
 
 @dataclass(slots=True)
 class Head:
-    """A frame's header: the frame without its signature and payload, of which it gives the lengths in bytes."""
+    """A frame's header: the frame without its signature and payload, of which it gives the lengths in bytes.
+
+    `checksum` is that of signature and payload (`checksum_of`).
+    """
 
     words: int
     size: int
     part: int
     generation: int
     operation: int
-    checksum: int | None = None
+    checksum: int
 
     def to_frame(self, signature: bytes, payload: bytes | memoryview) -> Frame:
         """The frame."""
         return Frame(FrameKind.DATA, self.generation, self.operation, self.part, signature, payload)
 
 
-def encode_head(frame: Frame, *, checked: bool = False) -> bytes:
-    """The header and the signature of a frame of data; `checked`: with a checksum of the payload.
+def encode_head(frame: Frame) -> bytes:
+    """The header and the signature of a frame of data; reads the payload once.
 
     Raises:
         FrameError: it is none of data, or its signature or payload is too long.
@@ -109,23 +116,32 @@ def encode_head(frame: Frame, *, checked: bool = False) -> bytes:
     words, size = len(frame.signature), len(frame.payload)
     if words > MAX_SIGNATURE_BYTES or words + size + HEAD_BYTES > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
-    checksum = zlib.crc32(frame.payload) if checked else 0
-    head = _HEAD.pack(_MARK, checked, words, size, frame.part, checksum, frame.generation, frame.operation)
-    return head + frame.signature if words else head
+    check = checksum_of(frame.signature, frame.payload)
+    head = _HEAD.pack(_MARK, words, size, frame.part, check, frame.generation, frame.operation)
+    return head + _CHECKSUM.pack(zlib.crc32(head)) + frame.signature
+
+
+def checksum_of(signature: bytes, payload: bytes | memoryview) -> int:
+    """What a header says of what follows it."""
+    return checksum(payload, zlib.crc32(signature))
 
 
 def decode_head(data: memoryview) -> Head:
     """The header that HEAD_BYTES bytes hold; its lengths are within the limits.
 
     Raises:
+        FrameDamaged: the checksum of the header is wrong.
         FrameError: the bytes are no header.
     """
-    mark, flags, words, size, part, checksum, generation, operation = _HEAD.unpack(data)
-    if mark != _MARK or flags > _CHECKED:
+    (own,) = _CHECKSUM.unpack_from(data, _HEAD.size)
+    if zlib.crc32(data[: _HEAD.size]) != own:
+        raise FrameDamaged("the checksum of a header is wrong")
+    mark, words, size, part, check, generation, operation = _HEAD.unpack_from(data)
+    if mark != _MARK:
         raise FrameError("the header is not that of a frame")
     if words > MAX_SIGNATURE_BYTES or words + size + HEAD_BYTES > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
-    return Head(words, size, part, generation, operation, checksum if flags else None)
+    return Head(words, size, part, generation, operation, check)
 
 
 def cut(size: int, streams: int, number: int) -> list[tuple[int, int, int]]:

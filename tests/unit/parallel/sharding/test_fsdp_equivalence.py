@@ -18,6 +18,7 @@ from paceline.optim import SGD, Adam, Optimizer
 from paceline.parallel import FSDP, Parameter, ShardingStrategy
 from paceline.parallel.module import HasParameters
 from paceline.testing import run_ranks
+from support.turns import by_turns
 
 STEPS, SAMPLES, BATCH = 20, 23, 11  # batches of 11, 11 and 1: shares are uneven, and some ranks get no sample
 OPTIMIZERS: dict[str, Callable[[HasParameters], Optimizer]] = {
@@ -66,9 +67,12 @@ def check(ranks: list[Result], expected: Result, tolerance: float) -> None:
         same_bits([expected[1], ranks[0][1]])
 
 
-@pytest.mark.parametrize(("kind", "units"), [("sgd", "some"), ("adam", "some"), ("adam", "one")])
 @pytest.mark.parametrize(
-    ("world", "name"), [pytest.param(*case, marks=[pytest.mark.slow] if case[0] == 8 else []) for case in CASES]
+    ("world", "name", "kind", "units"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0] == 8 else [])
+        for case in by_turns(CASES, [("sgd", "some"), ("adam", "some"), ("adam", "one")])
+    ],
 )
 def test_same_as_one_process(world: int, name: str, kind: str, units: str) -> None:
     """Each rank starts from weights of its own; rank 0's must prevail."""
@@ -79,8 +83,10 @@ def test_same_as_one_process(world: int, name: str, kind: str, units: str) -> No
     check(run_ranks(world, rank), alone(net(), kind), 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-@pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 3, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "name", "kind"), by_turns([case for case in CASES if case[0] in (1, 3, 4)], [("sgd",), ("adam",)])
+)
 def test_same_as_one_process_in_single_precision(world: int, name: str, kind: str) -> None:
     def rank(g: Group) -> Result:
         return spread(wrap(layers(g.rank, "float32"), g, "each", **chosen(name)), g, kind, "float32")
@@ -88,6 +94,7 @@ def test_same_as_one_process_in_single_precision(world: int, name: str, kind: st
     check(run_ranks(world, rank), alone(net(0, "float32"), kind, "float32"), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 2, 4)])
 def test_two_dtypes_in_one_unit(world: int, name: str) -> None:
     """float64 weights and float32 biases."""

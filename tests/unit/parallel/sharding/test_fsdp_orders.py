@@ -331,6 +331,7 @@ def program(text: str) -> Any:
 @program("forward backward forward:1 sync clip step")
 @program("prefetch forward_fails:0 prefetch forward_fails:2 prefetch forward backward_fails:0 backward clip step")
 @program("forward micro_batch load sync prefetch write_whole prefetch read_whole forward backward step")
+@pytest.mark.sampled(3)
 def test_any_order(world: int, name: str, units: str, program: list[tuple[str, int]]) -> None:
     check(world, name, units, program)
 

@@ -59,6 +59,7 @@ def whole(fsdp: FSDP) -> Weights:
 # Full states.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", strategies(4))
 def test_state_of_four_ranks_loads_anywhere(source: str) -> None:
     saved = run_ranks(4, lambda g: trained(g, source).state_dict())

@@ -30,6 +30,7 @@ from paceline.group import Group
 from paceline.optim import SGD, Adam
 from paceline.parallel import DDP, FSDP, Parameter
 from paceline.testing import run_ranks
+from support.turns import by_turns
 
 HASTY = Config(step_timeout=5.0)
 CASES = [(world, name) for world in (1, 2, 3, 4) for name in strategies(world)]
@@ -116,6 +117,7 @@ def p_norm(module: Any, p: float) -> float:
     return float(np.linalg.norm(values, p))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "full", "grad", "none", "hybrid1", "hybrid2"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_clipping_by_the_norm_of_one_process(wrapper: str, world: int) -> None:
@@ -185,9 +187,11 @@ def test_norm_without_gradients_and_bad_arguments(name: str) -> None:
 # Narrow types on the wire.
 
 
-@pytest.mark.parametrize("units", ["one", "some"])
-@pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 2, 4)])
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("world", "name", "units"), by_turns([case for case in CASES if case[0] in (1, 2, 4)], [("one",), ("some",)])
+)
 def test_narrow_communication(world: int, name: str, units: str, wire: str) -> None:
     """One step of plain SGD: off by at most the rounding of weights and gradients, and exact where nothing travels."""
     x, t = data(12, "float32")

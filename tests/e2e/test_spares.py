@@ -1,0 +1,281 @@
+"""`paceline run --spares`: a process with the script's imports done takes the place of a worker that fails.
+
+The scripts never join, so no coordinator is needed; the address leads nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.command import Command, command, wait_until_gone
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl"),
+]
+
+RUN = ("run", "--coordinator", "127.0.0.1:1", "--restarts", "5")
+
+WAITING = """
+    import os, signal
+    import installed
+    print("here", os.getpid())
+    signal.pause()
+"""
+
+TELLING = """
+    import json, os, pickle, signal, sys
+    import beside
+    import installed
+    def function(): ...
+    told = {
+        "cwd": os.getcwd(),
+        "argv": sys.argv,
+        "path": sys.path,
+        "name": __name__,
+        "file": __file__,
+        "package": __package__,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled": pickle.loads(pickle.dumps(function)) is function,
+        "environment": {name: value for name, value in os.environ.items() if name != "PACELINE_LAUNCHER_FD"},
+        "launcher": os.fstat(int(os.environ["PACELINE_LAUNCHER_FD"])).st_mode,
+        "stdin": sys.stdin.read(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "session": os.getsid(0) == os.getpid(),
+        "beside": os.listdir(os.environ["BESIDE"]).count(str(os.getpid())),
+    }
+    print("told", json.dumps(told))
+    print("here", os.getpid())
+    signal.pause()
+"""
+
+
+class Job:
+    """A script with an installed package, which leaves a mark of each process that has imported it.
+
+    Args:
+        folder: for all files.
+        code: the script.
+        package: more of the installed package, run before the mark is made; `first` is true in the first worker.
+    """
+
+    def __init__(self, folder: Path, code: str, package: str = "") -> None:
+        self.folder = folder
+        self.script = folder / "script.py"
+        self.script.write_text(textwrap.dedent(code))
+        self._marks, self._beside = folder / "marks", folder / "marks-beside"
+        for each in (self._marks, self._beside, folder / "site-packages"):
+            each.mkdir()
+        text = "import os\nfolder = os.environ['MARKS']\nfirst = not os.listdir(folder)\n" + textwrap.dedent(package)
+        (folder / "site-packages" / "installed.py").write_text(f"{text}\nos.makedirs(f'{{folder}}/{{os.getpid()}}')\n")
+        (folder / "beside.py").write_text("import os\nMADE = os.mkdir(f\"{os.environ['BESIDE']}/{os.getpid()}\")\n")
+        self.environment = {
+            "PYTHONPATH": str(folder / "site-packages"),
+            "MARKS": str(self._marks),
+            "BESIDE": str(self._beside),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    @property
+    def imported(self) -> set[int]:
+        """Processes that have imported the package."""
+        return {int(each.name) for each in self._marks.iterdir()}
+
+    @property
+    def ran_beside(self) -> set[int]:
+        """Processes that have run the module beside the script."""
+        return {int(each.name) for each in self._beside.iterdir()}
+
+    def spare(self, others: set[int]) -> int:
+        """Waits for a process that has imported the package and is none of the others; returns its id."""
+        until(lambda: bool(self.imported - others))
+        (pid,) = self.imported - others
+        return pid
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def pids(run: Command) -> list[int]:
+    return [int(pid) for pid in re.findall(r"here (\d+)$", run.stdout, re.MULTILINE)]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_spare_becomes_a_worker_like_any_other(tmp_path: Path, module: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, TELLING)
+    monkeypatch.chdir(tmp_path)
+    what = ("-m", "script") if module else (str(job.script),)
+    with command(*RUN, "-n", "2", *what, "--lr", "1", **job.environment) as run:
+        run.wait_for("here ", 2)
+        workers = set(pids(run))
+        for number in range(2):  # each time by a process that was there before the kill
+            spare = job.spare(workers)
+            assert spare not in job.ran_beside, "the user's own module ran before its time"
+            kill(pids(run)[number])
+            run.wait_for("here ", 3 + number)
+            workers.add(spare)
+            assert pids(run)[-1] == spare
+    lines: dict[str, list[Any]] = {"[#0]": [], "[#1]": []}
+    for prefix, text in re.findall(r"^(\[#\d\]) told (.*)$", run.stdout, re.MULTILINE):
+        lines[prefix].append(json.loads(text))
+    for first, second in lines.values():
+        assert second == first
+        assert first["main"]
+        assert first["pickled"]
+        assert first["argv"][1:] == ["--lr", "1"]
+        assert first["path"][0] == str(tmp_path)
+
+
+def test_no_spares_if_none_are_wanted(tmp_path: Path) -> None:
+    job = Job(tmp_path, WAITING)
+    with command(*RUN, "--spares", "0", str(job.script), **job.environment) as run:
+        for number in range(2):
+            run.wait_for("here ", 1 + number)
+            assert job.imported == set(pids(run))
+            kill(pids(run)[-1])
+        run.wait_for("here ", 3)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_spares_end_with_their_launcher(tmp_path: Path, signum: signal.Signals) -> None:
+    job = Job(tmp_path, WAITING)
+    with command(*RUN, "-n", "2", "--spares", "2", str(job.script), **job.environment) as run:
+        run.wait_for("here ", 2)
+        until(lambda: len(job.imported) == 4)
+        run.signal(signum)
+        assert run.wait() == (-signum if signum == signal.SIGKILL else 128 + signum)
+    wait_until_gone(list(job.imported))
+    assert run.stderr == ("" if signum == signal.SIGKILL else "paceline: stopping 2 workers\n")
+
+
+def test_a_job_that_is_done_leaves_no_spare(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import installed, time, os\nwhile len(os.listdir(os.environ['MARKS'])) < 2: time.sleep(0.01)")
+    with command(*RUN, str(job.script), **job.environment) as run:
+        assert run.wait() == 0, str(run)
+    assert run.stderr == ""
+    assert len(job.imported) == 2
+    wait_until_gone(list(job.imported))
+
+
+def test_a_spare_that_dies_is_replaced_without_a_word(tmp_path: Path) -> None:
+    job = Job(tmp_path, WAITING)
+    with command(*RUN, str(job.script), **job.environment) as run:
+        run.wait_for("here ")
+        first = job.spare(set(pids(run)))
+        kill(first)
+        second = job.spare({first, *pids(run)})
+        assert run.stderr == ""
+        kill(pids(run)[0])
+        run.wait_for("here ", 2)
+        assert pids(run)[1] == second
+
+
+def test_spares_that_die_each_time_are_replaced_more_and_more_slowly(tmp_path: Path) -> None:
+    dying = """
+        if not first:
+            os.makedirs(f"{folder}/{os.getpid()}")
+            os.kill(os.getpid(), 9)
+    """
+    job = Job(tmp_path, WAITING, package=dying)
+    with command(*RUN, str(job.script), **job.environment) as run:
+        run.wait_for("here ")
+        until(lambda: len(job.imported) == 4)
+        times = sorted((tmp_path / "marks" / str(pid)).stat().st_mtime for pid in job.imported - set(pids(run)))
+        assert times[1] - times[0] > 0.9  # a pause of 1 s, but for the file system's clock
+        assert times[2] - times[1] > 1.9
+        assert run.stderr == ""
+
+
+def test_an_import_that_fails_is_the_script_s_to_meet(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        WAITING,
+        package="""
+        if not first:
+            os.makedirs(f"{folder}/{os.getpid()}", exist_ok=True)
+            import sys
+            before, os.environ["LEFT"], sys.left = ("LEFT" in os.environ, hasattr(sys, "left")), "", True
+            raise RuntimeError(f"not here; left over: {before}")
+        """,
+    )
+    with command(*RUN[:-1], "1", str(job.script), **job.environment) as run:
+        run.wait_for("here ")
+        spare = job.spare(set(pids(run)))
+        kill(pids(run)[0])
+        assert run.wait() == 1
+    traceback = [line for line in run.stderr.splitlines() if line.startswith("[#0]")]
+    assert traceback[0] == "[#0] Traceback (most recent call last):"
+    assert traceback[1] == f'[#0]   File "{job.script}", line 3, in <module>'
+    assert traceback[-1] == "[#0] RuntimeError: not here; left over: (False, False)"
+    assert run.stderr.count("Traceback") == 1
+    last = f"paceline: worker #0 (pid {spare}) ended with exit code 1; its only restart is used up"
+    assert run.stderr.splitlines()[-1] == last
+
+
+def test_a_spare_whose_imports_are_not_done_is_taken_all_the_same(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        WAITING,
+        package="""
+        import time
+        os.makedirs(f"{folder}/{os.getpid()}", exist_ok=True)
+        while not first and not os.path.exists(f"{folder}-go"):
+            time.sleep(0.01)
+        os.rmdir(f"{folder}/{os.getpid()}")
+        """,
+    )
+    with command(*RUN, str(job.script), **job.environment) as run:
+        run.wait_for("here ")
+        spare = job.spare(set(pids(run)))
+        kill(pids(run)[0])
+        run.wait_for("as a new worker")
+        (tmp_path / "marks-go").touch()
+        run.wait_for("here ", 2)
+        assert pids(run)[1] == spare
+
+
+def test_the_script_is_run_as_it_is_when_it_is_needed(tmp_path: Path) -> None:
+    job = Job(tmp_path, WAITING)
+    with command(*RUN, str(job.script), **job.environment) as run:
+        run.wait_for("here ")
+        spare = job.spare(set(pids(run)))
+        job.script.write_text(textwrap.dedent(WAITING).replace("import os", "print('new')\nimport os"))
+        kill(pids(run)[0])
+        run.wait_for("here ", 2)
+        assert pids(run)[1] == spare
+    assert run.stdout.splitlines()[1] == "[#0] new"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--spares", "1"), "give --restarts too"),
+        (("--restarts", "1", "--spares", "-1"), "must be 0 or more"),
+        (("--restarts", "1", "--spares", "1", "--no-python"), "does not go with --no-python"),
+        (("--max-restarts", "1", "--spares", "1"), "leave it out"),
+    ],
+)
+def test_what_cannot_be(arguments: tuple[str, ...], words: str) -> None:
+    with command("run", *arguments, sys.executable) as run:
+        assert run.wait() == 2, str(run)
+    assert words in run.stderr

@@ -1,0 +1,61 @@
+"""How much memory FSDP saves, in real processes: a count of bytes, whatever else the machine does."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.equal_units import UNITS, facts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def test_peak_of_parameter_memory_under_full_shard() -> None:
+    """W=4, 12 equal units of 4 MiB: what tracemalloc sees in the middle of every unit's forward and backward pass.
+
+    In the second step: the first has made what stays.
+    """
+    code = """
+import tracemalloc
+held, looks = [], False
+files = ("/sharding/flat.py", "/links/negotiation.py", "<string>")
+of_parameters = [tracemalloc.Filter(True, f"*{file}") for file in files]
+of_gradients = tracemalloc.Filter(False, "*/sharding/gradients.py", all_frames=True)  # they come from the same place
+def act():
+    if looks:
+        lines = tracemalloc.take_snapshot().filter_traces([*of_parameters, of_gradients]).statistics("lineno")
+        held.append(sum(line.size for line in lines))
+
+with paceline.join() as session:
+    n = 1 << 20
+    tracemalloc.start(8)               # from before the model is built: what construction leaves behind counts
+    fsdp = model(n, act, session.group)
+    for looks in (False, True):
+        fsdp(ONE)
+        fsdp.backward(ONE)
+    emit("facts", looks=len(held), peak=max(held), model=12 * 4 * n, unit=4 * n)
+"""
+    for rank in facts(4, code):
+        bound = rank["model"] / 4 + 2 * rank["unit"]
+        assert rank["looks"] == 2 * UNITS
+        assert rank["model"] / 4 + rank["unit"] < rank["peak"] <= 1.05 * bound
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_optimizer_state_is_a_quarter(strategy: str) -> None:
+    code = f"""
+with paceline.join() as session:
+    n = 100_003
+    fsdp = model(n, lambda: None, session.group, strategy=ShardingStrategy.{strategy})
+    optimizer = optim.Adam(fsdp, 1e-3)
+    fsdp(ONE)
+    fsdp.backward(ONE)
+    optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    held = sum(value.nbytes for state in states for value in state.values() if isinstance(value, np.ndarray))
+    gradients = sum(p.grad.nbytes for _, p in fsdp.named_parameters())
+    emit("facts", held=held, gradients=gradients, whole=12 * n * 4)
+"""
+    for rank in facts(4, code):
+        padding = UNITS * 3 * 4
+        assert rank["held"] <= 2 * (rank["whole"] / 4 + padding)
+        assert rank["gradients"] <= rank["whole"] / 4 + padding

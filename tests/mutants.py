@@ -1,0 +1,482 @@
+"""Plants one-line bugs in a copy of the tree and runs the tests that should notice: `make mutants`.
+
+Each `Mutant` replaces one piece of text, which must occur exactly once in its file. The tests named with it must fail
+then. A mutant that no test notices survives, and the script lists it and exits with status 1. The tree that the script
+runs from is only read.
+
+Where a line of the table is gone from the code, `tests/unit/test_mutants.py` fails: change the table with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+ROOT = Path(__file__).parents[1]
+
+SERVER = "server/paceline_server"
+ELASTIC = "client/paceline/elastic"
+SESSION = "client/paceline/session"
+
+TIMEOUT_S = 120
+"""For the tests of one mutant. A test that hangs has noticed the bug."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of the code that the tests must notice.
+
+    Attributes:
+        what: the bug, in words.
+        file: the file that is changed, relative to the root.
+        old: the text that is replaced; it occurs once.
+        new: the text in its place.
+        tests: files of tests that are run, relative to `tests`.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    # What the coordinator keeps.
+    Mutant(
+        "a commit is not synced to the disk",
+        f"{SERVER}/storage/schema.py",
+        "PRAGMA synchronous=FULL",
+        "PRAGMA synchronous=OFF",
+        ("unit/server/test_storage.py",),
+    ),
+    Mutant(
+        "a verdict on an older view is stored as the latest one's",
+        f"{SERVER}/storage/schema.py",
+        "operation = ?, text = ? WHERE name = ? AND generation = ?",
+        "operation = ?, text = ? WHERE name = ? AND generation >= ?",
+        ("unit/server/test_storage.py",),
+    ),
+    Mutant(
+        "a failed transaction is taken for stored",
+        f"{SERVER}/storage/sqlite.py",
+        "            return False\n        for batch in batches:",
+        "            pass\n        for batch in batches:",
+        ("unit/server/test_storage.py",),
+    ),
+    Mutant(
+        "a view whose write failed is announced",
+        f"{SERVER}/keeper.py",
+        "        if error is None:\n            self._apply(job, ViewStored(generation))",
+        "        if True:\n            self._apply(job, ViewStored(generation))",
+        ("unit/server/test_keeper.py",),
+    ),
+    Mutant(
+        "a view is announced before it is stored",
+        f"{SERVER}/keeper.py",
+        "written.add_done_callback(functools.partial(self._view_written, job, view.generation))",
+        "self._apply(job, ViewStored(view.generation))",
+        ("unit/server/test_keeper.py",),
+    ),
+    Mutant(
+        "a coordinator that has stopped still acts on what was written",
+        f"{SERVER}/keeper.py",
+        "        error = written.exception()\n        if self._closed:\n            return\n",
+        "        error = written.exception()\n",
+        ("unit/server/test_keeper.py",),
+    ),
+    # How a line goes on.
+    Mutant(
+        "a generation number that a member showed is used again",
+        f"{SERVER}/line.py",
+        "        self.state.generation = max(self.state.generation, generation)\n        self.state.patient_until",
+        "        self.state.patient_until",
+        ("unit/server/test_membership.py", "unit/server/test_old_copy.py"),
+    ),
+    Mutant(
+        "the generation of a checkpoint that a candidate brings is used again",
+        f"{SERVER}/line.py",
+        "self.state.generation = max(self.state.generation, *tags, 0)",
+        "assert tags is not None",
+        ("unit/server/test_old_copy.py",),
+    ),
+    Mutant(
+        "a coordinator with an old copy of its state still believes in the view of that copy",
+        f"{SERVER}/line.py",
+        "if view is None or not is_old:",
+        "if view is None or is_old:",
+        ("unit/server/test_old_copy.py",),
+    ),
+    Mutant(
+        "a member of another generation finishes the line",
+        f"{SERVER}/line.py",
+        "if event.generation != session.generation or self.state.view is None or",
+        "if self.state.view is None or",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "a line whose members have yet to compare their states is finished",
+        f"{SERVER}/line.py",
+        "self.state.view.base is None:\n            return []\n        if self.state.finishing is not",
+        "self.state.view.seats is None:\n            return []\n        if self.state.finishing is not",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "a member that is only silent does not keep its line",
+        f"{SERVER}/line.py",
+        "return view.base is None or all(ending.sure for ending in endings.values())",
+        "return True",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "a line's view is given up because a member went while it was stored",
+        f"{SERVER}/line.py",
+        "if view.base is None and len(attached) < len(view.seats):",
+        "if len(attached) < len(view.seats):",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "a Meet from before the latest view counts",
+        f"{SERVER}/line.py",
+        "if met.generation < session.generation:",
+        "if met.generation < 0:",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "a view forms before all members have stopped",
+        f"{SERVER}/meeting.py",
+        "late = [session for session in present if not session.has_met]",
+        "late = [session for session in present if not present]",
+        ("unit/server/test_meeting.py",),
+    ),
+    Mutant(
+        "silent members that may hold the state are not waited for",
+        f"{SERVER}/meeting.py",
+        "    if silent:\n        return Meeting(",
+        "    if not view:\n        return Meeting(",
+        ("unit/server/test_meeting.py",),
+    ),
+    Mutant(
+        "newcomers speak for the line as soon as they hold its base",
+        f"{SERVER}/meeting.py",
+        "return view.base is None or any(s.rank not in newcomers or _met(s).tag != view.base for s in leaders)",
+        "return True",
+        ("unit/server/test_meeting.py",),
+    ),
+    Mutant(
+        "a member that never held the base leads",
+        f"{SERVER}/meeting.py",
+        "return met.tag is not None and (met.holds_base or view.base is None)",
+        "return met.tag is not None",
+        ("unit/server/test_meeting.py",),
+    ),
+    # How members end.
+    Mutant(
+        "the last member that may hold the state is parted with",
+        f"{SERVER}/departures.py",
+        "if not any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest):",
+        "if not rest:",
+        ("unit/server/test_departures.py",),
+    ),
+    Mutant(
+        "a broken link after the verdict parts with a member that is well",
+        f"{SERVER}/membership.py",
+        "if other is None or other.stream is not None:",
+        "if other is None:",
+        ("unit/server/test_departures.py",),
+    ),
+    Mutant(
+        "a session is resumed without its token",
+        f"{SERVER}/membership.py",
+        "if session is None or session.token_sha256 != event.token_sha256:",
+        "if session is None:",
+        ("unit/server/test_membership.py",),
+    ),
+    Mutant(
+        "a lapse counts at the first look",
+        f"{SERVER}/leases.py",
+        "            session.overdue_from = now\n            due = now + LOOK_AGAIN",
+        "            return True",
+        ("unit/server/test_leases.py", "unit/server/test_membership.py"),
+    ),
+    Mutant(
+        "a coordinator that slept judges its members",
+        f"{SERVER}/leases.py",
+        "if slept > session.settings.heartbeat_interval:",
+        "if slept < 0.0:",
+        ("unit/server/test_leases.py", "unit/server/test_membership.py"),
+    ),
+    Mutant(
+        "a coordinator that hears nobody evicts everybody",
+        f"{SERVER}/leases.py",
+        "s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]",
+        "s.standing or now >= self._nobody_at + _timeout(s)]",
+        ("unit/server/test_leases.py",),
+    ),
+    # A step at a member.
+    Mutant(
+        "the gate opens while collectives of the step are still running",
+        f"{ELASTIC}/step.py",
+        "        self._group.flush()\n        self._mesh.fault.check()",
+        "        self._mesh.fault.check()",
+        ("unit/elastic/test_step_gate.py",),
+    ),
+    Mutant(
+        "the gate opens though members hold different bits",
+        f"{ELASTIC}/step.py",
+        "if not agrees(sums, self.world):",
+        "if not sums:",
+        ("unit/elastic/test_step_gate.py",),
+    ),
+    Mutant(
+        "the gate opens though the generation has failed",
+        f"{ELASTIC}/step.py",
+        "        self._group.flush()\n        self._mesh.fault.check()",
+        "        self._group.flush()",
+        ("unit/elastic/test_step_gate.py",),
+    ),
+    Mutant(
+        "a step that failed leaves its small state behind",
+        f"{ELASTIC}/step.py",
+        "self._state.undo(self._small)",
+        "self._state.clear_gradients()",
+        ("unit/elastic/test_step_solo.py",),
+    ),
+    Mutant(
+        "an update that was interrupted counts",
+        f"{ELASTIC}/step.py",
+        "if self._open and not self.spoiled and not",
+        "if self._open and not",
+        ("unit/elastic/test_step_solo.py",),
+    ),
+    Mutant(
+        "the first of two updates counts, though the second one failed",
+        f"{ELASTIC}/step.py",
+        "return self.keeps_copy and (self.half_updated or error is not None)",
+        "return self.keeps_copy and self.half_updated",
+        ("unit/elastic/test_step_copies.py",),
+    ),
+    Mutant(
+        "an old view is entered again",
+        f"{ELASTIC}/place.py",
+        "if view.generation <= self.generation:",
+        "if view.generation < self.generation:",
+        ("unit/elastic/test_place.py",),
+    ),
+    Mutant(
+        "a member enters a view with another state than its base",
+        f"{ELASTIC}/place.py",
+        "if self.held != view.base or share not in self.shares:",
+        "if share not in self.shares:",
+        ("unit/elastic/test_place.py",),
+    ),
+    Mutant(
+        "a member that was cast out still claims the base",
+        f"{ELASTIC}/place.py",
+        "self.generation, self.holds_base = 0, False\n        return self.meet(unproven",
+        "self.generation = 0\n        return self.meet(unproven",
+        ("unit/elastic/test_place.py",),
+    ),
+    # A line at a member.
+    Mutant(
+        "a late view of the member that this worker was before is entered",
+        f"{ELASTIC}/line.py",
+        "case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:",
+        "case letters.ViewCame(member_id=member_id) if member_id is None:",
+        ("unit/elastic/test_line.py",),
+    ),
+    Mutant(
+        "a member that refuses a view tells nobody",
+        f"{ELASTIC}/line.py",
+        "if isinstance(order, Meet) and view.base is not None:",
+        "if isinstance(order, Meet) and view.base is None:",
+        ("unit/elastic/test_line.py",),
+    ),
+    Mutant(
+        "a newcomer announces the commits of steps before its time",
+        f"{ELASTIC}/line.py",
+        "self._committed, self._taking.read_a_checkpoint = view.base.step, False",
+        "self._taking.read_a_checkpoint = False",
+        ("unit/elastic/test_line_commits.py",),
+    ),
+    Mutant(
+        "a member goes on in a generation that has failed because the coordinator is away",
+        f"{ELASTIC}/waiting.py",
+        "if self.planned and not self._port.group.mesh.fault.failed:",
+        "if self.planned:",
+        ("unit/elastic/test_waiting.py",),
+    ),
+    Mutant(
+        "a verdict on links that the group has yet to move to is dropped",
+        f"{SESSION}/generations.py",
+        "        for mesh in (self.coming, self.mesh):\n            if mesh is not None and verdict.generation",
+        "        for mesh in (self.mesh,):\n            if mesh is not None and verdict.generation",
+        ("unit/session/test_generations.py",),
+    ),
+    Mutant(
+        "a verdict that is there before the links of its view is dropped",
+        f"{SESSION}/generations.py",
+        "        self._early = verdict",
+        "        self._early = None",
+        ("unit/session/test_generations.py",),
+    ),
+    Mutant(
+        "a member goes on in its generation after the next one has formed",
+        f"{SESSION}/generations.py",
+        '            self.outdate(f"generation {generation} has formed")\n',
+        "",
+        ("unit/session/test_generations.py",),
+    ),
+    # Checkpoints.
+    Mutant(
+        "the job is done before its last checkpoint is written",
+        f"{ELASTIC}/line.py",
+        "            self._saver.keep(self._place.held, self._state, group)\n        except",
+        "            self._port.finish(self._total)\n"
+        "            self._saver.keep(self._place.held, self._state, group)\n        except",
+        ("unit/elastic/test_line_commits.py",),
+    ),
+    Mutant(
+        "nobody writes the last state where the lowest rank is gone",
+        f"{ELASTIC}/saver.py",
+        'self._write_now(held, state, "")',
+        'self._write_now(held, state, "") if _is_lowest(group) else None',
+        ("unit/elastic/test_saver.py",),
+    ),
+    Mutant(
+        "a member is done with the last checkpoint while another still writes it",
+        f"{ELASTIC}/saver.py",
+        'int(group.all_reduce(np.int64(refused), op="max", timeout=math.inf, label="kept"))',
+        "refused * group.size // group.size",
+        ("unit/elastic/test_saver.py",),
+    ),
+    Mutant(
+        "a state that the line left behind is written",
+        f"{ELASTIC}/saver.py",
+        "if self._pending is not None and self._pending[0] != held:",
+        "if self._pending is not None and self._pending[0] == held:",
+        ("unit/elastic/test_saver.py",),
+    ),
+    Mutant(
+        "a checkpoint is written before its step is committed",
+        f"{ELASTIC}/saver.py",
+        "if self._pending is None or self._pending[0].step > step:",
+        "if self._pending is None:",
+        ("unit/elastic/test_saver.py",),
+    ),
+)
+
+
+def stale(mutants: Sequence[Mutant] = MUTANTS, root: Path = ROOT) -> list[str]:
+    """What of the table does not fit the code any more, in words.
+
+    Args:
+        mutants: the table.
+        root: of the tree.
+    """
+    found = []
+    for mutant in mutants:
+        count = (root / mutant.file).read_text().count(mutant.old)
+        if count != 1:
+            found.append(f"{mutant.file} has this text {count} times, not once: {mutant.old!r}")
+        found += [f"there is no tests/{test}" for test in mutant.tests if not (root / "tests" / test).is_file()]
+    return found
+
+
+class Copy:
+    """A copy of the tree in which one mutant at a time is planted."""
+
+    def __init__(self, folder: Path) -> None:
+        names = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(names, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for name in listed.split("\0"):
+            if name and (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, folder / name)
+        self._folder = folder
+        # Before site-packages, where the installed package is the tree that this was copied from.
+        path = os.pathsep.join(str(folder / package) for package in ("client", "server", "protos"))
+        self._environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def passes(self, tests: Sequence[str]) -> tuple[bool, str]:
+        """Runs files of tests in the copy; returns whether all pass, and what pytest wrote."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not alone"]
+        try:
+            ran = subprocess.run(
+                [*command, *(f"tests/{test}" for test in tests)],
+                cwd=self._folder,
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False, f"the tests did not end within {TIMEOUT_S} s"
+        if ran.returncode not in (0, 1):  # no tests were found, or pytest itself failed: that says nothing of the bug
+            sys.exit(f"pytest ended with status {ran.returncode}:\n{ran.stdout}")
+        return ran.returncode == 0, ran.stdout
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Plants a mutant, runs its tests, and takes it out; returns whether no test noticed."""
+        file = self._folder / mutant.file
+        before = file.read_text()
+        file.write_text(before.replace(mutant.old, mutant.new))
+        try:
+            return self.passes(mutant.tests)[0]
+        finally:
+            file.write_text(before)
+
+
+def main() -> int:
+    """Returns the exit status: 1 if a mutant survives, 2 if there is nothing to judge by."""
+    parser = argparse.ArgumentParser(description="Plants one-line bugs in a copy of the tree and runs its tests.")
+    parser.add_argument("words", nargs="*", help="only mutants whose description or file has one of these words")
+    options = parser.parse_args()
+    chosen = [
+        m for m in MUTANTS if not options.words or any(word in m.what or word in m.file for word in options.words)
+    ]
+    if trouble := stale(chosen):
+        print("the table of mutants does not fit the code any more:", *trouble, sep="\n  ")
+        return 2
+    began, jobs = monotonic(), min(len(chosen), os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as pool:
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for number in range(jobs):
+            copies.put(Copy(Path(scratch, str(number))))
+        first = copies.get()
+        good, output = first.passes(sorted({test for mutant in chosen for test in mutant.tests}))
+        copies.put(first)
+        if not good:
+            print(f"{output}\nthe tests fail without any mutant")
+            return 2
+
+        def survives(mutant: Mutant) -> bool:
+            copy = copies.get()
+            try:
+                return copy.survives(mutant)
+            finally:
+                copies.put(copy)
+
+        survivors = []
+        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVES' if survived else 'killed':9} {mutant.what} ({mutant.file})", flush=True)
+            survivors += [mutant] * survived
+    print(f"{len(chosen)} mutants, {len(survivors)} survive; {monotonic() - began:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

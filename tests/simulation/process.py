@@ -1,0 +1,403 @@
+"""A worker process: the real session and the real loop over the steps, around a tiny state.
+
+Its training thread runs what a user's script does; its loop runs the control stream and what belongs to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from simulation.broken import Broken
+from simulation.group import Group, Mesh
+from simulation.loop import Loop, SimulatedLoopThread
+from simulation.network import COORDINATOR
+from simulation.state import Spoiled, State
+from simulation.threads import Thread, current
+
+from paceline import errors
+from paceline.checkpoint.tag import Tag
+from paceline.config import Config
+from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.place import Place
+from paceline.elastic.share import Share
+from paceline.links.base import Peer
+from paceline.session.address import Endpoint
+from paceline.session.member import MemberConnection
+from paceline.session.membership import Membership
+from paceline.session.session import CoordinatedSession
+from paceline_server.model import Process as Identity
+from pacelinepb.v1 import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+__all__ = ["Process", "RaisedByUser"]
+
+
+class RaisedByUser(Exception):
+    """The user's code raises."""
+
+
+class _Window:
+    """Who lives behind a door, and what it offers."""
+
+    def __init__(self) -> None:
+        self.member_id = ""
+        self.source: Any = None
+
+
+class _Door:
+    """`grpc_door.Door`: meshes find each other without it."""
+
+    def __init__(self, process: Process) -> None:
+        self.window = _Window()
+        self.ways = process
+
+    def on_exhausted(self, tell: Any) -> None:
+        pass
+
+    def enter(self, mesh: Mesh) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.window = _Window()
+
+
+class _Sockets:
+    def dial(self, endpoints: Any) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+class _Whereabouts:
+    """`Whereabouts`: a process stays where it is."""
+
+    def __init__(self, name: str) -> None:
+        self.address = Endpoint(name, 1)
+
+    async def settle(self, timeout: float, say: Any) -> None:
+        pass
+
+    async def renew(self, timeout: float, leave: Any) -> bool:
+        return False
+
+
+class _Flight:
+    def on_abort(self, error: BaseException) -> None:
+        pass
+
+    def watch_signal(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Store:
+    def close(self) -> None:
+        pass
+
+
+class _Credentials:
+    """`Credentials`: nobody asks for any."""
+
+    files = None
+
+    def for_worker(self) -> _Credentials:
+        return self
+
+    async def metadata(self) -> None:
+        return None
+
+
+class Connection(MemberConnection):
+    """The real connection of a member, with what touches sockets left out."""
+
+    process: Process
+
+
+class Process:
+    """One worker process.
+
+    Args:
+        world: where.
+        name: its host.
+        pid: its number.
+        node: what shares its memory.
+        rank: that it claims, if any.
+
+    Attributes:
+        ids: what the coordinator has known it by, one after the other.
+        alive: it runs, or is frozen.
+        frozen: it stands still.
+        stuck_next: its next step will hang for so many seconds in the user's code.
+        raises_next: the user's code will raise.
+        hangs: it hangs there for ever.
+        ended: how it ended, in words; empty while it has not.
+    """
+
+    group: Group
+    connection: Connection
+
+    def __init__(self, world: World, name: str, pid: int, node: str, rank: int | None) -> None:
+        self.world = world
+        self.name = name
+        self.pid = pid
+        self.node = node
+        self.rank = rank
+        self.process = Identity(name, pid, "boot", pid, 1, node)
+        self.alive = True
+        self.frozen = False
+        self.threads: list[Thread] = []
+        self.meshes: list[Mesh] = []
+        self.ids: list[str] = []
+        self.state = State(self, world.shape.node_size)
+        self.session: CoordinatedSession | None = None
+        self.stream: Any = None
+        self.stuck_next = 0.0
+        self.raises_next = False
+        self.ended = ""
+        self.hangs = False
+        self.error: BaseException | None = None
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.loop = Loop(world.clock, self.hear)
+        self.loop.process = self  # type: ignore[attr-defined]
+        self.thread(self._main).start()
+
+    # Time -------------------------------------------------------------------------------------------------------------
+
+    def hear(self, action: Callable[..., None], *args: Any) -> None:
+        """Something happens to the process; a frozen one takes it in when it wakes."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append((action, args))
+        else:
+            action(*args)
+
+    def later(self, delay: float, action: Callable[..., object], *args: Any) -> None:
+        """The process does something after a delay."""
+        self.world.clock.after(delay, self.hear, action, *args)
+
+    def thread(self, target: Callable[..., object], *args: Any) -> Thread:
+        """A new thread of it."""
+        return Thread(self, target, args)
+
+    def freeze(self, seconds: float) -> None:
+        """The process stands still for a while."""
+        if self.alive and not self.frozen:
+            self.frozen = True
+            self.world.note(self.name, f"freezes for {seconds:.2f} s")
+            self.world.clock.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        self.world.note(self.name, "wakes")
+        backlog, self._backlog = self._backlog, []
+        for action, args in backlog:
+            self.hear(action, *args)
+
+    def reset_stream(self) -> None:
+        """Its stream to the coordinator breaks."""
+        if self.stream is not None:
+            self.stream.reset()
+
+    def end(self, how: str) -> None:
+        """The process is no more."""
+        self.alive = False
+        self.ended = how
+        self.reset_stream()
+        for mesh in self.meshes:
+            mesh.ended = True
+
+    # What others see of it --------------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> _Window:
+        """Who it is, at its door."""
+        return self.connection._door.window  # type: ignore[return-value]
+
+    @property
+    def shelf(self) -> Any:
+        """What it offers."""
+        return self.window.source
+
+    @property
+    def member_id(self) -> str:
+        """Its id in the session that it has now; empty for none."""
+        return self.window.member_id if hasattr(self, "connection") else ""
+
+    @property
+    def leaves(self) -> bool:
+        """It is on its way out: what it holds goes with it."""
+        return self.session is not None and self.session._left
+
+    def answers_as(self, member_id: str) -> bool:
+        """True if a link to this member finds the process, and finds it to be this member."""
+        return self.alive and bool(self.ids) and self.ids[-1] == member_id
+
+    def peer(self, rank: int = -1) -> Peer:
+        """As others see it."""
+        return Peer(rank, self.member_id, self.name, f"{self.name}:1", self.pid, self.node)
+
+    # What it holds ----------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place | None:
+        """Its place in the line; None before its steps begin."""
+        line = self.session._line if self.session is not None else None
+        return line._place if line is not None else None
+
+    @property
+    def held(self) -> Tag | None:
+        """The state that it holds."""
+        return self.place.held if self.place is not None else Tag(0, 0)
+
+    @property
+    def bits(self) -> tuple[object, ...]:
+        """What it holds."""
+        return self.state.bits
+
+    @property
+    def void(self) -> bool:
+        """True if the generation that it is in has failed, as far as it knows."""
+        return self.group.mesh.fault.failed if hasattr(self, "group") else True
+
+    def could_give(self, tag: Tag) -> list[Share]:
+        """The shares of a state that it holds, or would if it finished a step."""
+        place = self.place
+        if place is None:
+            return list(self.state.parts) if tag == Tag(0, 0) else []
+        if place.held == tag and not place.stored:
+            return list(self.state.parts)
+        return list(place.shares[:1]) if place.prepared == tag else []
+
+    def operation_in(self, mesh: Mesh) -> int:
+        """Number of the collective that it is in, 0 for none."""
+        group = self.group_in(mesh)
+        return group._number if group is not None else 0
+
+    def group_in(self, mesh: Mesh) -> Any:
+        """The group, if it is in the generation of that mesh."""
+        group = getattr(self, "group", None)
+        return group if group is not None and group.mesh is mesh else _IN_NONE
+
+    # What it does -----------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        world = self.world
+        try:
+            self._train()
+        except Dismissed as dismissed:
+            how = f"goes: {dismissed}"
+        except (errors.PacelineError, RaisedByUser, Spoiled, OSError) as error:
+            how, self.error = f"ends with {type(error).__name__}: {error}", error
+        else:
+            how = "is done"
+        self.end(how)
+        world.note(self.name, how)
+        world.checks.ended(self)
+        world.gone(self)
+
+    def _train(self) -> None:
+        world = self.world
+        wanted = Membership("job", world.settings.min_workers, world.settings.max_workers, self.rank)
+        self.connection = Connection(
+            Endpoint(COORDINATOR, 1),
+            wanted,
+            None,
+            world.config,
+            SimulatedLoopThread(self.loop),
+            _Credentials(),  # type: ignore[arg-type]
+        )
+        current().park(world.delay(0.01, 0.3))  # imports
+        self.connection.open(1e6)
+        directory = world.directory_of(self)
+        with CoordinatedSession(self.connection, world.config) as session:
+            self.session = session
+            current().park(world.delay(0.0, 0.2))  # a model is built
+            steps = session.steps(
+                self.state,  # type: ignore[arg-type]
+                total=world.last_step,
+                checkpoint_dir=directory,
+                checkpoint_every=world.checkpoint_every if directory else None,
+            )
+            with contextlib.closing(steps):  # type: ignore[type-var]
+                for step in steps:
+                    with step:
+                        if world.shape.twice and step.number % 2:
+                            step.keep_copy()
+                        self._compute()
+                        gradients = self.group.reduce_gradients(step.number)
+                        if step.number % 3 == 2:  # a metric that nobody waits for but the gate
+                            self.group.all_reduce(0.0, label="metric", async_op=True)
+                        gradients.wait()
+                        if step.keeps_copy:
+                            self._update(step.generation, half=True)
+                            self.group.all_reduce(0.0, label="between")
+                        self._update(step.generation)
+                        if step.keeps_copy:
+                            self.group.all_reduce(0.0, label="behind")
+        world.checks.done(self)
+
+    def _compute(self) -> None:
+        world = self.world
+        current().park(world.compute())
+        if self.stuck_next:
+            seconds, self.stuck_next = self.stuck_next, 0.0
+            world.note(self.name, f"hangs in the user's code for {seconds:.1f} s")
+            self.hangs = seconds > 100
+            world.restless_until = max(world.restless_until, world.clock.now + 14.0 + min(seconds, 20.0))
+            current().park(seconds)
+        if self.raises_next:
+            self.raises_next = False
+            raise RaisedByUser("it was told to")
+
+    def met(self, meet: pb.Meet) -> None:
+        """It tells the coordinator that it has stopped."""
+        self.world.note(self.name, f"meets after generation {meet.generation} with {self.held and tuple(self.held)}")
+        self.world.moment("meet", self)
+        line = self.session._line if self.session is not None else None
+        if line is not None and line._waiting.planned:
+            self.world.moment("planned", self)
+
+    def _update(self, generation: int, *, half: bool = False) -> None:
+        """Some users' code goes on with the next batch if an update fails."""
+        try:
+            self.state.run_optimizer(generation, half=half)
+        except Spoiled:
+            self.world.note(self.name, "is interrupted inside an update")
+            if self.world.delay(0.0, 1.0) < 0.5:
+                raise
+
+    def applied(self, generation: int, step: int) -> None:
+        """A step counts here."""
+        self.world.moment("applied", self)
+        mesh = next((mesh for mesh in reversed(self.meshes) if mesh.generation == generation), None)
+        if mesh is None:
+            raise Broken(f"I1: {self.name} applies a step of generation {generation}, which it was not in")
+        self.world.note(self.name, f"applies step {step} in generation {generation}")
+        self.world.checks.applied(self, mesh, step)
+
+    def identity(self) -> pb.ProcessIdentity:
+        """As it introduces itself."""
+        return pb.ProcessIdentity(
+            host=self.name, pid=self.pid, boot_id="boot", start_ticks=self.pid, pid_namespace=1, node=self.node
+        )
+
+
+class _InNone:
+    running = None
+    _number = 0
+
+
+_IN_NONE: Any = _InNone()
+
+
+def settings_of(failure_timeout: float, step_timeout: float) -> Config:
+    """The timeouts of all members."""
+    return Config(failure_timeout=failure_timeout, step_timeout=step_timeout, join_timeout=1e6, rejoin_timeout=120.0)

@@ -1,0 +1,254 @@
+"""What the real modules get in place of clocks, threads, sockets and disks, for as long as a schedule runs.
+
+Only names of modules are exchanged, so that the code above them is the real one. All are put back at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from simulation import files as simulated_files
+from simulation.group import Group, Mesh
+from simulation.network import COORDINATOR, Stream, refusal, unavailable
+from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
+from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
+
+from paceline import _wait
+from paceline.elastic import port, saver, spread_saver, steps, taking, waiting
+from paceline.links import fault
+from paceline.session import control, generations, line_side, mail, member, membership, session, view, wire
+from paceline_server import dispatcher, timers
+from paceline_server.errors import Refused
+from paceline_server.model import Process as Identity
+from pacelinepb.v1 import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulation.process import Process
+    from simulation.world import World
+
+__all__ = ["installed"]
+
+_PULSE = 1.0
+"""Seconds between two looks for a stall of the coordinator: 0.05 in real life, where they cost nobody anything."""
+
+
+def _wait_for(latch: Any, timeout: float | None = None) -> bool:
+    if not latch._is_set:
+        if not hasattr(latch, "waiters"):
+            latch.waiters = Waiters()
+        latch.waiters.wait(timeout)
+    return latch._is_set  # type: ignore[no-any-return]
+
+
+def _set(latch: Any) -> None:
+    latch._is_set = True
+    if hasattr(latch, "waiters"):
+        latch.waiters.wake()
+
+
+def _process() -> Process:
+    """Whose loop runs."""
+    return asyncio.get_running_loop().process  # type: ignore[attr-defined, no-any-return]
+
+
+class _Thread:
+    """`threading.Thread`, of the process whose thread makes it."""
+
+    def __init__(self, *, target: Any, args: tuple[Any, ...] = (), name: str = "") -> None:
+        self._thread = current().process.thread(target, *args)
+        self.start, self.join, self.is_alive = self._thread.start, self._thread.join, self._thread.is_alive
+
+
+class _Channel:
+    """`CoordinatorChannel`."""
+
+    def __init__(self, target: str, failure_timeout: float, credentials: Any) -> None:
+        self.newest = self
+
+    async def renew(self, timeout: float) -> None:
+        pass
+
+    async def call(self, make: Any) -> Any:
+        return await make(self)
+
+    async def close(self) -> None:
+        pass
+
+
+class _Calls:
+    """The calls of a world's processes to the coordinator."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def open_stream(
+        self, channel: Any, first: pb.SessionRequest, metadata: Any, timeout: float
+    ) -> tuple[Any, pb.SessionResponse]:
+        """See `stream.open_stream`."""
+        process = _process()
+        await asyncio.sleep(self._world.delay(0.001, 0.02))
+        async with asyncio.timeout(max(0.1, timeout)):
+            await self._reach(process)
+            stream = process.stream = Stream(self._world, process)
+            try:
+                await stream.write(pb.SessionRequest.FromString(first.SerializeToString()))
+                answer = await stream.read()
+            except BaseException:
+                stream.cancel()
+                raise
+        if not isinstance(answer, pb.SessionResponse):
+            raise unavailable("the stream ended")
+        return stream, answer
+
+    async def fetch_pages(
+        self, channel: Any, job: str, formed: pb.ViewFormed, deadline: float, known_sha256: bytes
+    ) -> list[bytes]:
+        """See `view._fetch_pages`: the answer may come late, behind what was said afterwards."""
+        process, world = _process(), self._world
+        pages: list[bytes] = []
+        while len(pages) < formed.pages and not view._has_changes(pages):
+            await asyncio.sleep(world.latency())
+            try:
+                async with asyncio.timeout(max(0.1, deadline - world.clock.now)):
+                    await self._reach(process, wait=True)
+                    while world.coordinator.stalled:  # noqa: ASYNC110  of simulated time
+                        await asyncio.sleep(0.1)
+            except TimeoutError:
+                raise unavailable("no answer") from None
+            if not world.coordinator.up:
+                continue
+            known = known_sha256 if not pages else b""
+            try:
+                pages.append(world.coordinator.dispatcher.page(job, formed.generation, len(pages), known))
+            except Refused as refused:
+                raise refusal(refused) from None
+            prompt, longest = (0.6, 9.0) if world.shape.late else (0.9, 2.5)
+            await asyncio.sleep(world.latency() if world.rng.random() < prompt else world.delay(0.1, longest))
+        return pages
+
+    async def report_exit(self, request: pb.ReportExitRequest, **_: Any) -> None:
+        """ReportExit of SessionService."""
+        await asyncio.sleep(self._world.latency())
+        await self._reach(_process(), wait=True)
+        told = request.process
+        gone = Identity(told.host, told.pid, told.boot_id, told.start_ticks, told.pid_namespace, told.node)
+        self._world.coordinator.call("report_exit", request.job, gone, request.exit_code, request.found_gone)
+
+    async def _reach(self, process: Process, *, wait: bool = False) -> None:
+        """Returns when the coordinator is there; waits if it is cut off, or if asked to."""
+        world = self._world
+        while True:
+            if not world.network.reaches(process.name, COORDINATOR):
+                await asyncio.sleep(0.2)
+            elif world.coordinator.up:
+                return
+            elif wait:
+                await asyncio.sleep(0.2)
+            else:
+                raise unavailable("connection refused")
+
+    def is_gone(self, process: pb.ProcessIdentity) -> bool:
+        """See `identity.is_gone`: of the asker's host alone."""
+        here = _process()
+        other = self._world.by_pid.get(process.pid)
+        return other is not None and bool(here.node) and other.node == here.node and not other.alive
+
+
+class _Knocks:
+    """`knock.Knocks`: is anybody at that address?"""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def at(self, address: str, refused: Any) -> None:
+        name = address.partition(":")[0]
+
+        def look() -> None:
+            there = [process for process in self._world.members if process.name == name]
+            if self._world.network.reaches(name, COORDINATOR) and not any(process.alive for process in there):
+                refused()
+
+        self._world.coordinator.loop.call_later(self._world.delay(0.001, 0.02), look)
+
+    def close(self) -> None:
+        pass
+
+
+async def _nothing(*_: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def installed(world: World) -> Iterator[None]:
+    """The names that this world's processes find."""
+    time, calls, peers = SimulatedTime(world), _Calls(world), world.peers
+    stub = SimpleNamespace(ReportExit=calls.report_exit)
+    chance = SimpleNamespace(Random=lambda: world.rng, uniform=world.rng.uniform)
+    names: list[tuple[Any, str, Any]] = [
+        *((module, "time", time) for module in (fault, waiting, taking, saver, line_side, control, member, session)),
+        (_wait.Latch, "wait", _wait_for),
+        (_wait.Latch, "set", _set),
+        (waiting, "random", chance),
+        (wire, "random", chance),
+        (control, "open_stream", calls.open_stream),
+        (control, "CoordinatorChannel", _Channel),
+        (control, "check_tls", _nothing),
+        (mail, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
+        (saver, "threading", SimpleNamespace(Thread=_Thread)),
+        (saver, "checkpoint", world.files),
+        (saver, "is_there", world.files.is_there),
+        (saver, "save_once", world.files.save_once),
+        (saver, "fingerprint", world.files.fingerprint),
+        (spread_saver, "ShardedSaver", simulated_files.ShardedSaver),
+        (spread_saver, "save_sharded", simulated_files.save_sharded),
+        (steps, "_script", lambda: ""),
+        (steps, "_draining_on_sigterm", contextlib.nullcontext),
+        (member, "Door", lambda *_: _Door(current().process)),
+        (member, "Sockets", lambda *_: _Sockets()),
+        (member, "Whereabouts", lambda *_: _Whereabouts(current().process.name)),
+        (member, "FlightLog", lambda *_: _Flight()),
+        (member, "CoordinatorStore", lambda *_: _Store()),
+        (member, "Group", Group),
+        (member, "tell_launcher", lambda *_: None),
+        (view, "_fetch_pages", calls.fetch_pages),
+        (view, "time", time),
+        (line_side, "SessionServiceStub", lambda _: stub),
+        (line_side, "is_gone", calls.is_gone),
+        (membership, "process_identity", lambda: _process().identity()),
+        (generations, "GrpcMesh", Mesh),
+        (port, "GrpcMesh", Mesh),
+        (port, "take_state", peers.take_state),
+        (port, "take_shards", peers.take_shards),
+        (port, "out_of_reach", peers.out_of_reach),
+        (port, "get_manifest", peers.get_manifest),
+        (session, "atexit", SimpleNamespace(register=lambda _: None, unregister=lambda _: None)),
+        (
+            dispatcher,
+            "secrets",
+            SimpleNamespace(
+                token_bytes=lambda n: world.number().to_bytes(n, "big"),
+                token_hex=lambda _: f"m{world.number():05}",
+                compare_digest=lambda one, other: one == other,
+            ),
+        ),
+        (dispatcher, "Knocks", lambda: _Knocks(world)),
+        (timers, "_PULSE", _PULSE),
+    ]
+    before = [(where, name, getattr(where, name)) for where, name, _ in names]
+    level = logging.root.manager.disable
+    try:
+        for where, name, value in names:
+            setattr(where, name, value)
+        if not world.tells:
+            logging.disable(logging.CRITICAL)
+        yield
+    finally:
+        logging.disable(level)
+        for where, name, value in before:
+            setattr(where, name, value)

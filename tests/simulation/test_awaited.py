@@ -1,0 +1,71 @@
+"""Crossing off whom a meeting waits for gives the same as convening the meeting anew, in many schedules."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulation.broken import Broken
+from simulation.runner import run
+from simulation.world import Shape
+
+from paceline_server import awaited
+from paceline_server.effects import Effect
+from paceline_server.line import Line
+from paceline_server.model import Met, Session
+from paceline_server.policy import decide
+
+CROWD = Shape(members=(5, 8), faults=(3, 8))
+SHAPES = [CROWD, Shape(members=(3, 5), faults=(2, 7), node_size=0), Shape(members=(4, 6), faults=(2, 7), node_size=2)]
+
+
+def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]) -> Counter[str]:
+    """Runs schedules; how often members were crossed off, by what they were waited for."""
+    seen: Counter[str] = Counter()
+    real = Line._cross_off
+
+    def cross_off(line: Line, now: float, session: Session, before: Met | None) -> list[Effect] | None:
+        effects = real(line, now, session, before)
+        if effects is not None:
+            caught = session.catching_up
+            session.catching_up = False  # it has been told to take the base, again, only after this was decided
+            anew = decide(now, line.state, line._settings.settle_time)
+            session.catching_up = caught
+            _compare(line, anew, session)
+            seen["late" if anew.meeting is not None and anew.meeting.late else "again" if caught else "laggard"] += 1
+        return effects
+
+    def _compare(line: Line, anew: object, session: Session) -> None:
+        crossed = line.decision
+        same = (crossed.reason, crossed.members, crossed.again_at, crossed.summon)
+        other = (anew.reason, anew.members, anew.again_at, anew.summon)  # type: ignore[attr-defined]
+        meeting = anew.meeting  # type: ignore[attr-defined]
+        assert line._awaited is not None
+        left = set(line._awaited)
+        if same != other or left != set(meeting.late or meeting.laggards):
+            raise Broken(f"{crossed.reason!r} was {other[0]!r} when the meeting was convened anew")
+        before = line._awaited.meeting
+        if (before.base, before.manifest, before.targets) != (meeting.base, meeting.manifest, meeting.targets):
+            raise Broken("another base, or other seats")
+
+    monkeypatch.setattr(Line, "_cross_off", cross_off)
+    for shape in shapes:
+        for seed in seeds:
+            run(seed, shape)
+    return seen
+
+
+@pytest.mark.slow
+def test_the_decision_is_that_of_a_meeting_convened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = crossings(monkeypatch, range(800_000, 800_020), SHAPES)
+    assert min(seen["late"], seen["laggard"], seen["again"]) > 10, seen
+
+
+@pytest.mark.slow
+def test_the_comparison_finds_a_member_that_is_crossed_off_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_caught_up(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(awaited, "has_caught_up", has_caught_up)
+    with pytest.raises(Broken, match="when the meeting was convened anew"):
+        crossings(monkeypatch, range(800_000, 800_100), [CROWD])

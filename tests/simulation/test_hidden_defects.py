@@ -1,0 +1,126 @@
+"""Defects that a simulation of imitations hid: each is planted again, in the real shells, and found.
+
+What is expected is the kind of breach, not its seed: which schedule finds it first may change with any change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulation.group import Group
+from simulation.test_broken_rules import found
+from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST, RECLAIMED, SMALL, STUCK
+
+from paceline.elastic import failures
+from paceline.elastic.line import Line
+from paceline.elastic.saver import Saver
+from paceline.session import line_side
+from paceline.session.generations import Generations
+from paceline.session.mail import Letter, ViewCame
+from paceline_server import line as server_line
+from paceline_server.events import ViewStored
+from paceline_server.keeper import Keeper
+from paceline_server.stragglers import Stragglers
+
+
+def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a job of fixed size never gets its replacement in."""
+    honest = line_side.LineSide._learn_members
+
+    async def learn(side: Any, running: Any) -> None:
+        running.ClearField("ended")
+        await honest(side, running)
+
+    monkeypatch.setattr(line_side.LineSide, "_learn_members", learn)
+    assert found(400, FIXED).startswith("liveness")
+
+
+def test_members_that_hang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stragglers, "overdue", lambda stragglers, now: [])
+    assert found(400, STUCK).startswith("liveness")
+
+
+def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Line.close
+
+    def close(line: Line) -> None:
+        line._port.finish(line._total)
+        honest(line)
+
+    monkeypatch.setattr(Line, "close", close)
+    assert found(400, DISKS).startswith("durability")
+
+
+def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_worker", lambda peer: "some worker")
+    assert "StepVoid" in found(400, RECLAIMED)
+
+
+def test_an_older_copy_of_the_coordinators_state_is_taken_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_line.Line, "_show", lambda line, now, generation, failure_timeout: [])
+    assert found(400, replace(FORGETFUL, faults=(3, 7))).startswith(("refused", "mismatch"))
+
+
+def test_tags_that_are_brought_do_not_raise_the_number_of_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then two hosts make different checkpoints of one tag."""
+    monkeypatch.setattr(server_line, "max", lambda known, *tags: known, raising=False)
+    assert found(400, LOST).startswith("I3")
+
+
+def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the others wait for it until the step times out."""
+    honest = Line._end_generation
+
+    def end_generation(line: Line, why: str) -> None:
+        if not why.startswith("holds the state"):
+            honest(line, why)
+
+    monkeypatch.setattr(Line, "_end_generation", end_generation)
+    assert found(400, replace(AWAY, steps=(8, 14), step_timeout=600.0), first=140).startswith("liveness")
+
+
+def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Line._read
+
+    def read(line: Line, letter: Letter) -> None:
+        honest(line, replace(letter, member_id=line._port.member_id) if isinstance(letter, ViewCame) else letter)
+
+    monkeypatch.setattr(Line, "_read", read)
+    assert found(400, replace(LATE, step_timeout=600.0), first=435).startswith("liveness")
+
+
+def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a member that is in a step of it waits there for those who have heard of the next."""
+    honest = Generations.formed
+
+    def formed(generations: Generations, generation: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generations, "outdate", lambda text: None)
+            honest(generations, generation)
+
+    monkeypatch.setattr(Generations, "formed", formed)
+    assert found(400, replace(AWAY, step_timeout=600.0), first=515).startswith(("liveness", "I6"))
+
+
+def test_a_view_that_was_not_stored_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Keeper._view_written
+
+    def written(keeper: Keeper, job: Any, generation: int, done: Any) -> None:
+        done.exception()
+        keeper._apply(job, ViewStored(generation))
+
+    monkeypatch.setattr(Keeper, "_view_written", written)
+    assert honest is not written
+    assert found(400, DISKS).startswith("I3")
+
+
+def test_the_gate_opens_before_all_that_was_called_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "flush", lambda group: None)
+    assert found(100, SMALL).startswith("I1")
+
+
+def test_nobody_writes_when_the_lowest_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Saver, "_write_now", lambda saver, held, state, attempt: None)
+    assert found(100, DISKS).startswith("durability")

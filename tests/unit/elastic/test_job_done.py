@@ -1,0 +1,55 @@
+"""A member that is told that the job is done, for its own closing word has failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.checkpoint.tag import Tag
+from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.line import Line
+from paceline.elastic.place import Place
+from paceline.elastic.saver import Saver
+from paceline.elastic.state import TrainState
+from paceline.errors import StepOrderError
+
+
+def member(step: int, generation: int = 3, total: int = 10) -> tuple[Line, list[int]]:
+    """A member that has applied `step`, of which it has heard that the one before is committed."""
+    state, place = TrainState(), Place(Tag(2, step - 1))
+    state.step = step
+    port: Any = SimpleNamespace(job="job")
+    line = Line(port, state, total, 0, b"", Saver(None, None), place)
+    place.held, place.generation = Tag(generation, step), generation
+    heard: list[int] = []
+    line.on_commit = [heard.append]
+    return line, heard
+
+
+@pytest.mark.parametrize(("step", "expected"), [(10, [10]), (9, [9, 10])])
+def test_it_hears_of_each_committed_step(step: int, expected: list[int]) -> None:
+    line, heard = member(step)
+    if step < 10:
+        with pytest.raises(Dismissed):
+            line._job_done(10)
+    else:
+        line._job_done(10)
+        assert line.done
+    assert heard == expected
+
+
+def test_a_candidate_had_no_part_in_it() -> None:
+    line, heard = member(9, generation=0)
+    with pytest.raises(paceline.Dismissed):
+        line._job_done(10)
+    assert heard == []
+
+
+def test_a_job_that_was_shorter_is_no_end() -> None:
+    line, _ = member(10, total=20)
+    with pytest.raises(StepOrderError, match="paceline restart"):
+        line._job_done(10)
+    assert not line.done

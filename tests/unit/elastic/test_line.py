@@ -1,0 +1,80 @@
+"""What a member does with the views that come: it refuses some, and some are those of the member it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import paceline
+from paceline.checkpoint.tag import Tag
+from paceline.config import Config
+from paceline.elastic.line import Line
+from paceline.elastic.place import Meet, Phase, Place
+from paceline.elastic.port import SoloPort
+from paceline.elastic.saver import Saver
+from paceline.group import Group
+from paceline.links.base import Peer
+from paceline.links.fault import Suspicion
+from paceline.links.local import local_meshes
+from paceline.session.mail import CaughtOut, ViewCame
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+
+class TwoPort(SoloPort):
+    """A member of a world of two whose coordinator is the test; remembers what it says."""
+
+    def __init__(self) -> None:
+        self.meshes = local_meshes(2)
+        super().__init__("job", Group(self.meshes[0], Config()), Config())
+        self.said: list[Meet] = []
+        self.id = "former"
+
+    @property
+    def member_id(self) -> str:
+        return self.id
+
+    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+        self.said.append(meet)
+
+    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
+        return []
+
+    def finish(self, step: int) -> None:
+        raise AssertionError("nothing is done here")
+
+
+def line_that_holds(held: Tag) -> tuple[TwoPort, Line, Any]:
+    port = TwoPort()
+    state = paceline.TrainState(notes={"seen": np.zeros(1)})
+    place = Place(held)
+    return port, Line(port, state, 9, 0, b"", Saver(None, None), place), place
+
+
+def view(port: TwoPort, generation: int, base: Tag, member_id: str) -> ViewCame:
+    port.meshes[0].generation = port.meshes[0].fault.generation = generation
+    return ViewCame(generation, 0, base, frozenset(), port.meshes[0], member_id)
+
+
+def test_a_member_that_refuses_a_view_tells_the_others() -> None:
+    """They wait for it in the first collective, and would do so for `step_timeout`."""
+    port, line, place = line_that_holds(Tag(2, 7))
+    suspicions: list[Suspicion] = []
+    port.meshes[0].fault.on_suspicion(suspicions.append)
+    line._read(view(port, 3, Tag(2, 5), "former"))
+    assert place.phase is Phase.MEETING
+    assert [(meet.generation, meet.tag) for meet in port.said] == [(3, Tag(2, 7))]
+    (suspicion,) = suspicions
+    assert suspicion.reason == ErrorReason.ERROR_REASON_PEER_RAISED
+    assert "holds the state" in suspicion.text
+
+
+def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
+    """The list of its members came late, after this worker had got another session."""
+    port, line, place = line_that_holds(Tag(2, 7))
+    late = view(port, 3, Tag(2, 7), "former")
+    port.id = "new"
+    line._read(CaughtOut())
+    line._read(late)
+    assert place.generation == 0, "it is a candidate, and what it says is to be heard"

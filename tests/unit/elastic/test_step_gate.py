@@ -1,0 +1,96 @@
+"""The gate of a step: what must be so at this member before the state may change (I1)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.elastic.errand import Errand
+from paceline.elastic.state import TrainState
+from paceline.elastic.step import Step
+from paceline.elastic.word import Flag, word
+from paceline.errors import DivergenceError, PeerLost
+from paceline.group import Group
+from paceline.links.fault import Suspicion
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.parts import at_once, world_of
+
+
+class Steward:
+    """Notes when the state begins to change."""
+
+    def __init__(self, look: Callable[[], Any] = lambda: None) -> None:
+        self.saw: list[Any] = []
+        self._look = look
+
+    def word_completed(self, step: int) -> None:
+        pass
+
+    def about_to_change(self) -> None:
+        self.saw.append(self._look())
+
+    def applied(self, step: int) -> None:
+        pass
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    with world_of(2) as groups:
+        yield groups
+
+
+def step_of(group: Group, steward: Steward, digest: int = 5) -> Step:
+    errand = Errand(group, word(Flag(0), 1, digest), 1, rides=False)
+    return Step(1, 1, group, TrainState(), steward, errand, digest, 0)  # type: ignore[arg-type]
+
+
+def test_the_gate_opens_when_all_collectives_of_the_step_are_through(groups: list[Group]) -> None:
+    mine, other = groups
+    other_may_go_on = threading.Event()
+    flush = mine.flush
+
+    def flush_at_last() -> None:
+        other_may_go_on.set()
+        flush()
+
+    mine.flush = flush_at_last  # type: ignore[method-assign]
+
+    def open_gate() -> list[bool]:
+        work: Any = None
+        steward = Steward(lambda: work.done())
+        step = step_of(mine, steward)
+        work = mine.all_reduce(np.ones(3), async_op=True)
+        step.open_gate()
+        other_may_go_on.set()
+        work.wait()
+        return steward.saw
+
+    def follow() -> None:
+        step_of(other, Steward())
+        assert other_may_go_on.wait(10)
+        other.all_reduce(np.ones(3))
+
+    saw, failure = at_once([open_gate, follow])
+    assert (saw, failure) == ([True], None), "the state began to change while a collective was under way"
+
+
+def test_the_gate_stays_shut_where_members_hold_different_bits(groups: list[Group]) -> None:
+    stewards = [Steward(), Steward()]
+    steps = [lambda i=i: step_of(groups[i], stewards[i], digest=i).open_gate() for i in range(2)]
+    assert all(isinstance(error, DivergenceError) for error in at_once(steps))
+    assert [steward.saw for steward in stewards] == [[], []]
+
+
+def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_way(groups: list[Group]) -> None:
+    stewards = [Steward(), Steward()]
+    steps = at_once([lambda i=i: step_of(groups[i], stewards[i]) for i in range(2)])
+    at_once([step._word.wait for step in steps])
+    groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
+    for step in steps:
+        with pytest.raises(PeerLost, match="rank 0 is gone"):
+            step.open_gate()
+    assert [steward.saw for steward in stewards] == [[], []]

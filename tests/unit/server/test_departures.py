@@ -1,0 +1,88 @@
+"""Who is parted with over a broken link, and who is not, for it may be the last that holds the state."""
+
+from __future__ import annotations
+
+from unit.server.test_meeting import elastic
+
+from paceline_server.effects import EndSession, PushDismissed, PushVerdict
+from paceline_server.events import MetOthers
+from paceline_server.model import Met, Standing, Tag
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+LOST = ErrorReason.ERROR_REASON_PEER_LOST
+
+
+def ended(effects: list[object]) -> list[str]:
+    return [effect.member_id for effect in effects if isinstance(effect, EndSession)]
+
+
+def test_a_member_that_two_others_have_lost_goes_and_is_only_silent() -> None:
+    job, (first, second, odd) = elastic(3)
+    job.report(first, LOST, 2)
+    effects = job.report(second, LOST, 2) + job.pass_time(5.0, [first, second, odd])
+    assert ended(effects) == [odd]
+    assert job.state.endings[2].how == "was cut off from others"
+    assert not job.state.endings[2].sure, "it may come back with the state"
+
+
+def with_newcomers() -> tuple[PureJob, list[str]]:
+    """Generation 3 starts from step 1 with a member of generation 2 and two newcomers."""
+    job, (old,) = elastic(1)
+    new = [job.join(1, 9), job.join(1, 9)]
+    for member in new:
+        job.do(MetOthers(member, Met(0, Tag(0, 0), False)))
+    job.do(MetOthers(old, Met(2, Tag(2, 1), True)))
+    assert job.state.live is not None
+    assert (job.state.live.generation, job.state.live.newcomers) == (3, (1, 2))
+    return job, [old, *new]
+
+
+def test_the_only_member_that_may_hold_the_state_stays_though_all_others_accuse_it() -> None:
+    job, members = with_newcomers()
+    job.report(members[1], LOST, 0)
+    effects = job.report(members[2], LOST, 0) + job.pass_time(5.0, members)
+    assert job.state.verdict is not None
+    assert job.state.verdict.culprits == (0,)
+    assert ended(effects) == []
+    assert members[0] in job.state.sessions
+
+
+def test_a_newcomer_that_two_others_have_lost_goes() -> None:
+    job, members = with_newcomers()
+    job.report(members[0], LOST, 2)
+    effects = job.report(members[1], LOST, 2) + job.pass_time(5.0, members)
+    assert ended(effects) == [members[2]]
+
+
+def test_after_the_verdict_a_broken_link_accuses_only_a_member_whose_stream_has_ended_too() -> None:
+    job, (first, second, third, fourth) = elastic(4)
+    job.report(first, LOST, 3)
+    effects = job.report(second, LOST, 3) + job.pass_time(5.0, [first, second, third, fourth])
+    assert ended(effects) == [fourth]
+    assert job.state.sessions[third].standing is Standing.VOID
+    assert ended(job.report(first, LOST, 2)) == [], "the links of a generation that is over end one after the other"
+    job.cut(third)
+    assert ended(job.report(first, LOST, 2)) == [third]
+
+
+def test_the_last_to_leave_do_not_wait_for_one_that_was_let_go_before() -> None:
+    """It keeps no state, and may be there for long: what the last ones do together would wait for it."""
+    job, (first, second) = elastic(2, least=2)
+    job.do(MetOthers(first, Met(2, Tag(2, 3), True, leaving=True)))
+    effects = job.do(MetOthers(second, Met(2, Tag(2, 3), True)))
+    assert PushDismissed(first, False) in effects
+    effects = job.do(MetOthers(second, Met(2, Tag(2, 3), True, leaving=True)))
+    told = [effect for effect in effects if isinstance(effect, PushVerdict | PushDismissed)]
+    assert [type(effect) for effect in told if effect.member_id == second] == [PushVerdict, PushDismissed]
+    assert PushDismissed(second, True) in told
+    assert job.state.verdict is not None
+    assert job.state.verdict.culprits == (0,)
+
+
+def test_members_that_leave_together_keep_the_state_together() -> None:
+    job, (first, second) = elastic(2)
+    job.do(MetOthers(first, Met(2, Tag(2, 3), True, leaving=True)))
+    effects = job.do(MetOthers(second, Met(2, Tag(2, 3), True, leaving=True)))
+    assert {PushDismissed(first, True), PushDismissed(second, True)} <= set(effects)
+    assert job.state.verdict is None

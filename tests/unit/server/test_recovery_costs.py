@@ -1,0 +1,24 @@
+"""What the coordinator does and sends when a job of many members loses one: counted, so that no load can change it."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.recovery import recover
+
+
+@pytest.mark.parametrize("laggards", [False, True])
+def test_a_thousand_members_recover_with_little_said(laggards: bool) -> None:
+    costs = recover(1_000, laggards=laggards)
+    assert costs.orders == (500 if laggards else 0), "each laggard is told once"
+    assert costs.donors <= 16 * costs.orders
+    assert costs.most_orders <= 20, "the load is spread over all donors: 16 each"
+    assert costs.effects < 7 * 1_000
+    assert costs.sent < 5e6 * (1.0 if laggards else 0.1)
+
+
+@pytest.mark.parametrize("laggards", [False, True])
+def test_the_work_for_each_member_does_not_grow_with_their_number(laggards: bool) -> None:
+    few, many = (recover(world, laggards=laggards, count_calls=True) for world in (100, 800))
+    assert many.calls / 800 < 1.2 * few.calls / 100
+    assert many.sent / 800 < 1.2 * few.sent / 100

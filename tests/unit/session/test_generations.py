@@ -1,0 +1,91 @@
+"""What ends a member's generations: verdicts that come early or late, and the view after it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR
+from paceline.errors import PeerLost, StaleGeneration
+from paceline.links.base import Peer
+from paceline.links.fault import Fault, Verdict
+from paceline.session.generations import Generations
+from pacelinepb.v1 import session_pb2 as pb
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+PEERS = [Peer(0, "m0", "127.0.0.1:1")]
+
+
+class Links:
+    """A mesh without links."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation, self.rank, self.retired = generation, 0, False
+        self.fault = Fault(generation, 0, verdict_timeout=0.0)
+
+    def retire(self) -> None:
+        self.retired = True
+
+
+def member(now: int | None = None, coming: int | None = None) -> Any:
+    nothing: Any = None
+    ways: Any = SimpleNamespace(way_out=lambda *_: None)
+    generations: Any = Generations("job", Config(), nothing, IN_THE_CLEAR, ways)
+    generations.mesh = Links(now) if now is not None else None
+    generations.coming = Links(coming) if coming is not None else None
+    return generations
+
+
+def verdict(generation: int) -> Verdict:
+    return Verdict(generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 died")
+
+
+def test_a_verdict_ends_its_generation_and_no_other() -> None:
+    generations = member(now=2)
+    assert generations.settle(verdict(2))
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        generations.mesh.fault.check()
+    later = member(now=3)
+    assert not later.settle(verdict(2))
+    later.mesh.fault.check()
+
+
+def test_a_verdict_ends_links_that_the_group_has_yet_to_move_to() -> None:
+    generations = member(now=2, coming=3)
+    assert generations.settle(verdict(3))
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        generations.coming.fault.check()
+    generations.mesh.fault.check()
+
+
+def test_a_verdict_that_is_there_before_the_links_of_its_view_waits_for_them() -> None:
+    generations = member(now=2)
+    generations.formed(3)
+    assert not generations.settle(verdict(3))
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        generations.make(pb.ViewFormed(generation=3, rank=0), PEERS).fault.check()
+
+
+def test_a_verdict_on_a_view_that_was_followed_by_another_is_dropped() -> None:
+    generations = member(now=2)
+    generations.settle(verdict(3))
+    generations.formed(4)
+    generations.make(pb.ViewFormed(generation=4, rank=0), PEERS).fault.check()
+
+
+def test_when_a_view_has_formed_the_generation_before_it_is_over() -> None:
+    """Its member may be in a step: it went on while the coordinator was away."""
+    generations = member(now=2)
+    generations.formed(3)
+    assert generations.mesh.retired
+    with pytest.raises(StaleGeneration, match="generation 3 has formed"):
+        generations.mesh.fault.check()
+
+
+def test_the_first_view_ends_nothing() -> None:
+    generations = member()
+    generations.formed(1)
+    assert generations.mesh is None

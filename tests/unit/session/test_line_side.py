@@ -1,0 +1,63 @@
+"""What a session tells the training thread about a line that runs without this worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline import errors
+from paceline.config import Config
+from paceline.links.base import Peer
+from paceline.session.line_side import LineSide
+from paceline.session.mail import Letter, Mail, Runs
+from pacelinepb.v1 import session_pb2 as pb
+
+PEERS = [Peer(rank, f"m{rank}", "host", "host:1", 1, "") for rank in range(2)]
+
+
+class Lists:
+    """Answers as it is told."""
+
+    def __init__(self, *answers: list[Peer] | errors.PacelineError) -> None:
+        self._answers = iter(answers)
+
+    async def fetch(self, *_: Any) -> list[Peer]:
+        answer = next(self._answers)
+        if isinstance(answer, errors.PacelineError):
+            raise answer
+        return answer
+
+
+def heard(lists: Lists) -> list[Letter | None]:
+    """The letters that follow from the news of a line with two members, of which rank 0 has ended."""
+    mail = Mail()
+
+    async def hear() -> None:
+        begun: list[Coroutine[Any, Any, None]] = []
+        nothing: Any = None
+        side: Any = LineSide("job", Config(), nothing, mail, begun.append, lambda _: None)
+        side.members = lists
+        side.control = SimpleNamespace(channel=None)
+        side.hear(pb.SessionResponse(running=pb.Running(generation=7, world_size=2, pages=1, ended=[0])))
+        for work in begun:
+            await asyncio.wait_for(work, 5.0)
+
+    asyncio.run(hear())
+    letters: list[Letter | None] = []
+    while (letter := mail.get(0.0)) is not None:
+        letters.append(letter)
+    return letters
+
+
+@pytest.mark.parametrize("trouble", [errors.OperationTimeout("no answer"), errors.CoordinatorUnreachable("busy")])
+def test_a_member_list_that_cannot_be_had_is_asked_for_again(trouble: errors.PacelineError) -> None:
+    """Nobody tells a candidate twice: without the list it would never come in."""
+    assert heard(Lists(trouble, PEERS)) == [Runs(7, None), Runs(7, PEERS[1:])]
+
+
+def test_a_generation_that_is_past_is_asked_for_once() -> None:
+    assert heard(Lists(errors.StaleGeneration("generation 8 runs"))) == [Runs(7, None)]
