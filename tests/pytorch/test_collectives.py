@@ -117,6 +117,40 @@ assert sparse.to_dense()[:, 0].tolist() == [1., 1., 2., 0.]
     finish(2, code)
 
 
+def test_means_of_whole_numbers_are_truncated() -> None:
+    code = """
+x = torch.tensor([7, -7, 2**40 + 3]) * (rank + 1)                    # sums 21, -21 and 3 * 2**40 + 9
+mean = [10, -10, (3 * 2**40 + 9) // 2]
+for y in (x.clone(), torch.stack([x, x]).t()):                       # in place, and by way of a copy
+    dist.all_reduce(y, op=dist.ReduceOp.AVG)
+    assert y.flatten().unique(sorted=True).tolist() == sorted(mean), y
+y = x.clone()
+dist.reduce(y, 0, op=dist.ReduceOp.AVG)
+assert y.tolist() == (mean if rank == 0 else x.tolist())
+part = torch.empty(3, dtype=torch.int64)
+dist.reduce_scatter_tensor(part, torch.cat([x, x]), op=dist.ReduceOp.AVG)
+assert part.tolist() == mean
+"""
+    finish(2, code)
+
+
+def test_a_tensor_is_as_it_was_when_a_collective_has_seen_it() -> None:
+    """FSDP1 and PowerSGD change the size of storages, which `Tensor.numpy` would fix for good."""
+    code = """
+for dtype in (torch.float32, torch.bfloat16, torch.int64):
+    x, out = torch.ones(4, dtype=dtype), torch.empty(4 * world, dtype=dtype)
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    dist.all_gather_into_tensor(out, x)
+    assert out.tolist() == [float(world)] * 4 * world
+    for tensor in (x, out):
+        size = tensor.untyped_storage().size()
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(size)
+"""
+    finish(2, code)
+
+
 def test_functional_collectives() -> None:
     code = """
 import torch.distributed._functional_collectives as funcol

@@ -137,6 +137,9 @@ class Gate:
     def spoil(self) -> None:
         raise AssertionError("the update was interrupted")
 
+    def changed(self) -> None:
+        """See `paceline.elastic.state.Gate`."""
+
 
 def test_the_gate_is_where_the_optimizer_steps() -> None:
     training, gate = Training(), Gate()

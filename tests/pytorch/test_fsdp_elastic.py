@@ -27,6 +27,7 @@ from support.parts import SOON, each
 from support.processes import Worker, workers
 from support.resharding import form, reshard, together
 from support.torch_models import made
+from support.turns import by_turns
 
 pytestmark = pytest.mark.torch
 
@@ -204,9 +205,16 @@ class Trainee:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize(("world", "next_world"), [(1, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 1)])
-@pytest.mark.parametrize("name", ["full", "grad", "none", "hybrid2"])
+@pytest.mark.parametrize(
+    ("name", "world", "next_world", "precision"),
+    by_turns(
+        [
+            *(("full", *worlds) for worlds in [(1, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 1)]),
+            *((name, *worlds) for name in ("grad", "none", "hybrid2") for worlds in [(2, 4), (4, 2), (3, 1)]),
+        ],
+        [(None,), ("bf16",)],
+    ),
+)
 def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int, precision: str | None) -> None:
     """Some stay, in another order; some are new, built from other values."""
     if name == "hybrid2":
@@ -244,7 +252,7 @@ def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.exhaustive)])
 def test_one_joins_two_and_another_is_drained(strategy: str) -> None:
     with (
         coordinator() as address,
@@ -280,7 +288,7 @@ def test_one_is_killed_and_the_others_go_on() -> None:
         check([until(worker, "done") for worker in w if worker.wait(60.0) != -signal.SIGKILL])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nodes_go_on_without_one_of_their_members() -> None:
     fault = "if (step.world, step.rank, count) == (4, 1, 2): os.kill(os.getpid(), signal.SIGKILL)"
     text = code([2, 4, 2], "HYBRID_SHARD", node=2, fault=fault)  # the first view may have two already

@@ -48,7 +48,7 @@ with paceline.join() as session:
 """
 
 
-@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.exhaustive), "backward"])
 @pytest.mark.parametrize(
     ("strategy", "node"), [("FULL_SHARD", None), pytest.param("HYBRID_SHARD", 2, marks=pytest.mark.slow)]
 )

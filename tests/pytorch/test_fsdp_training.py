@@ -16,6 +16,7 @@ from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
+from support.turns import by_turns
 
 pytestmark = pytest.mark.torch
 
@@ -43,9 +44,10 @@ def expected_gradients(x: Any, t: Any, factor: float = 1.0) -> dict[str, Any]:
     return {path: p.grad for path, p in model.named_parameters()}
 
 
-@each_case
-@pytest.mark.parametrize("units", ["one", "blocks", "nested"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("world", "name", "units", "kind"),
+    by_turns(CASES, [("one", "adamw"), ("blocks", "sgd"), ("nested", "adamw"), ("one", "sgd"), ("nested", "sgd")]),
+)
 def test_same_as_one_process(world: int, name: str, units: str, kind: str) -> None:
     """Each rank starts from weights of its own, and has a share of its own size; rank 0's weights must prevail."""
 
@@ -164,8 +166,7 @@ def test_weights_that_add_up_to_nothing() -> None:
         assert_close(found, expected_gradients(x, t))
 
 
-@each_case
-@pytest.mark.parametrize("p", [2.0, float("inf"), 1.5])
+@pytest.mark.parametrize(("world", "name", "p"), by_turns(CASES, [(2.0,), (float("inf"),), (1.5,)]))
 def test_clip_grad_norm(world: int, name: str, p: float) -> None:
     x, t = data(8)
     reference = net()
@@ -184,8 +185,80 @@ def test_clip_grad_norm(world: int, name: str, p: float) -> None:
         assert_close(found, {path: q.grad for path, q in reference.named_parameters()}, 1e-6)
 
 
-@pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 2, 4)])
-@pytest.mark.parametrize("units", ["one", "nested"])
+@pytest.mark.parametrize("name", ["full", "grad"])
+def test_clipping_as_in_the_fsdp_of_torch(name: str) -> None:
+    """The weights are those of one process that clips with torch's function, which is refused where it would be wrong.
+
+    In a world of one too: whoever tries a script on one machine finds out there.
+    """
+    x, t = data(8)
+    reference = net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(reference(x), t).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
+        optimizer.step()
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows, found = rows_of(group.rank, group.size, 8), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(x[rows]), t[rows]).backward()
+            before = gradients(model, group)
+            for foreach in (None, False, True):
+                with pytest.raises(UnsupportedOp, match=r"call model\.clip_grad_norm_\(max_norm\)"):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
+            assert_close(gradients(model, group), before, 0)
+            found.append(model.clip_grad_norm_(0.05))
+            optimizer.step()
+        return found, model.state_dict()
+
+    for world in (1, 2):
+        for found, state in run_ranks(world, rank):
+            torch.testing.assert_close(found, norms)
+            assert_close(state, dict(reference.state_dict()) | {"calls": state["calls"]}, 1e-6)
+
+
+def test_clipping_with_torch_where_each_rank_has_all() -> None:
+    x, t = data(8)
+    reference = net()
+    loss_of(reference(x), t).backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+
+    def rank(group: Group) -> Any:
+        model = wrap(net(), group, "none")
+        rows = rows_of(group.rank, group.size, 8)
+        loss_of(model(x[rows]), t[rows]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return gradients(model, group)
+
+    for found in run_ranks(2, rank):
+        assert_close(found, {path: q.grad for path, q in reference.named_parameters()}, 1e-6)
+
+
+def test_norms_of_a_part_of_a_gradient() -> None:
+    def rank(group: Group) -> None:
+        model = wrap(net(), group, "full")
+        x, t = data(4)
+        loss_of(model(x), t).backward()
+        for p in model.parameters():
+            for norm in (torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm):
+                with pytest.raises(UnsupportedOp, match="another norm than the whole"):
+                    norm(p.grad)
+            assert type(p.grad * 2) is type(p.grad.detach()) is type(p.grad.clone()) is torch.Tensor
+            assert p.grad.detach().norm() >= 0
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "units"), by_turns([case for case in CASES if case[0] in (1, 2, 4)], [("one",), ("nested",)])
+)
 def test_mixed_precision(world: int, name: str, units: str) -> None:
     """Close to all bits; the pieces, their gradients and the optimizer keep theirs; nothing of the masters is lost."""
 

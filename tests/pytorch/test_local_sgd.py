@@ -193,7 +193,7 @@ def test_batches_of_a_round(samples: int, steps: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["mid_round", "in_word", "mid_all_reduce", "behind_gate"])
+@pytest.mark.parametrize("phase", ["mid_round", "behind_gate"])
 def test_a_round_in_which_one_is_killed_is_run_again(phase: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=6, method="LocalSGD", trainer=TRAINER, inner_steps=3) as c:
         c.start(3, [kill(at=phase, rank=1, step=3)])
@@ -229,7 +229,7 @@ def test_workers_come_and_are_drained(tmp_path: Path) -> None:
         assert not c.redone(), f"nobody failed, so nothing is redone\n{c}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_int8_when_one_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path, total=6, method="LocalSGD", trainer=TRAINER, inner_steps=3, compression="int8") as c:
         c.start(3, [kill(at="mid_round", rank=0, step=3)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,30 @@ dist.init_process_group("cpu:paceline", init_method="file://{tmp_path}/store", r
 check(2)
 """
     finish(2, SUM + code)
+
+
+RESTARTED = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("paceline")
+x = torch.ones(1)
+dist.all_reduce(x)
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if life == "0" and dist.get_rank() == 1:
+    os._exit(3)
+os.write(sys.stdout.fileno(), f"life {life} sum {int(x.item())}\\n".encode())  # both ranks share this pipe
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_second_life_under_torchrun(tmp_path: Path) -> None:
+    """torchrun's store outlives a restart, with the address of a coordinator that has died in it."""
+    (tmp_path / "script.py").write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "1", str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("life 1 sum 2") == 2, ended.stdout + ended.stderr
 
 
 URL = """

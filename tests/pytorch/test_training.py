@@ -74,22 +74,35 @@ assert torch.equal(gathered[0], gathered[1])
     finish(2, MODEL + code, 120)
 
 
+def test_fsdp1_equals_one_process() -> None:
+    code = """
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
+train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), x[mine], t[mine])
+with FullyShardedDataParallel.summon_full_params(model):
+    same(model.parameters(), reference())
+"""
+    finish(2, MODEL + code, 120)
+
+
 def test_uneven_inputs() -> None:
     code = """
 from torch.distributed.algorithms.join import Join
 model = DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with Join([model]):
-    train(model, optimizer, x[mine], t[mine], 3 + 4 * rank)
-dist.barrier()
-gathered = [torch.empty_like(net[0].weight) for _ in range(world)]
-dist.all_gather(gathered, net[0].weight.detach())
-assert torch.equal(gathered[0], gathered[1])
+for by_all in (True, False):  # divided by the number of all ranks, or of those that still have inputs
+    with Join([model], divide_by_initial_world_size=by_all):
+        train(model, optimizer, x[mine], t[mine], 3 + 4 * rank)
+    dist.barrier()
+    gathered = [torch.empty_like(net[0].weight) for _ in range(world)]
+    dist.all_gather(gathered, net[0].weight.detach())
+    assert torch.equal(gathered[0], gathered[1])
 """
     finish(2, MODEL + code, 120)
 
 
-@pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (4, (2, 2))])
+@pytest.mark.parametrize(("world", "shape"), [pytest.param(2, (2,), marks=pytest.mark.exhaustive), (4, (2, 2))])
 def test_fully_shard_equals_a_replicated_adamw(world: int, shape: tuple[int, ...], tmp_path: Path) -> None:
     """FSDP2, and HSDP where the mesh has two axes; saved, and loaded into another model and a plain one."""
     code = f"""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.torch.register import register
 
 if TYPE_CHECKING:
+    from paceline.torch.data import ElasticDataLoader
     from paceline.torch.ddp import DDP
     from paceline.torch.diloco import DiLoCo
     from paceline.torch.fsdp import FSDP
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from paceline.torch.process_group import ProcessGroup
     from paceline.torch.store import Store
 
-__all__ = ["DDP", "FSDP", "DiLoCo", "LocalSGD", "ProcessGroup", "Store"]
+__all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "LocalSGD", "ProcessGroup", "Store"]
 
 _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
     "DiLoCo": "paceline.torch.diloco",
+    "ElasticDataLoader": "paceline.torch.data",
     "LocalSGD": "paceline.torch.local_sgd",
     "ProcessGroup": "paceline.torch.process_group",
     "Store": "paceline.torch.store",

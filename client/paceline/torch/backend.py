@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from paceline import Group, Session, join
 from paceline.embedded import coordinator
-from paceline.errors import InvalidRank, PacelineError
+from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
 from paceline.torch.store import Store, underlying
 
 __all__ = ["create"]
 
-_ADDRESS = "paceline/coordinator/{}"
-"""In torch's store, which may outlive a group: where the coordinator is that rank 0 has started, by number of joins."""
+_ADDRESS = "paceline/coordinator/{}/{}"
+"""In torch's store: where the coordinator is that rank 0 started. The store outlives groups and torchrun's restarts,
+so both are counted."""
 
-_GONE, _GOING_S = "paceline/gone/{}", 3.0
-"""In the job's store: which ranks are about to leave; seconds that rank 0 waits for them."""
+_AGAIN_S, _PAUSE_S = 1.0, 0.1
+"""Seconds for which an address that refuses connections is looked up again, for it may be that of a life before, and
+from one try to the next."""
 
 _default: weakref.ref[ProcessGroup] | None = None
 _joined = 0  # default groups that this process has had
@@ -41,11 +45,24 @@ def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
     if pg_options is not None:
         raise TypeError(f"the backend {NAME!r} has no pg_options, not {pg_options!r}")
     timeout = opts.timeout.total_seconds()
+    if getattr(opts, "enable_reconfigure", False):  # torch 2.15 and newer
+        return _reconfigurable(opts, timeout)
     members = list(opts.global_ranks_in_group)
     parent = _default() if _default is not None else None
     if not members or parent is None or parent.is_over:
         return _first(opts, timeout)
     return _part(parent.paceline_group, members, opts.group_id, timeout)
+
+
+def _reconfigurable(opts: Any, timeout: float) -> ProcessGroup:
+    """A group that gets its members later, and again and again."""
+    global _default
+    from paceline.torch.process_group.reconfigurable import Reconfigurable
+
+    group = Reconfigurable(opts.group_rank, opts.group_size, timeout)
+    if not opts.global_ranks_in_group:
+        _default = weakref.ref(group)
+    return group
 
 
 def _first(opts: Any, timeout: float) -> ProcessGroup:
@@ -59,7 +76,6 @@ def _first(opts: Any, timeout: float) -> ProcessGroup:
             leave: Callable[[], None] = own.close
         else:
             session = _join(opts, timeout, cleanup)
-            cleanup.callback(_part_with, session)
             leave = cleanup.pop_all().close
     group = ProcessGroup(session.group, timeout, leave)
     _default = weakref.ref(group)
@@ -67,29 +83,43 @@ def _first(opts: Any, timeout: float) -> ProcessGroup:
 
 
 def _join(opts: Any, timeout: float, cleanup: contextlib.ExitStack) -> Session:
-    """Joins by rank; at the coordinator of the environment, else at one that rank 0 starts for as long as it lives."""
+    """Joins by rank; at the coordinator of the environment, else at one that rank 0 starts for as long as it is there.
+
+    It returns when all are in and have links, so that any of them may leave at once: rank 0 with its coordinator, too.
+    """
     job = f"{os.environ.get('PACELINE_JOB') or 'torch'}.{_joined}"
-    address = os.environ.get("PACELINE_COORDINATOR")
-    if address is None and opts.group_size > 1:
-        if opts.group_rank == 0:
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            address = cleanup.enter_context(coordinator(listen=f"{host}:0"))
-            opts.store.set(_ADDRESS.format(_joined), address)
-        else:
-            address = opts.store.get(_ADDRESS.format(_joined)).decode()
-    return join(address, job=job, rank=opts.group_rank, world_size=opts.group_size, timeout=timeout)
+    place = functools.partial(join, job=job, rank=opts.group_rank, world_size=opts.group_size, timeout=timeout)
+    if os.environ.get("PACELINE_COORDINATOR") is not None or opts.group_size == 1:
+        session = place()
+    else:
+        session = _join_rank_0(opts, place, cleanup)
+    cleanup.enter_context(session)
+    session.group.barrier(timeout)
+    return session
 
 
-def _part_with(session: Session) -> None:
-    """Leaves. Rank 0 may have the coordinator: it gives the others a moment to go before it."""
-    store, rank = session.store, session.rank
-    with contextlib.suppress(PacelineError):  # a group that has failed, or others that stay: then it goes at once
-        session.group.mesh.fault.check()
-        if rank:
-            store.set(_GONE.format(rank), b"")
-        else:
-            store.wait([_GONE.format(other) for other in range(1, session.size)], timeout=_GOING_S)
-    session.leave()
+def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.ExitStack) -> Session:
+    """Joins at a coordinator that rank 0 has, and that ends with it."""
+    place = functools.partial(place, coordinator_returns=False)
+    key = _ADDRESS.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _joined)
+    if opts.group_rank == 0:
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        address = cleanup.enter_context(coordinator(listen=f"{host}:0", for_good=True))
+        opts.store.set(key, address)  # it listens: whoever finds this address refused need not wait
+        return place(address)
+    give_up = time.monotonic() + _AGAIN_S
+    while True:
+        address = opts.store.get(key).decode()
+        try:
+            return place(address)
+        except (CoordinatorUnreachable, OrphanedError) as error:
+            if isinstance(error, OrphanedError) or time.monotonic() > give_up:
+                raise type(error)(
+                    f"rank {opts.group_rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "
+                    "ended, and what it printed says why: start all ranks again; or the name in MASTER_ADDR means "
+                    "another address on its host than here, one of loopback perhaps"
+                ) from error
+        time.sleep(_PAUSE_S)
 
 
 def _part(whole: Group, members: list[int], group_id: str, timeout: float) -> ProcessGroup:

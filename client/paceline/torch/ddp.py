@@ -16,6 +16,7 @@ from paceline.compression.powersgd import PowerSGD
 from paceline.parallel.agreement import give
 from paceline.parallel.module import buffers_of, parameters_of
 from paceline.parallel.ranks import Ranks
+from paceline.torch.compiling import stay_out_of_graphs
 from paceline.torch.passes import Passes
 from paceline.torch.tensors import Tensor
 
@@ -54,6 +55,10 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     What DDP does not do: gradients of gradients; sparse gradients are made dense; frozen and unfrozen parameters take
     effect with the next forward pass; `torch.utils.checkpoint` wants `use_reentrant=False`.
 
+    `torch.compile` works around the wrapper and inside of it; it compiles the module, and leaves a break in the graph
+    where the wrapper is, so `fullgraph=True` is for the module alone. Compile in place, by `model.compile()`: what
+    `torch.compile(model)` returns has other paths of parameters.
+
     Args:
         module: the model, on the CPU, built alike on every rank; values may differ. float32 and float64; float16 and
             bfloat16 gradients are added up in float32.
@@ -81,6 +86,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         static_graph: bool = False,
     ) -> None:
         super().__init__()
+        stay_out_of_graphs()
         self.module = module
         self.group = group
         self._passes = Passes(

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.parallel.optimizer import stands_in
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.ranks import ShardRanks
 from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline.torch.compiling import stay_out_of_graphs
 from paceline.torch.sharding.engine import Engine
 from paceline.torch.sharding.mirror import Mirror, Piece
 from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
 from paceline.torch.sharding.optimizer import optimizer_of, watch_optimizers
-from paceline.torch.tensors import array_of, tensor_of
+from paceline.torch.tensors import Tensor, array_of, tensor_of
 
 __all__ = ["FSDP"]
 
@@ -40,7 +43,8 @@ class FSDP(Wrapped):
     **Parameters.** `parameters()` has this rank's pieces, shape [elements here]; those of the wrapped module read as
     NaN while they are spread, and have values while their unit runs and inside `unshard()`. Optimizers that work
     element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. What needs all of a
-    gradient does not: clip with `clip_grad_norm`, not with torch's.
+    gradient does not: clip with `clip_grad_norm_`; the norms of torch, those of `torch.nn.utils.clip_grad_norm_` too,
+    are refused for gradients of which a rank has one part.
 
     **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. Their state must
     begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
@@ -48,7 +52,8 @@ class FSDP(Wrapped):
     **Where it ends.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
     wrapped: another method of theirs finds parameters without values. Activation checkpointing, inside a unit or around
     one, and double use of a unit work; the hooks of `torch.autograd.graph.saved_tensors_hooks` do inside the model, not
-    around it. `torch.compile` has not been tried.
+    around it. `torch.compile` works around the wrapper and around modules inside; what is wrapped is compiled unit by
+    unit, with a break in the graph at each wrapper.
 
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
@@ -90,6 +95,7 @@ class FSDP(Wrapped):
             raise UnsupportedOp(f'mixed_precision is "bf16" or None, not {mixed_precision!r}')
         super().__init__()
         watch_optimizers()
+        stay_out_of_graphs()
 
         def unit(part: Any) -> FSDP:
             return FSDP(part, group, strategy, intra_node_size, mixed_precision=mixed_precision, ahead=ahead)
@@ -150,6 +156,10 @@ class FSDP(Wrapped):
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm is at most `max_norm`; see `Wrapper.clip_grad_norm`."""
         return self.engine.clip_grad_norm(max_norm, norm_type)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`clip_grad_norm`, named as in the FSDP of torch; the norm is a tensor of shape [], float64."""
+        return torch.tensor(self.clip_grad_norm(max_norm, norm_type), dtype=torch.float64)
 
     @contextmanager
     def unshard(self) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,15 @@ def register() -> None:
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     dist.register_rendezvous_handler(_NAME, _rendezvous)
     _take_monitored_barriers()
+    _keep_own_records()
+
+
+def _keep_own_records() -> None:
+    """Names us among the backends that record for themselves: torch 2.15 cannot hook its recorder to our groups."""
+    from torch.distributed import distributed_c10d
+
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(_NAME)
 
 
 def _take_monitored_barriers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -32,11 +33,42 @@ def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
     plain = tensor.detach()
     if plain.device.type != "cpu" or plain.layout != torch.strided:
         raise UnsupportedOp(f"{name} is a {plain.layout} tensor on {plain.device}: want a dense one on the CPU")
-    if plain.dtype == torch.bfloat16:  # NumPy's is ml_dtypes'; torch knows only its bits
-        bits: NDArray[Any] = plain.view(torch.int16).numpy()
-        return bits.view(_BFLOAT16)
-    array: NDArray[Any] = plain.numpy()
-    return array
+    if plain.is_conj() or plain.is_neg():
+        raise UnsupportedOp(f"{name} is a lazy conjugate or negative: resolve it first")
+    dtype = _dtype_of(plain.dtype)
+    array = np.asarray(_Memory(plain, dtype, name)) if plain.numel() else np.empty(tuple(plain.shape), dtype)
+    return array.view(_BFLOAT16) if plain.dtype == torch.bfloat16 else array
+
+
+class _Memory:
+    """A tensor's memory as NumPy wants it described.
+
+    `Tensor.numpy` would do, but it fixes the size of the tensor's storage for good, and FSDP1, for one, changes it.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor, dtype: np.dtype[Any], name: str) -> None:
+        address = tensor.data_ptr()
+        if not address:
+            raise UnsupportedOp(f"{name} has no memory now: its storage was freed")
+        self._tensor = tensor  # keeps the memory for as long as there is an array over it
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * dtype.itemsize for stride in tensor.stride()),
+            "typestr": dtype.str,
+            "data": (address, False),
+        }
+
+
+@functools.cache
+def _dtype_of(dtype: Any) -> np.dtype[Any]:
+    """NumPy's name for the elements of a tensor; for bfloat16, which NumPy itself does not know, that of its bits."""
+    if dtype == torch.bfloat16:
+        dtype = torch.int16
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    return found
 
 
 def tensor_of(array: NDArray[Any]) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline import work
 from paceline.torch.errors import for_torch, told_to_torch
 
-__all__ = ["Futures", "Operation", "seconds_of"]
+__all__ = ["Futures", "Operation", "Promise", "seconds_of"]
 
 _MOST_THREADS = 32
 """Callbacks that may be waiting for further operations at the same time."""
@@ -31,6 +31,34 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
     return seconds if seconds > 0 else None
 
 
+class Promise:
+    """A future for something that may not be over.
+
+    C++ asks for the future of a work whose `wait` has returned, and at once for its value. So `wait` keeps the promise
+    as well, if nobody has done so yet.
+
+    Args:
+        value: the value of the future, or its error; it must not block.
+    """
+
+    def __init__(self, value: Callable[[], Any]) -> None:
+        self._lock = threading.Lock()
+        self._base: Any = torch.futures.Future()
+        self.future = self._base.then(lambda _: value())
+
+    def keep(self) -> None:
+        """Completes the future and runs its callbacks, unless another thread does. Idempotent."""
+        with self._lock:
+            base, self._base = self._base, None
+        if base is not None:
+            base.set_result(None)
+
+    def settle(self) -> None:
+        """Returns when the future has its value, which another thread may be about to give it."""
+        self.keep()
+        self.future.wait()
+
+
 class Futures:
     """Completes futures, on threads that are made when there is a first one."""
 
@@ -39,14 +67,14 @@ class Futures:
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
 
-    def complete(self, future: Any) -> None:
+    def complete(self, promise: Promise) -> None:
         """Runs the callbacks of a future; in this thread if the group is closed, when nothing is left to wait for."""
         with self._lock:
             if not self._closed:
                 self._pool = self._pool or ThreadPoolExecutor(_MOST_THREADS, "paceline-futures")
-                self._pool.submit(future.set_result, None)
+                self._pool.submit(promise.keep)
                 return
-        future.set_result(None)
+        promise.keep()
 
     def close(self) -> None:
         """Completes what is left, then ends the threads. Idempotent."""
@@ -80,7 +108,7 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
         self._finishes: Sequence[Callable[[], None]] = finishes
         self._futures = futures
         self._lock = threading.Lock()
-        self._future: Any = None
+        self._promise: Promise | None = None
         if not handles:
             self._finish()
 
@@ -95,6 +123,8 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
             for handle in self._handles:
                 handle.wait(left)
         self._finish()
+        if self._promise is not None:
+            self._promise.settle()
         return True
 
     def synchronize(self) -> None:
@@ -125,15 +155,21 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
     def get_future(self) -> Any:
         """A future whose value is `result()`, or its error."""
         with self._lock:
-            if self._future is not None:
-                return self._future
-            base = torch.futures.Future()
-            self._future = base.then(lambda _: self.result())
-        if self._handles:
-            self._handles[-1].on_done(lambda: self._futures.complete(base))  # a lane keeps the order: it is the last
-        else:
-            base.set_result(None)
-        return self._future
+            promise, first = self._promise, self._promise is None
+            if promise is None:
+                promise = self._promise = Promise(self._value)
+        if first and self.is_completed():
+            promise.keep()
+        elif first:
+            self._handles[-1].on_done(lambda: self._futures.complete(promise))  # a lane keeps the order: it is the last
+        return promise.future
+
+    def _value(self) -> list[Any]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        self._finish()
+        return self._results
 
     def _finish(self) -> None:
         with self._lock:

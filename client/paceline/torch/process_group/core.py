@@ -17,7 +17,7 @@ from paceline.torch.process_group.messenger import Messenger
 from paceline.torch.work import Futures, Operation, seconds_of
 from paceline.work import Work
 
-__all__ = ["NAME", "Call", "Core", "Finish"]
+__all__ = ["NAME", "Call", "Core", "Finish", "end"]
 
 NAME = "paceline"
 
@@ -45,17 +45,21 @@ class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
     """
 
     def __init__(self, group: Group, timeout: float, on_shutdown: Callable[[], None]) -> None:
-        super().__init__(group.rank, group.size)
-        group.hand_over(to_all=True)  # autograd and users' threads may call; torch's rule is one order on all ranks
-        self._group = group
+        super().__init__(max(group.rank, 0), max(group.size, 1))
         self._timeout = timeout
-        self._on_shutdown: Callable[[], None] | None = on_shutdown
         self._name = self._desc = ""
-        self._futures = Futures()
-        self._messenger = Messenger(group)
+        self._take(group, on_shutdown)
         self._kept: deque[Any] = deque(maxlen=_KEPT)
         self._task = -1
         self._in_backward: list[Operation] = []
+
+    def _take(self, group: Group, on_shutdown: Callable[[], None]) -> None:
+        """From now on operations go over this group."""
+        group.hand_over(to_all=True)  # autograd and users' threads may call; torch's rule is one order on all ranks
+        self._group = group
+        self._on_shutdown: Callable[[], None] | None = on_shutdown
+        self._messenger = Messenger(group)
+        self._futures = Futures()
 
     @property
     def paceline_group(self) -> Group:
@@ -129,10 +133,7 @@ class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
         """Ends what is in line, then leaves. Idempotent."""
         leave, self._on_shutdown = self._on_shutdown, None
         if leave is not None:
-            self._messenger.close()
-            leave()
-            self._messenger.end()
-            self._futures.close()
+            end(self._messenger, leave, self._futures)
             self._kept.clear()
 
     def abort(self) -> None:
@@ -189,6 +190,14 @@ class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
         operations, self._in_backward = self._in_backward, []
         for operation in operations:
             operation.wait()
+
+
+def end(messenger: Messenger, leave: Callable[[], None], futures: Futures) -> None:
+    """Ends a group that operations went over, and the threads that served it."""
+    messenger.close()
+    leave()
+    messenger.end()
+    futures.close()
 
 
 @contextmanager

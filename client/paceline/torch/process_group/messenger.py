@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline import Group
@@ -21,7 +20,7 @@ from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
 from paceline.torch.arrays import Landing, elements_of
 from paceline.torch.errors import for_torch
-from paceline.torch.work import seconds_of
+from paceline.torch.work import Promise, seconds_of
 
 __all__ = ["Message", "Messenger"]
 
@@ -46,7 +45,7 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
         self._over = Latch()
         self._error: BaseException | None = None
         self._source = -1
-        self._hearers: list[Callable[[], None]] = []
+        self._promises: list[Promise] = []
 
     def run(self) -> None:
         """Sends or receives it, in its turn."""
@@ -58,8 +57,8 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
             self._error = error
         finally:
             self._over.set()
-        while self._hearers:
-            self._hearers.pop()()
+        for promise in self._promises:
+            promise.keep()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Returns True when it was received, or its tensor may be changed.
@@ -72,8 +71,9 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
         if not self._over.wait(seconds_of(timeout)):
             late = OperationTimeout(f"a message was not through after {timeout.total_seconds():g} s")
             raise for_torch(late)
-        if self._error is not None:
-            raise for_torch(self._error)
+        self._value()
+        for promise in self._promises:
+            promise.settle()
         return True
 
     def synchronize(self) -> None:
@@ -107,16 +107,18 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
 
     def get_future(self) -> Any:
         """A future whose value is `result()`, or its error."""
-        base = torch.futures.Future()
-        future = base.then(lambda _: self.result())
+        promise = Promise(self._value)
         with self._line.lock:
-            over = self._over.is_set()
-            if not over:
-                self._hearers.append(lambda: base.set_result(None))
-        if over:
-            base.set_result(None)
+            self._promises.append(promise)
+        if self._over.is_set():  # if it was not, `run` finds the promise
+            promise.keep()
         self._line.go_on()
-        return future
+        return promise.future
+
+    def _value(self) -> list[Any]:
+        if self._error is not None:
+            raise for_torch(self._error)
+        return self._results
 
 
 class _Line:
@@ -142,8 +144,9 @@ class _Line:
         """All that waits goes, in a thread."""
         with self.lock:
             if self._waiting and self._runner is None:
-                self._runner = threading.Thread(target=self._serve, name="paceline-messages", daemon=True)
-                self._runner.start()
+                runner = threading.Thread(target=self._serve, name="paceline-messages", daemon=True)
+                runner.start()
+                self._runner = runner
 
     def run_up_to(self, message: Message) -> None:
         """Runs what comes before a message, and that itself, in this thread; unless another thread does."""

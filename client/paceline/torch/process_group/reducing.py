@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ReduceOp
 
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.torch.arrays import elements_of, is_number, landing
-from paceline.torch.process_group.core import Call, Core
+from paceline.torch.arrays import Landing, elements_of, is_number, landing
+from paceline.torch.process_group.core import Call, Core, Finish
 from paceline.torch.tensors import tensor_of
 from paceline.torch.work import Operation, seconds_of
 
@@ -47,8 +47,12 @@ class Reducing(Core):
             return self._all_reduce_sparse(tensors, opts)
         op = _op(opts, tensors)
         targets = [landing(tensor, filled=True) for tensor in tensors]
-        calls = [partial(self._group.all_reduce, target.array, op=op, out=target.array) for target in targets]
-        return self._run("all_reduce", opts, calls, tensors, [target.finish for target in targets])
+        named = [self._named(op, tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
+        calls = [
+            partial(self._group.all_reduce, target.array, op=op, out=target.array)
+            for target, (op, _) in zip(targets, named, strict=True)
+        ]
+        return self._run("all_reduce", opts, calls, tensors, [finish for _, finish in named])
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Operation:
         """As `allreduce`."""
@@ -60,22 +64,24 @@ class Reducing(Core):
         op, root = _op(opts, tensors), opts.rootRank
         targets = [landing(tensor, filled=True) for tensor in tensors]
         at = self.rank() == root
+        named = [self._named(op, tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
         calls = [
             partial(self._group.reduce, target.array, op=op, root=root, out=target.array if at else None)
-            for target in targets
+            for target, (op, _) in zip(targets, named, strict=True)
         ]
-        return self._run("reduce", opts, calls, tensors, [target.finish for target in targets] if at else [])
+        return self._run("reduce", opts, calls, tensors, [finish for _, finish in named] if at else [])
 
     def reduce_scatter(self, outs: Sequence[Any], ins: Sequence[Sequence[Any]], opts: Any = None) -> Operation:
         """Rank r gets the sum of everybody's r-th tensor; those of one place must be alike, others may differ."""
         opts = opts or ReduceScatterOptions()
-        op, finishes = _op(opts, outs), []
+        asked, finishes = _op(opts, outs), []
         calls: list[Call] = []
         for out, parts in zip(outs, ins, strict=True):
             if len(parts) != self.size():
                 raise SizeMismatch(f"reduce_scatter: {len(parts)} tensors for {self.size()} ranks")
             target = landing(out)
-            finishes.append(target.finish)
+            op, finish = self._named(asked, out, target)
+            finishes.append(finish)
             arrays = [elements_of(part) for part in parts]
             if len({array.size for array in arrays}) == 1:
                 calls.append(partial(self._group.reduce_scatter, np.concatenate(arrays), op=op, out=target.array))
@@ -95,17 +101,30 @@ class Reducing(Core):
     def reduce_scatter_single_coalesced(self, outs: Sequence[Any], xs: Sequence[Any], opts: Any = None) -> Operation:
         """As `reduce_scatter_single`, for several tensors."""
         opts = opts or ReduceScatterOptions()
-        op, calls, finishes = _op(opts, outs), [], []
+        asked, calls, finishes = _op(opts, outs), [], []
         for out, x in zip(outs, xs, strict=True):
             if x.numel() != out.numel() * self.size():
                 raise SizeMismatch(f"reduce_scatter: {x.numel()} elements for {self.size()} ranks of {out.numel()}")
             target = landing(out)
+            op, finish = self._named(asked, out, target)
             calls.append(partial(self._group.reduce_scatter, elements_of(x), op=op, out=target.array))
-            finishes.append(target.finish)
+            finishes.append(finish)
         return self._run("reduce_scatter", opts, calls, outs, finishes)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _named(self, op: str, tensor: Any, target: Landing) -> tuple[str, Finish | None]:
+        """The operation of a tensor, and what is left to do with its result: a mean of whole numbers is truncated."""
+        if op != "mean" or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            return op, target.finish
+
+        def finish() -> None:
+            if target.finish is not None:
+                target.finish()
+            tensor.detach().div_(self.size(), rounding_mode="trunc")
+
+        return "sum", finish
 
     def _all_reduce_sparse(self, tensors: Sequence[Any], opts: Any) -> Operation:
         """Sums of sparse tensors: everybody's elements are gathered, and added up where they meet."""

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from paceline.parallel.fsdp import FSDP
 from paceline.parallel.parameter import Parameter
+from paceline.torch.sharding.norms import PartOfGradient
 from paceline.torch.tensors import array_of, nothing, tensor_of
 
 __all__ = ["Mirror", "Piece", "mirror_in", "mirror_of", "piece_of"]
@@ -105,7 +107,10 @@ class Piece(Parameter):
 
     @_grad.setter
     def _grad(self, value: NDArray[Any] | None) -> None:
-        self.tensor.grad = None if value is None else tensor_of(value)
+        gradient = None if value is None else tensor_of(value)
+        if gradient is not None and isinstance(self._owner, FSDP) and self._owner.spreads:
+            gradient = gradient.as_subclass(PartOfGradient)
+        self.tensor.grad = gradient
 
     def _place(self, values: NDArray[Any] | None) -> None:
         super()._place(values)

@@ -1,0 +1,124 @@
+"""Train a small GPT on Python's own reference while workers come and go, with all that a training run usually has.
+
+paceline run -n 2 --min 1 --max 8 --restarts 3 examples/torch_gpt.py --export gpt.pt
+paceline run -n 2 --min 1 --restarts 3 examples/torch_gpt.py --checkpoints runs        goes on from the last checkpoint
+"""
+
+import argparse
+import contextlib
+from pydoc_data.topics import topics
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import paceline
+import paceline.torch
+
+WINDOW, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
+GLOBAL_BATCH, MICRO_BATCH = 32, 8  # windows of a step over all workers; in one forward pass of one worker
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--workers", type=int, default=1, help="processes that fetch samples, of each worker")
+parser.add_argument("--checkpoints", help="a folder that all workers share")
+parser.add_argument("--export", help="file for the averaged weights, as a plain state_dict")
+asked = parser.parse_args()
+
+
+class Windows(torch.utils.data.Dataset):
+    """Pieces of a text: WINDOW characters, and the one that follows each."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __len__(self):
+        return len(self.ids) // WINDOW - 1
+
+    def __getitem__(self, index):
+        begin = index * WINDOW + int(torch.randint(WINDOW, ()))  # the loader seeds it by epoch and sample
+        piece = self.ids[begin : begin + WINDOW + 1]
+        return piece[:-1], piece[1:]
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each after a norm and beside a shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        """From [B, T, WIDTH] to the same."""
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, 2))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.between(x))
+
+
+class GPT(nn.Module):
+    """Which character comes next, after each of some."""
+
+    def __init__(self, characters):
+        super().__init__()
+        self.characters, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(WINDOW, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.scores = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
+
+    def forward(self, ids):
+        """From ids, [B, T], to scores, [B, T, characters]."""
+        x = self.characters(ids) + self.places.weight[: ids.shape[1]]
+        return self.scores(self.norm(self.blocks(x)))
+
+
+def loss_of(model, x, t):
+    """The mean over all characters."""
+    return F.cross_entropy(model(x).flatten(0, 1), t.flatten())
+
+
+text = "\n\n".join(topics[name] for name in sorted(topics))
+number = {character: i for i, character in enumerate(sorted(set(text)))}
+ids = torch.tensor([number[character] for character in text])
+training, held_back = Windows(ids[: -50 * WINDOW]), ids[-50 * WINDOW :].unfold(0, WINDOW + 1, WINDOW)
+
+# The loader comes first, so that its processes are forked before the session has threads.
+with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as loader, paceline.join() as session:
+    net = GPT(len(number))
+    model = paceline.torch.DDP(net, session.group)  # the weights of the first worker, whoever comes
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=asked.steps + 1)
+    ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98))
+    sampler = paceline.ElasticSampler(len(training), GLOBAL_BATCH)
+    state = paceline.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema, sampler=sampler)
+
+    every = 100 if asked.checkpoints else None
+    for step in session.steps(state, total=asked.steps, checkpoint_dir=asked.checkpoints, checkpoint_every=every):
+        with step:  # undone, and yielded again under the next generation, if a worker is lost inside
+            x, t = loader.batch(step)
+            optimizer.zero_grad()
+            loss, parts = 0.0, list(zip(x.split(MICRO_BATCH), t.split(MICRO_BATCH), strict=True))
+            for i, part in enumerate(parts):  # gradients add up, and travel with the last part
+                with contextlib.nullcontext() if i == len(parts) - 1 else model.no_sync():
+                    part_loss = loss_of(model, *part) * (len(part[0]) / len(x))
+                    part_loss.backward()
+                    loss += part_loss.item()
+            model.clip_grad_norm(1.0)
+            if step.number % 20 == 0:  # collectives come before the update
+                loss = float(session.group.all_reduce(np.array(loss * step.weight)))  # the mean over all workers
+            optimizer.step()
+            scheduler.step()
+            ema.update_parameters(net)  # behind the update: from there on the step counts
+        if step.applied and step.number % 20 == 0 and session.rank == 0:  # whoever that is now
+            rate = scheduler.get_last_lr()[0]
+            print(f"step {step.number}: loss {loss:.3f}, rate {rate:.4f}, {session.size} workers", flush=True)
+
+    if session.size and session.rank == 0:  # no size: it came when all was done
+        with torch.no_grad():
+            loss = loss_of(ema.module, held_back[:, :-1], held_back[:, 1:])
+        print(f"held back: loss {loss:.4f} with averaged weights", flush=True)
+        if asked.export:
+            torch.save(ema.module.state_dict(), asked.export)

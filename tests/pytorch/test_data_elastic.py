@@ -1,0 +1,42 @@
+"""`ElasticDataLoader` in real processes: whoever dies, freezes or comes, the numbers are those of one process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.elastic.brake import Brake
+from support.elastic.cluster import cluster
+from support.elastic.faults import freeze, kill
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("data_workers", "phase"), [(0, "late_all_reduce"), (2, "forward")])
+def test_one_of_three_is_killed_in_the_middle_of_an_epoch(data_workers: int, phase: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4, data_workers=data_workers) as c:
+        c.start(3, [kill(phase, rank=1, step=8)])
+        assert sorted(c.wait().values()) == [-signal.SIGKILL, 0, 0], str(c)
+        c.check(count=2)
+
+
+def test_one_freezes_one_joins_and_one_is_drained(tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, total=60, pace=0.02, failure_timeout=2.0, wrapper="torch", data_workers=2) as c:
+        brake = Brake(tmp_path / "brake")
+        (new,) = c.start(1, go=False)  # to load torch takes longer than all the steps
+        first = c.start(2, [freeze("forward", 4.0, rank=1, step=8)])
+        c.wait_until(lambda: any(trainer.of("fault") for trainer in first), "one freezes")
+        brake.press("until all are there")
+        (frozen,) = [trainer for trainer in first if trainer.of("fault")]
+        (other,) = [trainer for trainer in first if trainer is not frozen]
+        new.go()
+        c.wait_until(lambda: bool(new.of("applied")), "the new one trains")
+        c.wait_until(lambda: frozen.of("view")[-1]["size"] == 3, "the frozen one is back")
+        brake.release("until all are there")
+        other.signal(signal.SIGTERM)
+        assert set(c.wait().values()) == {0}, str(c)
+        assert other.of("dismissed"), str(c)
+        assert [event["size"] for event in other.of("view")][-1] == 3, str(c)
+        c.check(count=2)

@@ -1,0 +1,162 @@
+"""How a process group ends: quietly, at once, and in whatever order ranks leave; and what is dead is not waited for."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import paceline
+from paceline.errors import CoordinatorUnreachable
+from paceline.testing import coordinator
+from paceline.torch import backend
+from support.processes import Worker
+from support.python_process import fresh
+from support.torch_ranks import torch_ranks
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+
+AT_ONCE_S = 1.5
+"""Gloo needs no time. What was waited for here took 2 s (a goodbye without an answer), or 32 s."""
+
+WITHOUT_ONE = """
+rest = [other for other in range(world) if other != {leaver}]
+if rank == {leaver}:
+    {end}
+else:
+    wait_for_go()
+    part = dist.new_group(rest, use_local_synchronization=True)
+    t = torch.ones(1)
+    dist.all_reduce(t, group=part)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    emit("left", sum=t.item(), took=time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize(("leaver", "end"), [(0, "dist.destroy_process_group()"), (0, "pass"), (1, "pass")])
+def test_ranks_go_on_without_one_that_has_left(leaver: int, end: str) -> None:
+    """It leaves right after `init_process_group`, and its process ends; rank 0 has the coordinator."""
+    with torch_ranks(3, WITHOUT_ONE.format(leaver=leaver, end=end)) as started:
+        assert started[leaver].wait(60.0) == 0
+        rest = [worker for worker in started if worker is not started[leaver]]
+        for worker in rest:
+            worker.go()
+        for worker in rest:
+            left = worker.expect("left")
+            assert left["sum"] == 2
+            assert left["took"] < AT_ONCE_S
+            assert worker.wait() == 0
+    assert [worker.stderr for worker in started] == ["", "", ""]
+
+
+LATE = """
+from paceline.session.control import ControlStream
+
+say_goodbye = ControlStream.leave
+
+async def late(stream, cause, timeout):
+    emit("leaves")
+    await asyncio.to_thread(sys.stdin.readline)
+    await say_goodbye(stream, cause, timeout)
+
+if rank == 1:
+    ControlStream.leave = late
+dist.destroy_process_group()
+emit("left")
+"""
+
+
+def test_a_goodbye_that_comes_after_rank_0_s_is_quiet() -> None:
+    """Rank 1 is held up between its last word to its peers and that to the coordinator, until rank 0 has ended."""
+    with torch_ranks(2, "import asyncio\n" + LATE) as started:
+        started[1].expect("leaves", 60.0)
+        assert started[0].wait() == 0
+        began = time.monotonic()
+        started[1].go()
+        started[1].expect("left")
+        assert time.monotonic() - began < AT_ONCE_S
+        assert started[1].wait() == 0
+    assert [worker.stderr for worker in started] == ["", ""]
+
+
+KEPT = """
+import torch, torch._dynamo, torch.distributed as dist
+dist.init_process_group("paceline")
+"""
+
+
+def test_a_run_that_destroys_no_group_ends_quietly() -> None:
+    """torch._dynamo keeps the group until the interpreter is half gone, if it is loaded before all else."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with fresh():
+        started = [Worker(KEPT, {"RANK": "0", **meeting})]
+    started.append(Worker(KEPT.replace("torch._dynamo, ", ""), {"RANK": "1", **meeting}))
+    try:
+        assert [worker.wait(60.0) for worker in started] == [0, 0]
+    finally:
+        for worker in started:
+            worker.close()
+    assert [worker.stderr for worker in started] == ["", ""]
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where nobody listens, in place of what rank 0 has written in torch's store."""
+    monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
+    monkeypatch.setattr(backend, "_joined", 0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def options(store: Any) -> Any:
+    """What torch gives for the default group of rank 1 of 2."""
+    return SimpleNamespace(
+        store=store, group_rank=1, group_size=2, timeout=timedelta(seconds=60), global_ranks_in_group=[], group_id="0"
+    )
+
+
+KEY = "paceline/coordinator/0/1"
+
+
+def test_an_address_where_nobody_listens_is_said_within_about_a_second(address: str) -> None:
+    store = dist.HashStore()
+    store.set(KEY, address)
+    began = time.monotonic()
+    with pytest.raises(CoordinatorUnreachable, match=f"(?s)that rank 0 has: .* at {address} is gone.*refused"):
+        backend.create(options(store))
+    assert time.monotonic() - began < 1.0 + AT_ONCE_S
+
+
+def test_an_address_of_a_life_before_is_replaced_by_rank_0_s(address: str) -> None:
+    class Store(dist.HashStore):  # type: ignore[misc]
+        """Rank 0 writes where its coordinator is, after rank 1 has read what was there."""
+
+        def get(self, key: str) -> bytes:
+            found: bytes = super().get(key)
+            self.set(key, alive)
+            return found
+
+    store = Store()
+    store.set(KEY, address)
+    with coordinator(for_good=True) as alive, ThreadPoolExecutor(1) as pool, ExitStack() as cleanup:
+
+        def rank_0() -> None:
+            with paceline.join(alive, job="torch.1", rank=0, world_size=2) as session:
+                session.group.barrier()
+
+        other = pool.submit(rank_0)
+        group = backend.create(options(store))
+        cleanup.callback(group.shutdown)
+        other.result()

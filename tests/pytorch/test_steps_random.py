@@ -1,0 +1,71 @@
+"""What torch draws in a step of `session.steps` follows from (seed, step, rank), whatever happened before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from unit.elastic.solo import ENVIRONMENT, fail
+
+import paceline
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
+    with torch.random.fork_rng():
+        yield
+
+
+def masks(total: int, *, seed: int = 0, failing: int = 0, saved: Any = None, **settings: Any) -> list[list[float]]:
+    """The dropout masks of all steps that count; step `failing` is undone twice, after it has drawn."""
+    drawn = []
+    with paceline.join() as session:
+        state = paceline.TrainState(net=torch.nn.Linear(2, 2))
+        if saved is not None:
+            state.load_state_dict(saved)
+        for step in session.steps(state, total=total, seed=seed, **settings):
+            with step:
+                mask = torch.nn.functional.dropout(torch.ones(16)).tolist()
+                if step.number == failing and step.attempt < 3:
+                    fail(session)
+            if step.applied:
+                drawn.append(mask)
+    return drawn
+
+
+def test_a_step_that_comes_again_has_the_same_masks() -> None:
+    expected = masks(4)
+    assert len({tuple(mask) for mask in expected}) == 4
+    assert masks(4, failing=2) == expected
+
+
+def test_masks_do_not_depend_on_what_was_drawn_before() -> None:
+    expected = masks(2)
+    torch.manual_seed(5)
+    torch.rand(3)
+    assert masks(2) == expected
+    assert masks(2, seed=1) != expected
+
+
+def test_a_start_from_a_checkpoint_goes_on_with_the_masks_of_an_undisturbed_run() -> None:
+    state = paceline.TrainState(net=torch.nn.Linear(2, 2))
+    state.step = 3
+    torch.rand(7)
+    assert masks(5, saved=state.state_dict()) == masks(5)[3:]
+
+
+def test_ranks_have_masks_of_their_own() -> None:
+    from paceline.elastic.foreign import seed_frameworks
+
+    drawn = set()
+    for seed, step, rank in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (1 << 40, 1, 0), (0, 1 << 33, 1)]:
+        for _ in range(2):
+            seed_frameworks(seed, step, rank)
+            drawn.add(tuple(torch.rand(4).tolist()))
+    assert len(drawn) == 6

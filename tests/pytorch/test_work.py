@@ -1,0 +1,108 @@
+"""What C++ may ask of a work and of its future once `wait` has returned: it asserts that values are there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.torch.work import Futures, Operation, Promise
+
+pytestmark = pytest.mark.torch
+
+
+class Handle:
+    """A collective whose end is heard of on another thread, and late: `release` is when."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.release = threading.Event()
+        self.threads: list[threading.Thread] = []
+        self._error = error
+
+    def wait(self, timeout: float | None) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def on_done(self, hear: Callable[[], None]) -> None:
+        def run() -> None:
+            self.release.wait()
+            hear()
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+
+
+class Unfinished(Handle):
+    """One that is over only after `wait`."""
+
+    waited = False
+
+    def wait(self, timeout: float | None) -> None:
+        self.waited = True
+
+    def done(self) -> bool:
+        return self.waited
+
+
+def operation(handle: Handle, futures: Futures) -> Operation:
+    return Operation([handle], [torch.ones(2)], [], futures)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("kind", [Handle, Unfinished])
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_future_has_its_value_when_wait_has_returned(kind: type[Handle], asked: str) -> None:
+    futures, handle = Futures(), kind()
+    work = operation(handle, futures)
+    heard: list[object] = []
+    if asked == "before":
+        work.get_future().then(heard.append)
+    work.wait()
+    future = work.get_future()
+    assert future.done()
+    assert torch.equal(future.value()[0], torch.ones(2))
+    handle.release.set()
+    for thread in handle.threads:
+        thread.join()
+    futures.close()
+    assert len(heard) == (asked == "before")
+
+
+def test_a_callback_may_wait_for_the_work_it_is_called_by() -> None:
+    futures, handle = Futures(), Unfinished()
+    work = operation(handle, futures)
+    after = work.get_future().then(lambda _: work.wait())
+    work.wait()
+    assert after.wait()
+    handle.release.set()
+    for thread in handle.threads:
+        thread.join()
+    futures.close()
+
+
+def test_wait_waits_for_a_value_that_another_thread_is_giving() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def value() -> int:
+        entered.set()
+        go.wait()
+        return 7
+
+    promise = Promise(value)
+    keeper = threading.Thread(target=promise.keep)
+    keeper.start()
+    entered.wait()
+    settler = threading.Thread(target=promise.settle)
+    settler.start()
+    assert not promise.future.done()
+    go.set()
+    settler.join()
+    assert promise.future.value() == 7
+    keeper.join()
