@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             (n,) = sampled.args
             test = item.nodeid.partition("[")[0]
             at, seen[test] = seen[test], seen[test] + 1
-            if at % n != at // n % n:  # a diagonal: each value of each argument has its turn
+            if at % n != at // n % n:  # a diagonal: of a product each value of each argument has its turn
                 item.add_marker(pytest.mark.exhaustive)
 
 

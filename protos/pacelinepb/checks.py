@@ -3,7 +3,7 @@
 TCP's own checksum has 16 bits, and knows nothing of what a proxy or a bad memory does. With this one a message that has
 changed on the way, was lost, or came twice is found out, and the stream is closed and resumed like one that broke. The
 check is the last field of the message (`SessionRequest.check`, `SessionResponse.check`), so that any protobuf library
-can read what is sent; a peer that sends none in its first message is not checked.
+can read what is sent. A message without one has changed, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 
-__all__ = ["has_check", "is_sound", "with_check"]
+__all__ = ["is_sound", "with_check"]
 
 _KEY = b"\xa5\x06"
 """Of field 100 as a fixed32: 100 << 3 | 5 as a varint."""
@@ -29,14 +29,9 @@ def with_check(data: bytes, place: int) -> bytes:
     return data + _KEY + struct.pack("<I", _check(data, place))
 
 
-def has_check(data: bytes) -> bool:
-    """True if the serialised message ends with a check, right or wrong."""
-    return data[-_BYTES:-4] == _KEY
-
-
 def is_sound(data: bytes, place: int) -> bool:
     """True if the serialised message ends with the right check for its place."""
-    return has_check(data) and data[-4:] == struct.pack("<I", _check(data[:-_BYTES], place))
+    return data[-_BYTES:] == _KEY + struct.pack("<I", _check(data[:-_BYTES], place))
 
 
 def _check(data: bytes, place: int) -> int:

@@ -97,7 +97,7 @@ class Departures:
         Each may still be alive: it finds out that its session has ended, and comes back as a newcomer.
         """
         view = self.state.view
-        if view is None or view.base is None:
+        if view is None or not self.state.is_elastic:
             return []
         parted, newcomers = set(ranks), set(view.newcomers)
         rest = [session for session in self.state.present() if session.rank not in parted]
@@ -113,11 +113,8 @@ class Departures:
         return effects
 
     def _part_with_stragglers(self, now: float) -> list[Effect]:
-        overdue = self._stragglers.overdue(now)
-        if not overdue:
-            return []
-        timeout = overdue[0].settings.failure_timeout
-        return self._part_with([rank_of(session) for session in overdue], f"did not stop within {timeout:g} s")
+        overdue, seconds = self._stragglers.overdue(now)
+        return self._part_with([rank_of(session) for session in overdue], f"did not stop within {seconds:g} s")
 
     def _void(self, now: float, verdict: Verdict) -> list[Effect]:
         """The view is over; every member of it is told the same, now or when it resumes."""
@@ -157,6 +154,6 @@ def _may_lead(view: View, newcomers: Collection[int], session: Session) -> bool:
     A newcomer has yet to show that it has gone further; of others something may have spoiled the state.
     """
     met = session.met if session.has_met else None
-    if met is not None and (met.tag is None or not met.holds_base):
+    if met is not None and (met.tag is None or not (met.holds_base or view.base is None)):
         return False
-    return session.rank not in newcomers or (met is not None and met.tag != view.base)
+    return view.base is None or session.rank not in newcomers or (met is not None and met.tag != view.base)

@@ -119,6 +119,8 @@ class Met:
     """It holds nothing of the state yet, but can read all of it from a checkpoint."""
     unproven: bool = False
     """A candidate that has yet to show its links: it gives what it holds, and takes no seat."""
+    step_timeout: float = float("inf")
+    """Seconds for which it waits at most for members that compute and have not stopped."""
 
     @property
     def state(self) -> tuple[Tag | None, bytes]:

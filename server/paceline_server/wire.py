@@ -6,6 +6,7 @@ Refuses whatever the .proto comments call a MUST; decides nothing.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable
 
@@ -229,6 +230,9 @@ def read_met(message: pb.Meet) -> Met:
         prepared=_read_tag(message.prepared) if message.HasField("prepared") else None,
         stored=message.stored,
         unproven=message.unproven,
+        step_timeout=from_duration(message.step_timeout, "meet.step_timeout")
+        if message.HasField("step_timeout")
+        else math.inf,
     )
 
 

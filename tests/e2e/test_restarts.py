@@ -69,6 +69,33 @@ with paceline.join(timeout=30.0) as session:
 """
 
 
+ELASTIC = """
+import os
+import time
+import numpy as np
+import paceline
+from paceline import nn
+
+with paceline.join() as session:
+    model = nn.Linear(4, 2, rng=np.random.default_rng(1))
+    ddp = paceline.DDP(model, session.group)
+    optimizer = paceline.optim.SGD(model, lr=0.1)
+    x = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
+    t = (x.sum(axis=1) > 0).astype(np.int64)
+    sampler = paceline.ElasticSampler(len(x), global_batch=24)
+    state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
+    for step in session.steps(state, total=60):
+        with step:
+            time.sleep(0.02)
+            _, dy = nn.softmax_cross_entropy(ddp(x[step.indices]), t[step.indices])
+            optimizer.zero_grad()
+            ddp.backward(dy, step.weight)
+            optimizer.step()
+        if step.applied:
+            print("pid", os.getpid(), "applied", step.number, "of", session.size, flush=True)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     (tmp_path / "marks").mkdir()
@@ -220,3 +247,22 @@ def test_a_killed_member_and_those_who_fail_over_it_meet_again(folder: str) -> N
     again = f"paceline: restarting rank 1 (pid {found[1]} was killed by SIGKILL) as a new worker in 0.1 s, 1 of 2"
     assert again in run.stderr.splitlines(), str(run)
     assert len(re.findall(r"in generation 2 rank \d pid \d+ sum 3", run.stdout)) == 2, str(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_job_of_fixed_size_goes_on_with_the_replacement(folder: str, world: int) -> None:
+    """What a user of torchrun tries first: all but one are killed, and no --min is given."""
+    with command("run", "-n", str(world), "--restarts", str(world), write(folder, ELASTIC)) as run:
+        run.wait_for(" applied 5 of", world)
+        first = sorted(set(pids(run)))
+        for victim in first[1:]:
+            os.kill(victim, signal.SIGKILL)
+        assert run.wait() == 0, str(run)
+    applied: dict[int, list[int]] = {}
+    for pid, step, size in re.findall(r"pid (\d+) applied (\d+) of (\d+)", run.stdout):
+        assert int(size) == world
+        applied.setdefault(int(pid), []).append(int(step))
+    assert applied[first[0]] == list(range(1, 61)), "the one that was left lost no step, and did none twice"
+    assert sum(steps[-1] == 60 for steps in applied.values()) == world
+    assert run.stderr.count("as a new worker") == world - 1

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("world", "dead", "claimed"),
-    [(2, [1], False), (2, [1], True), (3, [0], True), (3, [1, 2], False), (4, [0, 1, 2], False), (4, [0, 1, 2], True)],
+    [(2, [1], False), (2, [1], True), (3, [0], False), (3, [1, 2], True), (4, [0, 1, 2], False), (4, [0, 1, 2], True)],
 )
 @pytest.mark.sampled(2)
 def test_replacements_come_in(world: int, dead: list[int], claimed: bool, tmp_path: Path) -> None:

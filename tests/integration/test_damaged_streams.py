@@ -17,7 +17,7 @@ from paceline.session.control import ControlStream
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import BadRequest, Refused, SessionEnded
 from paceline_server.services.refusals import refuse
-from pacelinepb import PROTOCOL_VERSION, checks
+from pacelinepb import checks
 from pacelinepb.v1 import session_pb2 as pb
 from support.coordinator import RawSession, reason_of, refused, run, running
 
@@ -202,30 +202,34 @@ def test_what_is_refused_again_and_again_ends_the_session_with_the_first_refusal
     assert not server._streams
 
 
-async def _written(session: RawSession, request: pb.SessionRequest, place: int) -> None:
-    """Sends a message with its check as raw bytes: an unknown field to nobody."""
-    data = checks.with_check(request.SerializeToString(), place)
-    await session.call.write(pb.SessionRequest.FromString(data))
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_message_of_a_worker_at_the_wrong_place(place: int) -> None:
     async def main() -> None:
         async with running() as channel:
-            session = RawSession(channel, "job")
-            settings = pb.JobSettings(min_workers=2, max_workers=2)
-            settings.failure_timeout.FromSeconds(3)
-            process = pb.ProcessIdentity(host="host-a", pid=1)
-            register = pb.Register(
-                job="job", protocol_version=PROTOCOL_VERSION, process=process, address="a:1", settings=settings
-            )
-            await _written(session, pb.SessionRequest(register=register), 0)
-            await session.next("registered")
-            await _written(session, pb.SessionRequest(leave=pb.Leave()), place)
+            session = await RawSession.register(channel)
+            session.place = place
+            await session.send(leave=pb.Leave())
             if place == 1:
                 await session.next("left")
             else:
                 error = await refused(session)
                 assert (reason_of(error), error.code()) == ("DAMAGED", grpc.StatusCode.DATA_LOSS)
+
+    run(main)
+
+
+@pytest.mark.parametrize("at", [-6, -5, -1], ids=["key", "key's second byte", "check"])
+def test_a_change_in_the_check_of_the_first_message_does_not_switch_checks_off(at: int) -> None:
+    class Damaging(RawSession):
+        def _serialized(self, message: pb.SessionRequest) -> bytes:
+            data = bytearray(super()._serialized(message))
+            data[at] ^= 1
+            return bytes(data)
+
+    async def main() -> None:
+        async with running() as channel:
+            with pytest.raises(aio.AioRpcError) as refusal:
+                await Damaging.register(channel)
+            assert reason_of(refusal.value) == "DAMAGED"
 
     run(main)

@@ -28,6 +28,7 @@ from paceline.testing import coordinator
 from paceline_server._grpc import aio, grpc
 from paceline_server.security import token_file
 from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
+from pacelinepb import checks
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from support.coordinator import reason_of, run, running
 from support.hanging import hanging
@@ -103,9 +104,9 @@ async def answer(channel: aio.Channel, method: str, token: str | None, request: 
     serialize, parse = type(made).SerializeToString, kind.output_type._concrete_class.FromString
     try:
         if kind.client_streaming:
-            call: Any = channel.stream_stream(method, serialize, parse)(metadata=metadata, timeout=5.0)  # type: ignore[call-arg]
+            call: Any = channel.stream_stream(method, None, parse)(metadata=metadata, timeout=5.0)  # type: ignore[call-arg]
             with contextlib.suppress(asyncio.InvalidStateError):  # refused before the first message
-                await call.write(made)
+                await call.write(checks.with_check(serialize(made), 0))
             await call.read()
             await call.done_writing()
             while await call.read() is not aio.EOF:  # type: ignore[attr-defined]

@@ -158,7 +158,9 @@ def _check_that_nobody_can_go_on(world: World) -> None:
         place = member.place
         if member.hangs or place is None or not member.answers_as(seat.member_id) or not place.holds_base:
             continue
-        if world.shape.node_size == 1 and (seat.rank not in view.newcomers or place.held > view.base):  # type: ignore[union-attr, operator]
+        if place.held is None or world.shape.node_size != 1:
+            continue
+        if seat.rank not in view.newcomers or place.held > view.base:  # type: ignore[union-attr]
             raise Broken(f"liveness: {member.name} can go on, and another member that hangs is waited for")
 
 

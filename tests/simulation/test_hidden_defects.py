@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simulation.group import Group
 from simulation.test_broken_rules import found
-from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST, RECLAIMED, SMALL, STUCK
+from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST, RECLAIMED, SMALL, STUCK, STUCK_MOST
 
 from paceline.elastic import failures
 from paceline.elastic.line import Line
@@ -22,6 +22,7 @@ from paceline.session.mail import Letter, ViewCame
 from paceline_server import line as server_line
 from paceline_server.events import ViewStored
 from paceline_server.keeper import Keeper
+from paceline_server.model import JobState
 from paceline_server.stragglers import Stragglers
 
 
@@ -38,8 +39,20 @@ def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.Mon
 
 
 def test_members_that_hang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stragglers, "overdue", lambda stragglers, now: [])
+    monkeypatch.setattr(Stragglers, "overdue", lambda stragglers, now: ([], 0.0))
     assert found(400, STUCK).startswith("liveness")
+
+
+def test_most_members_hang_together_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them are never there to show that it is no long step."""
+    honest = Stragglers.__init__
+
+    def begin(stragglers: Stragglers, state: JobState) -> None:
+        honest(stragglers, state)
+        monkeypatch.setattr(stragglers._all, "rings", lambda now, timeout: False)
+
+    monkeypatch.setattr(Stragglers, "__init__", begin)
+    assert found(400, STUCK_MOST).startswith("liveness")
 
 
 def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,14 +118,11 @@ def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.Monk
 
 
 def test_a_view_that_was_not_stored_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Keeper._view_written
-
     def written(keeper: Keeper, job: Any, generation: int, done: Any) -> None:
         done.exception()
         keeper._apply(job, ViewStored(generation))
 
     monkeypatch.setattr(Keeper, "_view_written", written)
-    assert honest is not written
     assert found(400, DISKS).startswith("I3")
 
 

@@ -19,6 +19,7 @@ FORGETFUL = Shape(faults=(2, 6), loses_disk=True)
 LOST = replace(FORGETFUL, faults=(4, 9), directory="local", disks=True)
 FIXED = Shape(members=(2, 4), fixed=True)
 STUCK = Shape(members=(2, 4), stuck=True)
+STUCK_MOST = Shape(members=(4, 5), faults=(7, 12), stuck=True, slow=True)
 DISKS = Shape(members=(2, 4), faults=(2, 6), directory="shared", disks=True)
 LATE = Shape(members=(2, 4), faults=(4, 9), fixed=True, late=True, step_timeout=600.0)
 SLOW = Shape(members=(3, 5), steps=(2, 3), faults=(4, 9), slow=True, fixed=True)
@@ -43,6 +44,7 @@ SHAPES = {
     "claimed": (replace(FIXED, claimed=True), 100),
     "stuck": (STUCK, 150),
     "stuck-fixed": (replace(STUCK, fixed=True), 80),
+    "stuck-most": (STUCK_MOST, 80),
     "disks": (DISKS, 150),
     "local-disks": (replace(DISKS, directory="local"), 150),
     "disks-spread": (replace(DISKS, node_size=0), 80),

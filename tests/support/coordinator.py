@@ -36,7 +36,7 @@ from paceline_server.events import (
 from paceline_server.membership import Membership
 from paceline_server.model import JobSettings, JobState, Process, Progress, Report
 from paceline_server.storage.base import Storage
-from pacelinepb import ERROR_DOMAIN, PROTOCOL_VERSION
+from pacelinepb import ERROR_DOMAIN, PROTOCOL_VERSION, checks
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
@@ -99,12 +99,21 @@ async def refused(session: RawSession) -> aio.AioRpcError:
 
 
 class RawSession:
-    """One open session stream."""
+    """One open session stream.
+
+    Attributes:
+        place: of the next message that is sent, for its check.
+    """
 
     def __init__(self, channel: aio.Channel, job: str) -> None:
         self.job = job
         self.stub: Any = SessionServiceStub(channel)
-        self.call: Any = self.stub.Session()
+        self.place = 0
+        self.call: Any = channel.stream_stream(
+            "/pacelinepb.v1.SessionService/Session",
+            request_serializer=self._serialized,
+            response_deserializer=pb.SessionResponse.FromString,
+        )()
         self._writing = asyncio.Lock()
         self.member_id = ""
         self.token = b""
@@ -150,6 +159,10 @@ class RawSession:
         )
         await session.send(resume=resume)
         return await session._registered()
+
+    def _serialized(self, message: pb.SessionRequest) -> bytes:
+        self.place += 1
+        return checks.with_check(message.SerializeToString(), self.place - 1)
 
     async def _registered(self) -> RawSession:
         answer = (await self.read()).registered

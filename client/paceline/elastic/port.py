@@ -131,6 +131,7 @@ class CoordinatedPort(Port):
             leaving=meet.leaving,
             closed=meet.closed,
         )
+        said.step_timeout.FromMilliseconds(round(1e3 * self.config.step_timeout))
         if meet.tag is not None:
             said.tag.generation, said.tag.step = meet.tag
             said.tag.SetInParent()

@@ -432,6 +432,7 @@ class Meet(_message.Message):
     PREPARED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     UNPROVEN_FIELD_NUMBER: _builtins.int
+    STEP_TIMEOUT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation that it has stopped in, 0 for a candidate."""
     holds_base: _builtins.bool
@@ -466,6 +467,12 @@ class Meet(_message.Message):
     def prepared(self) -> Global___Tag:
         """The step that it has all gradients of, and that others may have applied: it can finish it if they have."""
 
+    @_builtins.property
+    def step_timeout(self) -> _duration_pb2.Duration:
+        """For how long it waits at most for members that compute and have not stopped: its time limit for a step. The others
+        are given up then. Unset for no limit.
+        """
+
     def __init__(
         self,
         *,
@@ -481,10 +488,11 @@ class Meet(_message.Message):
         prepared: Global___Tag | None = ...,
         stored: _builtins.bool = ...,
         unproven: _builtins.bool = ...,
+        step_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_size", b"_node_size", "node_size", b"node_size", "prepared", b"prepared", "tag", b"tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_size", b"_node_size", "node_size", b"node_size", "prepared", b"prepared", "step_timeout", b"step_timeout", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_size", b"_node_size", "closed", b"closed", "fingerprint", b"fingerprint", "generation", b"generation", "holds_base", b"holds_base", "leaving", b"leaving", "manifest", b"manifest", "node_size", b"node_size", "prepared", b"prepared", "shares", b"shares", "stored", b"stored", "tag", b"tag", "unproven", b"unproven"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_size", b"_node_size", "closed", b"closed", "fingerprint", b"fingerprint", "generation", b"generation", "holds_base", b"holds_base", "leaving", b"leaving", "manifest", b"manifest", "node_size", b"node_size", "prepared", b"prepared", "shares", b"shares", "step_timeout", b"step_timeout", "stored", b"stored", "tag", b"tag", "unproven", b"unproven"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__node_size: _TypeAlias = _typing.Literal["node_size"]  # noqa: Y015
     _WhichOneofArgType__node_size: _TypeAlias = _typing.Literal["_node_size", b"_node_size"]  # noqa: Y015

@@ -62,7 +62,6 @@ class SessionMessages:
     def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
         self._context = context
         self._read = self._written = 0
-        self._checked = False
 
     async def read(self) -> Any:
         """The next message, or `EOF`.
@@ -73,9 +72,7 @@ class SessionMessages:
         data: Any = await self._context.read()
         if data is EOF:
             return EOF
-        if not self._read:
-            self._checked = checks.has_check(data)
-        if self._checked and not checks.is_sound(data, self._read):
+        if not checks.is_sound(data, self._read):
             raise Damaged("a message of the session has changed, or was lost, on the way")
         self._read += 1
         try:

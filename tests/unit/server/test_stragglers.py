@@ -75,6 +75,31 @@ def test_members_that_compute_a_long_step_are_waited_for() -> None:
     assert job.state.generation == 3
 
 
+def test_most_members_are_given_up_when_a_step_can_no_longer_last() -> None:
+    """Two of three hang at a dead disk when a fourth dies: no timeout is blamed on anybody."""
+    job, members = elastic(4)
+    first, *stuck = members[:3]
+    job.do(ExitReported(Process("host-4", 1004), -9))
+    job.do(MetOthers(first, Met(2, Tag(2, 3), True, step_timeout=60.0)))
+    for _ in range(29):
+        assert not ended(job.pass_time(2.0, members[:3]))
+    effects = job.pass_time(4.1, members[:3])  # its clock starts at the first look
+    assert ended(effects) == stuck
+    assert "did not stop within 60 s" in next(e.refusal for e in effects if isinstance(e, EndSession)).args[0]
+    assert job.state.generation == 3
+
+
+def test_before_the_first_step_a_member_may_load_its_data_for_as_long_as_a_step_may_last() -> None:
+    job = PureJob()
+    first, second, third = job.form(3)
+    job.do(ExitReported(Process("host-3", 1003), -9))
+    job.do(MetOthers(first, Met(1, Tag(0, 0), False, step_timeout=60.0)))
+    for _ in range(29):
+        assert not ended(job.pass_time(2.0, [first, second]))
+    assert ended(job.pass_time(4.1, [first, second])) == [second]
+    assert third not in job.state.sessions
+
+
 def test_nobody_is_given_up_who_alone_may_hold_the_state() -> None:
     """The only one that has stopped is a newcomer, which may not have taken the state."""
     job, (first,) = elastic(1)

@@ -1,6 +1,7 @@
 """What is read from the wire goes to terminals and logs."""
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from paceline_server import ServerSettings, wire
 from paceline_server.errors import BadRequest
@@ -26,6 +27,11 @@ def test_shares_are_read() -> None:
     assert wire.read_met(meet((65535, 65536))).node_size == 0
 
 
+def test_how_long_a_member_waits_is_read() -> None:
+    assert wire.read_met(pb.Meet()).step_timeout == float("inf")
+    assert wire.read_met(pb.Meet(step_timeout=Duration(seconds=2, nanos=500_000_000))).step_timeout == 2.5
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -34,6 +40,7 @@ def test_shares_are_read() -> None:
         (meet((0, 2), (0, 65537)), "and that at most 65536"),
         (meet(*[(0, 1)] * 65), "a member holds at most 64 shares, not 65"),
         (pb.Meet(prepared=pb.Tag(generation=1 << 63)), r"tag.generation must be below 2\^63"),
+        (pb.Meet(step_timeout=Duration(seconds=-1)), "meet.step_timeout must be a duration of 0 s or more"),
         (pb.Meet(fingerprint=bytes(65)), "hashes in a meeting have at most 64 bytes"),
     ],
 )
