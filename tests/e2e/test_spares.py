@@ -11,14 +11,13 @@ import re
 import signal
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.command import Command, command, wait_until_gone
+from support.command import command, wait_until_gone
+from support.spares import Job, pids, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,60 +59,6 @@ TELLING = """
     print("here", os.getpid())
     signal.pause()
 """
-
-
-class Job:
-    """A script with an installed package, which leaves a mark of each process that has imported it.
-
-    Args:
-        folder: for all files.
-        code: the script.
-        package: more of the installed package, run before the mark is made; `first` is true in the first worker.
-    """
-
-    def __init__(self, folder: Path, code: str, package: str = "") -> None:
-        self.folder = folder
-        self.script = folder / "script.py"
-        self.script.write_text(textwrap.dedent(code))
-        self._marks, self._beside = folder / "marks", folder / "marks-beside"
-        for each in (self._marks, self._beside, folder / "site-packages"):
-            each.mkdir()
-        text = "import os\nfolder = os.environ['MARKS']\nfirst = not os.listdir(folder)\n" + textwrap.dedent(package)
-        (folder / "site-packages" / "installed.py").write_text(f"{text}\nos.makedirs(f'{{folder}}/{{os.getpid()}}')\n")
-        (folder / "beside.py").write_text("import os\nMADE = os.mkdir(f\"{os.environ['BESIDE']}/{os.getpid()}\")\n")
-        self.environment = {
-            "PYTHONPATH": str(folder / "site-packages"),
-            "MARKS": str(self._marks),
-            "BESIDE": str(self._beside),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-
-    @property
-    def imported(self) -> set[int]:
-        """Processes that have imported the package."""
-        return {int(each.name) for each in self._marks.iterdir()}
-
-    @property
-    def ran_beside(self) -> set[int]:
-        """Processes that have run the module beside the script."""
-        return {int(each.name) for each in self._beside.iterdir()}
-
-    def spare(self, others: set[int]) -> int:
-        """Waits for a process that has imported the package and is none of the others; returns its id."""
-        until(lambda: bool(self.imported - others))
-        (pid,) = self.imported - others
-        return pid
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def pids(run: Command) -> list[int]:
-    return [int(pid) for pid in re.findall(r"here (\d+)$", run.stdout, re.MULTILINE)]
 
 
 def kill(pid: int) -> None:

@@ -16,7 +16,10 @@ from paceline_server.model import Met, Session
 from paceline_server.policy import decide
 
 CROWD = Shape(members=(5, 8), faults=(3, 8))
-SHAPES = [CROWD, Shape(members=(3, 5), faults=(2, 7), node_size=0), Shape(members=(4, 6), faults=(2, 7), node_size=2)]
+SPREAD = Shape(members=(3, 5), faults=(2, 7), node_size=0)
+"""Here members say again what they hold before they have taken the base."""
+
+SHAPES = [CROWD, SPREAD, Shape(members=(4, 6), faults=(2, 7), node_size=2)]
 
 
 def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]) -> Counter[str]:
@@ -57,8 +60,9 @@ def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]
 
 @pytest.mark.slow
 def test_the_decision_is_that_of_a_meeting_convened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = crossings(monkeypatch, range(800_000, 800_020), SHAPES)
-    assert min(seen["late"], seen["laggard"], seen["again"]) > 10, seen
+    seen = crossings(monkeypatch, range(800_000, 800_030), SHAPES)
+    assert min(seen["late"], seen["laggard"]) > 100, seen
+    assert seen["again"] > 3, seen
 
 
 @pytest.mark.slow
@@ -68,4 +72,4 @@ def test_the_comparison_finds_a_member_that_is_crossed_off_too_soon(monkeypatch:
 
     monkeypatch.setattr(awaited, "has_caught_up", has_caught_up)
     with pytest.raises(Broken, match="when the meeting was convened anew"):
-        crossings(monkeypatch, range(800_000, 800_100), [CROWD])
+        crossings(monkeypatch, range(800_000, 800_100), [SPREAD])
