@@ -424,6 +424,8 @@ class Line:
                 f"job {self._port.job!r} is done: its last step was {step}, and {self._total} are asked for; "
                 f"to train on: paceline restart {self._port.job}, or another name for the job"
             )
+        if not self._port.group.mesh.peers:  # it came when all was done, and has no rank to go on with
+            raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
         self.done = True
 
     # Around a step ----------------------------------------------------------------------------------------------------
