@@ -29,7 +29,7 @@ so both are counted. Torchrun counts failures alone: when a node joins or leaves
 number, and find the address of the life before until rank 0 has set its own."""
 
 _AGAIN_S, _PAUSE_S = 1.0, 0.1
-"""Seconds after which an address that refuses connections is given up, or under torchrun's agent is talked about; and
+"""Seconds after which an address that refuses connections is given up, or under torchrun's agent is logged; and
 from one try to the next."""
 
 _default: weakref.ref[ProcessGroup] | None = None
