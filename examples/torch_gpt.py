@@ -6,6 +6,8 @@ paceline run -n 2 --min 1 --restarts 3 examples/torch_gpt.py --checkpoints runs 
 
 import argparse
 import contextlib
+import pathlib
+import tempfile
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -23,6 +25,7 @@ GLOBAL_BATCH, MICRO_BATCH = 32, 8  # windows of a step over all workers; in one 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--workers", type=int, default=1, help="processes that fetch samples, of each worker")
+parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir(), "paceline-gpt"))
 parser.add_argument("--checkpoints", help="a folder that all workers share")
 parser.add_argument("--export", help="file for the averaged weights, as a plain state_dict")
 asked = parser.parse_args()
@@ -80,7 +83,10 @@ def loss_of(model, x, t):
     return F.cross_entropy(model(x).flatten(0, 1), t.flatten())
 
 
-text = "\n\n".join(topics[name] for name in sorted(topics))
+with paceline.once_per_host(asked.data / "complete") as first:
+    if first:  # one worker of each host, whichever comes first; other scripts download here
+        (asked.data / "text").write_text("\n\n".join(topics[name] for name in sorted(topics)))
+text = (asked.data / "text").read_text()
 number = {character: i for i, character in enumerate(sorted(set(text)))}
 ids = torch.tensor([number[character] for character in text])
 training, held_back = Windows(ids[: -50 * WINDOW]), ids[-50 * WINDOW :].unfold(0, WINDOW + 1, WINDOW)
@@ -116,7 +122,7 @@ with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as lo
             rate = scheduler.get_last_lr()[0]
             print(f"step {step.number}: loss {loss:.3f}, rate {rate:.4f}, {session.size} workers", flush=True)
 
-    if session.size and session.rank == 0:  # no size: it came when all was done
+    if session.rank == 0:
         with torch.no_grad():
             loss = loss_of(ema.module, held_back[:, :-1], held_back[:, 1:])
         print(f"held back: loss {loss:.4f} with averaged weights", flush=True)

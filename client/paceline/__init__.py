@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
     from paceline.group import Group
+    from paceline.once import once_per_host
     from paceline.parallel.ddp import DDP
     from paceline.parallel.fsdp import FSDP
     from paceline.parallel.module import Module
@@ -75,6 +76,7 @@ __all__ = [
     "Work",
     "Config",
     "Credentials",
+    "once_per_host",
     # training
     "DDP",
     "FSDP",
@@ -131,6 +133,7 @@ _HOME = {
     "Work": "paceline.work",
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
+    "once_per_host": "paceline.once",
     "DDP": "paceline.parallel.ddp",
     "FSDP": "paceline.parallel.fsdp",
     "ShardingStrategy": "paceline.parallel.sharding.strategy",

@@ -163,7 +163,7 @@ class StepVoid(PacelineError):
 
 
 class StepOrderError(PacelineError):
-    """A collective or a gradient came at a moment when it cannot be right."""
+    """A collective, a gradient or a question for the rank came at a moment when it cannot be right."""
 
 
 class DivergenceError(PacelineError):

@@ -24,6 +24,7 @@ from paceline_server.effects import (
     PushView,
     StoreEnding,
     StoreFinished,
+    StoreReached,
     StoreVerdict,
     StoreView,
     Welcome,
@@ -355,7 +356,7 @@ class Dispatcher:
                 self._push(member_id, pb.SessionResponse(registered=registered))
             case EndSession(member_id, refusal):
                 self._end_session(job, member_id, refusal)
-            case StoreView() | ForgetView() | StoreVerdict() | StoreEnding() | StoreFinished():
+            case StoreView() | ForgetView() | StoreVerdict() | StoreEnding() | StoreFinished() | StoreReached():
                 self._keeper.keep(job, effect)
             case _:
                 self._push(effect.member_id, to_message(effect))
@@ -429,7 +430,9 @@ class Dispatcher:
         if self.jobs.get(state.name) is job and state.is_at_rest and not len(job.store.values):
             del self.jobs[state.name]
             if state.generation or state.finished is not None:
-                self._resting[state.name] = JobState(state.name, generation=state.generation, finished=state.finished)
+                self._resting[state.name] = JobState(
+                    state.name, generation=state.generation, finished=state.finished, reached=state.reached
+                )
         if self.jobs.get(state.name) is not job:
             deadline = float("inf")  # if it is taken up again, then by another object
         assert self._timers is not None

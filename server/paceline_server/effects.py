@@ -30,6 +30,7 @@ __all__ = [
     "PushWaiting",
     "StoreEnding",
     "StoreFinished",
+    "StoreReached",
     "StoreVerdict",
     "StoreView",
     "Welcome",
@@ -217,6 +218,13 @@ class StoreFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreReached:
+    """Store how many steps a line that is over is known to have committed. Nobody waits for it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreVerdict:
     """Store that the view is void. Nobody waits for it: stopping must not wait for a disk."""
 
@@ -235,6 +243,7 @@ Effect = (
     | ForgetView
     | StoreEnding
     | StoreFinished
+    | StoreReached
     | StoreVerdict
     | PushRunning
     | PushSummons

@@ -7,13 +7,14 @@ import functools
 import logging
 from collections.abc import Callable
 
-from paceline_server.effects import ForgetView, StoreEnding, StoreFinished, StoreVerdict, StoreView
+from paceline_server.effects import ForgetView, StoreEnding, StoreFinished, StoreReached, StoreVerdict, StoreView
 from paceline_server.events import Event, FinishStored, StoreFailed, ViewStored
 from paceline_server.job import Job
 from paceline_server.storage.base import (
     Change,
     EndingStored,
     FinishedStored,
+    ReachedStored,
     Storage,
     VerdictStored,
     ViewForgotten,
@@ -24,7 +25,7 @@ __all__ = ["Keeper", "Kept"]
 
 _log = logging.getLogger(__name__)
 
-Kept = StoreView | ForgetView | StoreVerdict | StoreEnding | StoreFinished
+Kept = StoreView | ForgetView | StoreVerdict | StoreEnding | StoreFinished | StoreReached
 """Effects that are performed here."""
 
 
@@ -59,6 +60,8 @@ class Keeper:
                 self._write(VerdictStored(name, verdict))
             case StoreEnding(generation, rank, ending):
                 self._write(EndingStored(name, generation, rank, ending))
+            case StoreReached(step):
+                self._write(ReachedStored(name, step))
             case StoreFinished(step):
                 written = self._storage.write([FinishedStored(name, step)])
                 written.add_done_callback(functools.partial(self._finish_written, job, step))

@@ -23,11 +23,12 @@ from paceline_server.effects import (
     PushStateLost,
     PushView,
     StoreFinished,
+    StoreReached,
     StoreView,
 )
 from paceline_server.errors import BadRequest, SessionEnded
 from paceline_server.events import DrainAsked, FinishedLine, FinishStored, MetOthers, StoreFailed
-from paceline_server.meeting import Meeting
+from paceline_server.meeting import Meeting, what_is_lost
 from paceline_server.model import Ending, JobState, Met, Progress, Seat, Session, Standing, Verdict, View
 from paceline_server.orders import Orders
 from paceline_server.policy import Decision, decide
@@ -198,7 +199,8 @@ class Line(Departures):
         self.state.view, self.state.verdict, self.state.restored, self._barriers = None, None, False, None
         self.state.endings.clear()
         self._evidence.clear()
-        return [ForgetView(view.generation)]
+        reached = [] if self.state.reached is None else [StoreReached(self.state.reached)]
+        return [*reached, ForgetView(view.generation)]
 
     def _show(self, now: float, generation: int, failure_timeout: float) -> list[Effect]:
         """A worker was in this generation. If it is news, the coordinator's state is lost, or an older copy of it.
@@ -297,7 +299,11 @@ class Line(Departures):
         explicit = members[0].claimed_rank is not None
         view = View(self.state.generation, members[0].settings, explicit, seats)
         if meeting is not None:
-            view = replace(view, base=meeting.base, newcomers=meeting.newcomers, manifest=meeting.manifest)
+            assert self.state.view is not None, "a meeting is of a view's members"
+            assert meeting.base is not None, "a line goes on from a state"
+            begins = self.state.view.base is None
+            lost = what_is_lost(self.state.reached, meeting.base) if begins else self.state.view.lost
+            view = replace(view, base=meeting.base, newcomers=meeting.newcomers, manifest=meeting.manifest, lost=lost)
         self.state.forming = view
         self._gone_meanwhile.clear()
         return [StoreView(view)]
@@ -319,6 +325,8 @@ class Line(Departures):
         leavers = tuple(s for s in unseated if s.met is not None and s.met.leaving)
         spares = [s for s in unseated if s.has_met and not (s.met is not None and s.met.leaving)]
         self.state.view, self.state.verdict, self.state.vouched_at = view, None, now
+        if view.base is not None:
+            self.state.reached = view.base.step
         self.state.restored = False
         self.state.endings.clear()
         self._evidence.clear()

@@ -36,7 +36,7 @@ from paceline_server.model import JobState, Met, Seat, Session, Standing, Tag, V
 from paceline_server.seats import holds, seated
 from paceline_server.shares import WHOLE, Share, lacking, share_of
 
-__all__ = ["Meeting", "convene", "has_caught_up", "names", "way_out"]
+__all__ = ["Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"]
 
 
 _BEGINNING = Tag(0, 0)
@@ -165,6 +165,23 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
     is_are, it_has = ("is", "it has") if len(silent) == 1 else ("are", "they have")
     known = f"if you know that {it_has} ended: paceline restart {state.name}"
     return f"{names} {is_are} silent and may hold its state; {known}"
+
+
+def what_is_lost(reached: int | None, base: Tag) -> str:
+    """What a line that begins at `base` does without, of what the job had trained; empty for nothing.
+
+    Args:
+        reached: how many steps the line before is known to have committed, None if there was none.
+        base: the greatest tag that anybody has brought.
+    """
+    if reached is None or 0 < base.step >= reached:
+        return ""
+    if base.step:
+        text = f"nobody held the latest state of the job any more, so training went on from step {base.step}"
+    else:
+        text = "nobody held the state of the job any more, and no checkpoint was found: training began at step 1 again"
+    steps = reached - base.step
+    return text + (f"; at least {steps} step{'s are' if steps != 1 else ' is'} lost" if steps else "")
 
 
 def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> Meeting:

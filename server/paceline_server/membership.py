@@ -326,6 +326,7 @@ class Membership(Line):
             session.progress = event.progress
             if session.standing is Standing.IN_VIEW and event.progress.step:
                 self.state.vouched_at = max(self.state.vouched_at, min(now, event.progress.step_at))
+                self.state.reached = max(self.state.reached or 0, event.progress.step - 1)
         return []
 
     def _enter_barrier(self, now: float, event: BarrierEntered) -> list[Effect]:

@@ -196,6 +196,8 @@ class View:
     """Ranks that do not hold the base at the start."""
     manifest: bytes = b""
     """Hash that all members' `Met.manifest` equals, once there is a base."""
+    lost: str = ""
+    """What the job had trained before this line began and nobody held any more, in a sentence; empty for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,8 @@ class JobState:
     """The last step of the line that is done; None while there is something to do."""
     finishing: int | None = None
     """The same, while it is being stored: nobody is told before it is durable."""
+    reached: int | None = None
+    """How many steps the last line is known to have committed, at least; None if there was none."""
     restored: bool = False
     """The view is as the storage had it, and no other has formed since."""
     patient_until: float = float("-inf")

@@ -84,6 +84,7 @@ class ViewPages:
             pages=len(self.pages),
             base=None if self.view.base is None else wire.write_tag(self.view.base),
             newcomers=self.view.newcomers,
+            lost=self.view.lost,
         )
 
 

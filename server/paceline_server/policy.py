@@ -102,6 +102,8 @@ def _with_way_out(state: JobState, view: View, text: str) -> str:
 def _running(state: JobState, live: View) -> Decision:
     there = len(live.seats) - len(state.endings)
     text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
+    if live.lost:
+        text += f"; {live.lost}"
     if live.base is None:
         return Decision(None, f"{text}; a newcomer waits until it ends")
     if state.candidates() and (reason := _with_way_out(state, live, text)) != text:

@@ -19,7 +19,9 @@ def restore(now: float, stored: StoredJob) -> JobState:
         now: the time, in seconds; nothing before it counts as silence.
         stored: the job.
     """
-    state = JobState(stored.name, generation=stored.generation, finished=stored.finished, last_arrival=now)
+    state = JobState(
+        stored.name, generation=stored.generation, finished=stored.finished, reached=stored.reached, last_arrival=now
+    )
     view = stored.view
     if view is None:
         return state

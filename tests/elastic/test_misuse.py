@@ -199,7 +199,7 @@ def test_a_notice_to_leave_waits_for_a_replacement_only_with_a_part_that_nobody_
 import signal
 with paceline.join() as session:
     wrapped, optimizer, state = build(session)
-    if session.rank == 1:
+    if session.group.rank == 1:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     try:
         for step in session.steps(state, total=100_000):

@@ -107,7 +107,7 @@ def test_gpt_whose_rank_0_is_killed_and_replaced(tmp_path: Path) -> None:
     )
     (tmp_path / "train.py").write_text(script)
     runs, exported = tmp_path / "runs", tmp_path / "gpt.pt"
-    rest = ["--steps", "60", "--checkpoints", str(runs), "--export", str(exported)]
+    rest = ["--steps", "60", "--data", str(tmp_path), "--checkpoints", str(runs), "--export", str(exported)]
     printed = run([*PACELINE_RUN, "--min", "1", "--restarts", "1"], str(tmp_path / "train.py"), *rest)
     assert (tmp_path / "died").exists()
     logged = [int(step) for step in re.findall(r"step (\d+): loss", printed)]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
+from paceline.torch import backend
 from support.processes import Worker, workers
 from support.torch_ranks import finish
 
@@ -66,6 +74,119 @@ def test_a_second_life_under_torchrun(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("life 1 sum 2") == 2, ended.stdout + ended.stderr
+
+
+class Meeting:
+    """Rank 1 as it looks for the coordinator of rank 0, under a clock that its pauses move.
+
+    Attributes:
+        keys: that it has asked torch's store for.
+        now: seconds.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, alive_at: float, **environment: str) -> None:
+        for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+        monkeypatch.setattr(backend, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        self.keys: list[str] = []
+        self.now = 0.0
+        self._alive_at = alive_at
+
+    def join(self) -> Any:
+        """What `init_process_group` does."""
+        store = SimpleNamespace(get=self._get)
+        opts = SimpleNamespace(group_rank=1, store=store, timeout=timedelta(seconds=100))
+        return backend._join_rank_0(opts, self._place, contextlib.ExitStack())
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _get(self, key: str) -> bytes:
+        self.keys.append(key)
+        return b"alive" if self.now >= self._alive_at else b"dead"
+
+    def _place(self, address: str, **_: object) -> str:
+        if address == "dead":
+            raise CoordinatorUnreachable("nobody listens at dead")
+        return address
+
+
+def test_without_an_agent_what_is_dead_is_said_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(monkeypatch, alive_at=50.0)
+    with pytest.raises(CoordinatorUnreachable, match="rank 1 cannot join the coordinator that rank 0 has"):
+        meeting.join()
+    assert 1.0 <= meeting.now < 1.3
+
+
+def test_under_an_agent_rank_0_has_the_group_s_timeout(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When a node joins, all start again, and rank 0 may take long to import and to listen."""
+    assert Meeting(monkeypatch, alive_at=50.0, RUN_ID="run").join() == "alive"
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "rank 1 waits for rank 0 to start a coordinator"
+    ]
+    meeting = Meeting(monkeypatch, alive_at=1000.0, RUN_ID="run")
+    with pytest.raises(CoordinatorUnreachable):
+        meeting.join()
+    assert 100.0 <= meeting.now < 101.0
+
+
+def test_each_restart_has_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So ranks that start again need not find out that the former one is dead."""
+    keys = set()
+    for count in ("0", "1"):
+        meeting = Meeting(monkeypatch, alive_at=0.0, RUN_ID="run", RESTART_COUNT=count)
+        meeting.join()
+        keys.update(meeting.keys)
+    assert len(keys) == 2
+
+
+LIFE = """
+import logging
+import torch, torch.distributed as dist
+
+class Tells(logging.Handler):
+    def emit(self, record):
+        emit("waits", text=record.getMessage())
+
+logging.getLogger("paceline.torch").addHandler(Tells())
+torch.set_num_threads(1)
+dist.init_process_group("paceline")
+x = torch.ones(1)
+dist.all_reduce(x)
+emit("sum", value=x.item())
+wait_for_go()
+dist.destroy_process_group()
+"""
+
+
+def test_all_start_again_under_an_agent_that_counts_no_restart() -> None:
+    """As when a node joins or leaves: the agent's store has the address of the life before, and rank 0 is slow."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"RUN_ID": "run", "RESTART_COUNT": "0", "USE_AGENT_STORE": "True"}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    place |= {f"TORCHELASTIC_{name}": value for name, value in agent.items()}
+    with contextlib.ExitStack() as stack:
+
+        def start(rank: int) -> Worker:
+            worker = Worker(LIFE, {"RANK": str(rank), **place})
+            stack.callback(worker.close)
+            return worker
+
+        first_life = [start(0), start(1)]
+        for worker in first_life:
+            assert worker.expect("sum", 60.0)["value"] == 2.0
+        for worker in first_life:
+            worker.signal(signal.SIGKILL)
+            worker.wait()
+        early = start(1)
+        assert "rank 1 waits for rank 0 to start a coordinator" in early.expect("waits", 60.0)["text"]
+        for worker in (early, start(0)):
+            assert worker.expect("sum", 60.0)["value"] == 2.0
+            worker.go()
 
 
 URL = """

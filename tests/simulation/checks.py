@@ -84,6 +84,10 @@ class Checks:
         self._hosting.forming(before, view)
         base = self._bits[view.base]
         if before.base is None:
+            if view.base == (0, 0) and not view.lost and any(told.base is not None for told in self._pushed.values()):
+                raise Broken(
+                    f"generation {view.generation} begins at step 1 again, and nobody is told that a line is lost"
+                )
             self._line += 1
             self._line_began = self._world.clock.now
             self.committed, self._had = base, []

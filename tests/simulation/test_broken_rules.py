@@ -18,7 +18,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.step import Step
-from paceline_server import meeting, policy, seats
+from paceline_server import line, meeting, policy, seats
 from paceline_server.effects import StoreView
 from paceline_server.events import ViewStored
 from paceline_server.job import Job
@@ -65,6 +65,11 @@ def test_any_member_of_the_generation_may_lead(monkeypatch: pytest.MonkeyPatch) 
     """Even one that did not get its base."""
     monkeypatch.setattr(meeting, "_leads", lambda _view, session: _has_tag(session))
     assert found(500).startswith(("I1", "I2", "two lines"))
+
+
+def test_a_line_is_lost_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "what_is_lost", lambda _reached, _base: "")
+    assert "nobody is told that a line is lost" in found(100)
 
 
 def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:

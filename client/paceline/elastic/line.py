@@ -89,6 +89,7 @@ class Line:
         self._overtaken = False
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
+        self._told_lost = ""
 
     def held_of(self, state: TrainState) -> Tag | None:
         """The tag of a state, if it is this line's; None if it is another, or does not count."""
@@ -347,6 +348,9 @@ class Line:
         self._port.move(view.mesh)
         self._taking.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
         self._waiting.view_came()
+        if view.lost and view.lost != self._told_lost:
+            self._told_lost = view.lost
+            _log.warning("job %r: %s", self._port.job, view.lost)
         if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
             self._end_generation(f"holds the state {self._place.held}, and was to begin with {view.base}")
         self._do(order)
@@ -424,6 +428,8 @@ class Line:
                 f"job {self._port.job!r} is done: its last step was {step}, and {self._total} are asked for; "
                 f"to train on: paceline restart {self._port.job}, or another name for the job"
             )
+        if not self._port.group.mesh.peers:  # it came when all was done, and has no rank to go on with
+            raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
         self.done = True
 
     # Around a step ----------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class ViewCame:
         newcomers: ranks that do not hold it.
         mesh: the links to its members; None if the member list could not be had any more.
         member_id: which member of it this worker is; it may have become another one since.
+        lost: what was trained before its line began and is lost, in a sentence; empty for nothing.
     """
 
     generation: int
@@ -51,6 +52,7 @@ class ViewCame:
     newcomers: frozenset[int]
     mesh: Mesh | None
     member_id: str
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

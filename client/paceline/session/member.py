@@ -437,7 +437,8 @@ class MemberConnection:
             return
         self._generations.coming = mesh
         base = Tag(view.base.generation, view.base.step) if view.HasField("base") else None
-        self.mail.put(ViewCame(view.generation, view.rank, base, frozenset(view.newcomers), mesh, member_id))
+        newcomers = frozenset(view.newcomers)
+        self.mail.put(ViewCame(view.generation, view.rank, base, newcomers, mesh, member_id, view.lost))
 
     def _enter(self, mesh: GrpcMesh | NoMesh) -> None:
         """`join` is over: this is where the group begins."""

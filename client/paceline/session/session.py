@@ -34,6 +34,11 @@ __all__ = ["CoordinatedSession", "Session", "SoloSession"]
 MAX_NAME_BYTES = 256
 """Longest name of a barrier (session.proto)."""
 
+_DO_WITHOUT = (
+    "A script does without it before its steps. What one worker of each host is to do, such as a download, goes into "
+    "`with paceline.once_per_host(path) as first: if first: ...`"
+)
+
 _log = logging.getLogger("paceline.session")
 
 
@@ -50,28 +55,45 @@ class Session(abc.ABC):
     group: Group
     store: Store
     _line: Line | None = None
+    _asked_early = ""  # which of rank and size was asked for before the first loop over steps
     _on_commit: list[Callable[[int], None]]
     _on_view: list[Callable[[], None]]
 
     @property
     def rank(self) -> int:
-        """This member's rank in the current view."""
-        return self.group.rank
+        """This member's rank in the current view; another one may have it in the next.
+
+        Raises:
+            StepOrderError: this worker is in no view yet. One that comes to a job whose steps are running, as every
+                replacement does, gets its rank in its first step.
+        """
+        return self._in_view("rank").rank
 
     @property
     def size(self) -> int:
-        """Number of members in the current view."""
-        return self.group.size
+        """Number of members in the current view.
+
+        Raises:
+            StepOrderError: as `rank`.
+        """
+        return self._in_view("size").size
+
+    def _in_view(self, asked: str) -> Group:
+        if self._line is None:
+            self._asked_early = self._asked_early or asked
+        if not self.members:
+            raise errors.StepOrderError(f"session.{asked} is not known: {self.group.mesh.fault.error()}. {_DO_WITHOUT}")
+        return self.group
 
     @property
     def generation(self) -> int:
-        """Number of the current view; it only grows."""
+        """Number of the current view; it only grows. 0 before the first."""
         return self.group.generation
 
     @property
     @abc.abstractmethod
     def members(self) -> Sequence[Peer]:
-        """The members of the current view in rank order."""
+        """The members of the current view in rank order; none while this worker is in no view."""
 
     def steps(
         self,
@@ -130,6 +152,13 @@ class Session(abc.ABC):
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
+        if self._asked_early and self._line is None:
+            _log.warning(
+                "session.%s was asked for before session.steps(): a worker that is started again would end there with "
+                "StepOrderError, for it is given a rank in its first step. %s",
+                self._asked_early,
+                _DO_WITHOUT,
+            )
         self._line = line_of(
             self._port(),
             state,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import time
 import weakref
@@ -20,12 +21,15 @@ from paceline.torch.store import Store, underlying
 
 __all__ = ["create"]
 
+_log = logging.getLogger("paceline.torch")
+
 _ADDRESS = "paceline/coordinator/{}/{}"
 """In torch's store: where the coordinator is that rank 0 started. The store outlives groups and torchrun's restarts,
-so both are counted."""
+so both are counted. Torchrun counts failures alone: when a node joins or leaves, all ranks start again with the same
+number, and find the address of the life before until rank 0 has set its own."""
 
 _AGAIN_S, _PAUSE_S = 1.0, 0.1
-"""Seconds for which an address that refuses connections is looked up again, for it may be that of a life before, and
+"""Seconds after which an address that refuses connections is given up, or under torchrun's agent is logged; and
 from one try to the next."""
 
 _default: weakref.ref[ProcessGroup] | None = None
@@ -99,7 +103,11 @@ def _join(opts: Any, timeout: float, cleanup: contextlib.ExitStack) -> Session:
 
 
 def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.ExitStack) -> Session:
-    """Joins at a coordinator that rank 0 has, and that ends with it."""
+    """Joins at a coordinator that rank 0 has, and that ends with it.
+
+    An address that refuses connections is that of a rank 0 that has ended. Under torchrun's agent there will be another
+    one: the agent ends all ranks once one has failed, and starts them again.
+    """
     place = functools.partial(place, coordinator_returns=False)
     key = _ADDRESS.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _joined)
     if opts.group_rank == 0:
@@ -107,18 +115,28 @@ def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.E
         address = cleanup.enter_context(coordinator(listen=f"{host}:0", for_good=True))
         opts.store.set(key, address)  # it listens: whoever finds this address refused need not wait
         return place(address)
-    give_up = time.monotonic() + _AGAIN_S
+    has_agent, began, told = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False
+    patience = opts.timeout.total_seconds() if has_agent else _AGAIN_S
     while True:
         address = opts.store.get(key).decode()
         try:
             return place(address)
         except (CoordinatorUnreachable, OrphanedError) as error:
-            if isinstance(error, OrphanedError) or time.monotonic() > give_up:
+            waited = time.monotonic() - began
+            if isinstance(error, OrphanedError) or waited > patience:
                 raise type(error)(
                     f"rank {opts.group_rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "
                     "ended, and what it printed says why: start all ranks again; or the name in MASTER_ADDR means "
                     "another address on its host than here, one of loopback perhaps"
                 ) from error
+            if waited > _AGAIN_S and not told:
+                told = True
+                _log.warning(
+                    "rank %d waits for rank 0 to start a coordinator: %s; if it has started one, the name in "
+                    "MASTER_ADDR means another address on its host than here",
+                    opts.group_rank,
+                    error,
+                )
         time.sleep(_PAUSE_S)
 
 

@@ -716,6 +716,7 @@ class ViewFormed(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     NEWCOMERS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Its generation; above every earlier one of the job."""
     world_size: _builtins.int
@@ -726,6 +727,8 @@ class ViewFormed(_message.Message):
     """SHA-256 of the concatenated pages of the member list. The receiver MUST check it before use."""
     pages: _builtins.int
     """Number of pages to fetch with GetView."""
+    lost: _builtins.str
+    """What was trained before and is lost to the receiver's line, in a sentence; empty if nothing is known to be."""
     @_builtins.property
     def base(self) -> Global___Tag:
         """The state that the generation starts from; unset where its members have yet to compare what they hold."""
@@ -744,10 +747,11 @@ class ViewFormed(_message.Message):
         pages: _builtins.int = ...,
         base: Global___Tag | None = ...,
         newcomers: _abc.Iterable[_builtins.int] | None = ...,
+        lost: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "generation", b"generation", "members_sha256", b"members_sha256", "newcomers", b"newcomers", "pages", b"pages", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "generation", b"generation", "lost", b"lost", "members_sha256", b"members_sha256", "newcomers", b"newcomers", "pages", b"pages", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

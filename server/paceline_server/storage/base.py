@@ -19,6 +19,7 @@ __all__ = [
     "JobForgotten",
     "KeyDeleted",
     "KeySet",
+    "ReachedStored",
     "StateUnusable",
     "Storage",
     "StoredJob",
@@ -75,6 +76,14 @@ class FinishedStored:
 
 
 @dataclass(frozen=True, slots=True)
+class ReachedStored:
+    """The job's line had committed so many steps, at least. Kept until another line begins."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeySet:
     """A key of the job's store has a value."""
 
@@ -98,7 +107,17 @@ class JobForgotten:
     job: str
 
 
-Change = ViewFormed | ViewForgotten | VerdictStored | EndingStored | FinishedStored | KeySet | KeyDeleted | JobForgotten
+Change = (
+    ViewFormed
+    | ViewForgotten
+    | VerdictStored
+    | EndingStored
+    | FinishedStored
+    | ReachedStored
+    | KeySet
+    | KeyDeleted
+    | JobForgotten
+)
 
 
 @dataclass(slots=True)
@@ -113,6 +132,8 @@ class StoredJob:
     verdict: Verdict | None = None
     endings: dict[int, Ending] = field(default_factory=dict)
     finished: int | None = None
+    reached: int | None = None
+    """As `JobState.reached`; where there is a base, its step or more."""
     keys: dict[str, bytes] = field(default_factory=dict)
 
 

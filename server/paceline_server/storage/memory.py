@@ -13,6 +13,7 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    ReachedStored,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -50,6 +51,7 @@ class MemoryStorage:
             case ViewFormed(_, view):
                 job.generation, job.view = view.generation, view
                 job.verdict, job.endings = None, {}
+                job.reached = job.reached if view.base is None else view.base.step
             case ViewForgotten(_, generation):
                 if generation == job.generation:
                     job.view, job.verdict, job.endings = None, None, {}
@@ -61,6 +63,8 @@ class MemoryStorage:
                     job.endings[rank] = ending
             case FinishedStored(_, step):
                 job.finished = step
+            case ReachedStored(_, step):
+                job.reached = step
             case KeySet(_, key, value):
                 job.keys[key] = value
             case KeyDeleted(_, key):

@@ -12,6 +12,7 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    ReachedStored,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -22,12 +23,19 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
 
 _APPLICATION_ID = 0x50414345  # "PACE": `file` and we can tell our file from another program's database
-_VERSION = 3
+_VERSION = 4
 
-_FROM_2 = """
+_FROM = {
+    2: """
 ALTER TABLE job ADD COLUMN tuning TEXT NOT NULL DEFAULT '';
 ALTER TABLE seat ADD COLUMN node TEXT NOT NULL DEFAULT '';
-"""
+""",
+    3: """
+ALTER TABLE job ADD COLUMN reached INTEGER;
+ALTER TABLE job ADD COLUMN lost TEXT NOT NULL DEFAULT '';
+""",
+}
+"""What makes a file of one version a file of the next."""
 
 _TABLES = """
 CREATE TABLE job (
@@ -47,7 +55,9 @@ CREATE TABLE job (
     newcomers TEXT NOT NULL,              -- ranks without the base, ascending, joined by commas
     manifest BLOB NOT NULL,
     finished INTEGER,                     -- the last step of a line that is done
-    tuning TEXT NOT NULL                  -- hash of the members' table of schedules
+    tuning TEXT NOT NULL,                 -- hash of the members' table of schedules
+    reached INTEGER,                      -- steps that the last line is known to have committed, NULL if there was none
+    lost TEXT NOT NULL                    -- what was trained before the view's line began, and is lost
 ) STRICT;
 CREATE TABLE seat (
     job TEXT NOT NULL,
@@ -98,8 +108,9 @@ def prepare(connection: sqlite3.Connection) -> None:
         connection.executescript(f"BEGIN; {_TABLES} {marks} COMMIT;")
     elif application != _APPLICATION_ID:
         raise NotAStateFile("it is another program's database")
-    elif version == 2:
-        connection.executescript(f"BEGIN; {_FROM_2} PRAGMA user_version={_VERSION}; COMMIT;")
+    elif version in _FROM:
+        changes = "".join(sql for before, sql in _FROM.items() if before >= version)
+        connection.executescript(f"BEGIN; {changes} PRAGMA user_version={_VERSION}; COMMIT;")
     elif version != _VERSION:
         raise NotAStateFile(f"it is of version {version}; this coordinator reads version {_VERSION}")
     connection.execute("BEGIN IMMEDIATE")  # takes the lock now, not at the first write
@@ -127,13 +138,15 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
         manifest,
         finished,
         tuning,
+        reached,
+        lost,
     ) in connection.execute("SELECT * FROM job ORDER BY name"):
-        job = jobs[name] = StoredJob(name, generation, finished=finished)
+        job = jobs[name] = StoredJob(name, generation, finished=finished, reached=reached)
         if has_view:
             settings = JobSettings(least, most, timeout, tuning)
             seats = _load_seats(connection, job)
             base = None if base_generation is None else Tag(base_generation, base_step)
-            job.view = View(generation, settings, bool(explicit), seats, base, _split(newcomers), manifest)
+            job.view = View(generation, settings, bool(explicit), seats, base, _split(newcomers), manifest, lost)
         if has_view and reason is not None:
             job.verdict = Verdict(generation, ErrorReason.ValueType(reason), _split(culprits), operation, text)
     for name, key, value in connection.execute("SELECT job, key, value FROM key"):
@@ -206,6 +219,8 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
             )
         case FinishedStored(job, step):
             connection.execute("UPDATE job SET finished = ? WHERE name = ?", (step, job))
+        case ReachedStored(job, step):
+            connection.execute("UPDATE job SET reached = ? WHERE name = ?", (step, job))
         case KeySet(job, key, value):
             connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
         case KeyDeleted(job, key):
@@ -221,10 +236,12 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
 
 def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
     settings, base = view.settings, view.base or (None, None)
+    found = connection.execute("SELECT reached FROM job WHERE name = ?", (job,)).fetchone()
+    reached = view.base.step if view.base is not None else found[0] if found is not None else None
     row = (job, view.generation, settings.min_workers, settings.max_workers, settings.failure_timeout, view.explicit)
     connection.execute(
-        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL, ?)",
-        (*row, *base, ",".join(map(str, view.newcomers)), view.manifest, settings.tuning),
+        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL, ?, ?, ?)",
+        (*row, *base, ",".join(map(str, view.newcomers)), view.manifest, settings.tuning, reached, view.lost),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(

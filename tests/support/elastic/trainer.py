@@ -60,7 +60,8 @@ def main() -> None:
     emit("ready")
     sys.stdin.readline()  # all that are started together knock together
     with ExitStack() as stack, paceline.join(timeout=plan["join_timeout"]) as session:
-        emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
+        group = session.group  # a newcomer has no rank yet
+        emit("joined", rank=group.rank, size=group.size, generation=session.generation, pid=os.getpid())
         seed, hidden, bucket_mb = (
             plan.get("model_seed", os.getpid()),
             plan.get("hidden", 16),

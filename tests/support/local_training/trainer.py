@@ -34,7 +34,8 @@ def main() -> None:
     emit("ready")
     sys.stdin.readline()
     with paceline.join(timeout=plan["join_timeout"]) as session:
-        emit("joined", rank=session.rank, size=session.size, generation=session.generation, pid=os.getpid())
+        group = session.group  # a newcomer has no rank yet
+        emit("joined", rank=group.rank, size=group.size, generation=session.generation, pid=os.getpid())
         method = getattr(paceline.torch, plan["method"])
         local = method(net, inner, session.group, compression=plan.get("compression"))
         sampler = paceline.ElasticSampler(SAMPLES, global_batch=BATCH)

@@ -17,11 +17,14 @@ from paceline.elastic.state import TrainState
 from paceline.errors import StepOrderError
 
 
-def member(step: int, generation: int = 3, total: int = 10) -> tuple[Line, list[int]]:
-    """A member that has applied `step`, of which it has heard that the one before is committed."""
+def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[Line, list[int]]:
+    """A member that has applied `step`, of which it has heard that the one before is committed.
+
+    A former member (`generation` 0) has the peers of its last view, and a worker that was in none has none.
+    """
     state, place = TrainState(), Place(Tag(2, step - 1))
     state.step = step
-    port: Any = SimpleNamespace(job="job")
+    port: Any = SimpleNamespace(job="job", group=SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers)))
     line = Line(port, state, total, 0, b"", Saver(None, None), place)
     place.held, place.generation = Tag(generation, step), generation
     heard: list[int] = []
@@ -53,3 +56,16 @@ def test_a_job_that_was_shorter_is_no_end() -> None:
     with pytest.raises(StepOrderError, match="paceline restart"):
         line._job_done(10)
     assert not line.done
+
+
+def test_who_was_in_no_view_has_nothing_left_to_do_even_if_a_checkpoint_gave_it_the_last_state() -> None:
+    line, _ = member(10, generation=0, peers=0)
+    with pytest.raises(Dismissed, match="is done"):
+        line._job_done(10)
+
+
+def test_a_former_member_with_the_last_state_goes_on_behind_its_loop() -> None:
+    line, heard = member(10, generation=0)
+    line._job_done(10)
+    assert line.done
+    assert heard == []

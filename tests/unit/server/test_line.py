@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import ForgetView, PushFinished, PushVerdict, PushView, StoreFinished
-from paceline_server.events import AddressRefused, ExitReported, FinishedLine, FinishStored, MetOthers, ViewStored
-from paceline_server.model import Met, Process, Tag
+from paceline_server.effects import ForgetView, PushFinished, PushVerdict, PushView, StoreFinished, StoreReached
+from paceline_server.events import (
+    AddressRefused,
+    ExitReported,
+    FinishedLine,
+    FinishStored,
+    Heard,
+    MetOthers,
+    ViewStored,
+)
+from paceline_server.meeting import what_is_lost
+from paceline_server.model import JobState, Met, Process, Progress, Tag
+from paceline_server.restore import restore
+from paceline_server.storage.base import StoredJob
 from support.coordinator import PureJob
 
 # The end of a line ----------------------------------------------------------------------------------------------------
@@ -103,3 +114,81 @@ def test_a_meet_from_before_the_latest_view_is_of_no_use() -> None:
     assert job.do(MetOthers(first, Met(2, Tag(2, 4), True))) == []
     assert not job.state.sessions[first].has_met
     assert not job.state.sessions[second].has_met
+
+
+# A line that all have died of -----------------------------------------------------------------------------------------
+
+LOST = "nobody held the state of the job any more, and no checkpoint was found: training began at step 1 again"
+
+
+@pytest.mark.parametrize(
+    ("reached", "base", "expected"),
+    [
+        (None, Tag(0, 0), ""),
+        (None, Tag(3, 40), ""),
+        (57, Tag(0, 0), f"{LOST}; at least 57 steps are lost"),
+        (1, Tag(0, 0), f"{LOST}; at least 1 step is lost"),
+        (0, Tag(0, 0), LOST),
+        (57, Tag(3, 40), "so training went on from step 40; at least 17 steps are lost"),
+        (57, Tag(3, 57), ""),
+        (57, Tag(3, 60), ""),
+    ],
+)
+def test_what_is_lost_is_said(reached: int | None, base: Tag, expected: str) -> None:
+    text = what_is_lost(reached, base)
+    assert text.endswith(expected)
+    assert bool(text) == bool(expected)
+
+
+def _all_die(job: PureJob, members: list[str], step: int) -> list[object]:
+    """The members have begun this step together, and are killed; returns what followed."""
+    effects: list[object] = []
+    for member in members:
+        job.do(Heard(member, Progress(step=step, step_at=job.now)))
+    for member in members:
+        effects += job.do(ExitReported(job.state.sessions[member].process, -9))
+    return effects
+
+
+def _begin(job: PureJob, tag: Tag) -> list[str]:
+    """Two workers come and bring this state; returns what their first view with a base says is lost."""
+    members = [job.join(2, 9) for _ in range(2)]
+    job.pass_time(0.3)
+    effects: list[object] = []
+    for member in members:
+        effects += job.do(MetOthers(member, Met(job.state.generation, tag, False)))
+    return [effect.view.lost for effect in effects if isinstance(effect, PushView) and effect.view.base == tag]
+
+
+def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
+    job, members = elastic(2, least=2)
+    effects = _all_die(job, members, 58)
+    assert effects[-2:] == [StoreReached(57), ForgetView(2)]
+    assert _begin(job, Tag(0, 0)) == [f"{LOST}; at least 57 steps are lost"] * 2
+    assert LOST in job.reason, "status shows it"
+
+    newcomer = job.join(2, 9)
+    job.do(MetOthers(newcomer, Met(0, Tag(0, 0), False)))
+    effects = [e for m in list(job.state.sessions)[:2] for e in job.do(MetOthers(m, Met(4, Tag(4, 3), True)))]
+    assert [LOST in effect.view.lost for effect in effects if isinstance(effect, PushView)] == [True] * 3
+
+    _all_die(job, list(job.state.sessions), 10)  # the next line begins without what this one had
+    assert _begin(job, Tag(5, 9)) == ["", ""]
+
+
+def test_a_coordinator_that_was_started_again_knows_what_is_lost() -> None:
+    job = PureJob(restore(0.0, StoredJob("job", generation=2, reached=57)))
+    assert _begin(job, Tag(2, 40)) == [what_is_lost(57, Tag(2, 40))] * 2
+
+
+def test_the_first_line_of_a_job_has_lost_nothing() -> None:
+    job = PureJob(JobState("job"))
+    assert _begin(job, Tag(0, 0)) == ["", ""]
+    assert _begin_again_without_steps() == ["", ""]
+
+
+def _begin_again_without_steps() -> list[str]:
+    """A job without steps has ended before."""
+    job = PureJob()
+    _all_die(job, job.form(2), 0)
+    return _begin(job, Tag(0, 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_server.model import Ending, JobSettings, Process, Seat, Verdict, View
+from paceline_server.model import Ending, JobSettings, Process, Seat, Tag, Verdict, View
 from paceline_server.storage import schema
 from paceline_server.storage.base import (
     Change,
@@ -18,6 +18,7 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    ReachedStored,
     StateUnusable,
     Storage,
     StoredJob,
@@ -89,6 +90,15 @@ def test_a_forgotten_view_leaves_its_number(reopen: Reopen) -> None:
     assert stored(reopen, *changes) == {"a": StoredJob("a", 3)}
 
 
+def test_how_far_a_line_had_come_is_known_until_another_begins(reopen: Reopen) -> None:
+    begun = replace(view(2), base=Tag(1, 40))
+    assert stored(reopen, ViewFormed("a", view(1)), ViewFormed("a", begun))["a"].reached == 40
+    over = [ReachedStored("a", 57), ViewForgotten("a", 2), ViewFormed("a", view(3))]
+    assert stored(reopen, *over)["a"] == StoredJob("a", 3, view(3), reached=57)
+    anew = replace(view(4), base=Tag(0, 0), lost="57 steps")
+    assert stored(reopen, ViewFormed("a", anew))["a"] == StoredJob("a", 4, anew, reached=0)
+
+
 def test_keys(reopen: Reopen) -> None:
     changes = [KeySet("a", "k", b"1"), KeySet("a", "k", b"2"), KeySet("a", "gone", b""), KeyDeleted("a", "gone")]
     assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
@@ -124,18 +134,23 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_file_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
-    """It knew neither nodes nor tables of schedules."""
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) -> None:
+    """Version 2 knew neither nodes nor tables of schedules, version 3 nothing of what is lost."""
     path = tmp_path / "s.db"
     assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(3)))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        for table, column in (("job", "tuning"), ("seat", "node")):
+        added = {2: [("job", "tuning"), ("seat", "node")], 3: [("job", "reached"), ("job", "lost")]}
+        for table, column in (each for before, columns in added.items() if before >= version for each in columns):
             connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        connection.execute("PRAGMA user_version=2")
+        connection.execute(f"PRAGMA user_version={version}")
     job = stored(lambda: SqliteStorage(path))["a"]
     assert job.view is not None
-    assert (job.view.generation, job.view.settings) == (3, JobSettings(1, 4, 2.5))
-    assert [seat.process for seat in job.view.seats] == [Process("h", n, "boot", 5, 7) for n in (1, 2)]
+    expected = view(3)
+    if version == 2:
+        seats = tuple(replace(seat, process=replace(seat.process, node="")) for seat in expected.seats)
+        expected = replace(expected, settings=JobSettings(1, 4, 2.5), seats=seats)
+    assert (job.view, job.reached) == (expected, None)
 
 
 @pytest.mark.parametrize("kind", ["row", "schema"])

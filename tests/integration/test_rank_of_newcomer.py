@@ -1,0 +1,47 @@
+"""What a script asks before its steps: the first workers have a rank then, and one that comes later has none."""
+
+from __future__ import annotations
+
+from paceline.testing import coordinator
+from support.processes import workers
+
+CODE = """
+import logging
+
+class Tells(logging.Handler):
+    def emit(self, record):
+        if "before session.steps()" in record.getMessage():
+            emit("warned", text=record.getMessage())
+
+logging.getLogger("paceline.session").addHandler(Tells())
+with paceline.join() as session:
+    for name in ("rank", "size"):
+        try:
+            emit("has", number=getattr(session, name))
+        except paceline.StepOrderError as error:
+            emit("has", number=None, text=str(error), members=len(session.members), generation=session.generation)
+    notes = {"come": 0}
+    for step in session.steps(paceline.TrainState(notes=notes), total=1_000_000):
+        with step:
+            session.group.all_reduce(np.ones(1))
+        if step.applied and session.size != notes["come"]:
+            notes["come"] = session.size
+            emit("trains", rank=session.rank, size=session.size)
+"""
+
+
+def test_a_newcomer_is_told_what_to_do_without_and_the_first_workers_are_warned() -> None:
+    environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
+    with coordinator() as address, workers(1, CODE, COORDINATOR=address, **environment) as (first,):
+        assert [first.expect("has")["number"] for _ in range(2)] == [0, 1]
+        assert first.expect("warned")["text"].startswith("session.rank was asked for before session.steps()")
+        assert first.expect("trains")["size"] == 1
+        with workers(1, CODE, COORDINATOR=address, **environment) as (late,):
+            for name in ("rank", "size"):
+                told = late.expect("has")
+                assert told["text"].startswith(f"session.{name} is not known: this worker is in no view yet: job")
+                assert "it enters at its first step" in told["text"]
+                assert "paceline.once_per_host" in told["text"]
+                assert (told["members"], told["generation"]) == (0, 0)
+            late.expect("warned")
+            assert (late.expect("trains")["rank"], first.expect("trains")["size"]) == (1, 2)
