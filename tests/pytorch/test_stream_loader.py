@@ -188,6 +188,25 @@ def test_a_worker_reads_ahead_and_what_it_read_is_thrown_away_when_the_ranks_cha
         assert loader.batch(at(0, 3, 2)).tolist() == order[18:19]
 
 
+def test_ranks_read_alike_though_a_shuffle_buffer_is_lost() -> None:
+    """A member that goes on and a newcomer begin a generation alike, though the dataset's state is not all of it."""
+
+    class Buffered(Stream):
+        def __iter__(self) -> Iterator[int]:
+            samples = super().__iter__()
+            buffer = [next(samples), next(samples)]
+            for sample in samples:
+                yield buffer.pop(0)
+                buffer.append(sample)
+            yield from buffer
+
+    with ElasticStreamLoader(Buffered(), 3) as veteran, ElasticStreamLoader(Buffered(), 3) as newcomer:
+        veteran.batch(at(0, 1, 1))
+        newcomer.load_state_dict(veteran.state_dict())
+        assert veteran.batch(at(0, 1, 2)).tolist() == newcomer.batch(at(0, 1, 2)).tolist()
+        assert veteran.state_dict() == newcomer.state_dict()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_step_that_comes_again_sees_the_same_random_transforms(workers: int) -> None:
     class Noisy(Stream):

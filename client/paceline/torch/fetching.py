@@ -167,7 +167,6 @@ class _Fetching:
             if number != int(self._round):
                 raise _Outdated  # its place in torch's queue is emptied before the new plan begins
 
-        check()
         if get_worker_info() is not None:
             return self._source.fetch(task, check)
         python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -182,7 +182,7 @@ class _Reader:
         self._beginning: Any = None
         """The dataset's state before it was read."""
         self._was_read = False
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
         self._at = _Position(0, 0, False, None)
 
     def fetch(self, task: _Task, check: Callable[[], None]) -> _Fetched:
@@ -215,7 +215,7 @@ class _Reader:
         else:
             raise UnsupportedOp(f"{type(self._dataset).__name__} was not read from its beginning, and cannot go there")
         self._was_read = True
-        self._iterator = None if position.ended else iter(self._dataset)
+        self._iterator = iter(self._dataset)
         self._at = position
 
     def _read(self, check: Callable[[], None]) -> list[Any]:
@@ -224,7 +224,6 @@ class _Reader:
             self._at = self._at._replace(epoch=self._at.epoch + 1, ended=False)
             self._set_epoch(self._at.epoch)
             self._iterator = iter(self._dataset)
-        assert self._iterator is not None
         samples: list[Any] = []
         while len(samples) < self._size:
             check()
