@@ -16,12 +16,17 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 LOOP, REST = re.findall(r"```python torch\n(.*?)```", README, re.DOTALL)
+LAUNCHERS = {
+    "paceline run": ["-m", "paceline", "run", "-n", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],  # a port of its own
+}
 
 
-def run(code: str, directory: Path, *launcher: str) -> str:
+def run(code: str, directory: Path, launcher: str | None = None) -> str:
+    """What it prints, without the launcher's prefixes; alone if there is no launcher."""
     (directory / "train.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, *launcher, str(directory / "train.py")],
+        [sys.executable, *LAUNCHERS.get(launcher or "", []), str(directory / "train.py")],
         env={**os.environ, "TMPDIR": str(directory)},
         capture_output=True,
         text=True,
@@ -29,7 +34,7 @@ def run(code: str, directory: Path, *launcher: str) -> str:
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return re.sub(r"^\[\d\] ", "", done.stdout, flags=re.MULTILINE)
 
 
 def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
@@ -40,9 +45,15 @@ def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
     check_the_rest(run(LOOP + REST + same_objects + load + compare, tmp_path), tmp_path)
 
 
-def test_the_rest_of_a_training_run_by_two_workers(tmp_path: Path) -> None:
-    printed = run(REST, tmp_path, "-m", "paceline", "run", "-n", "2")
-    check_the_rest(re.sub(r"^\[\d\] ", "", printed, flags=re.MULTILINE), tmp_path)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_loop_by_two_workers(launcher: str, tmp_path: Path) -> None:
+    printed = run(LOOP + "print('size', session.size, 'step', state.step, flush=True)\n", tmp_path, launcher)
+    assert sorted(printed.splitlines()) == ["size 2 step 20"] * 2
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_rest_of_a_training_run_by_two_workers(launcher: str, tmp_path: Path) -> None:
+    check_the_rest(run(REST, tmp_path, launcher), tmp_path)
 
 
 def check_the_rest(printed: str, directory: Path) -> None:
