@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline import checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
@@ -45,15 +46,32 @@ def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
     check_the_rest(run(LOOP + REST + same_objects + load + compare, tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_loop_by_two_workers(launcher: str, tmp_path: Path) -> None:
-    printed = run(LOOP + "print('size', session.size, 'step', state.step, flush=True)\n", tmp_path, launcher)
-    assert sorted(printed.splitlines()) == ["size 2 step 20"] * 2
+SAY = "print('of', session.size, flush=True)\n"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_rest_of_a_training_run_by_two_workers(launcher: str, tmp_path: Path) -> None:
-    check_the_rest(run(REST, tmp_path, launcher), tmp_path)
+def test_the_loop_under_paceline_run(tmp_path: Path) -> None:
+    assert run(LOOP + SAY, tmp_path, "paceline run").split("\n") == ["of 2", "of 2", ""]
+
+
+def test_the_rest_under_paceline_run(tmp_path: Path) -> None:
+    check_the_rest(run(REST, tmp_path, "paceline run"), tmp_path)
+
+
+def test_both_under_torchrun(tmp_path: Path) -> None:
+    """In one world of two, and not in two of one."""
+    printed = run(LOOP + SAY + REST + SAY, tmp_path, "torchrun")
+    assert printed.count("of 2") == 4, printed
+    check_the_rest(printed, tmp_path)
+
+
+def test_under_torchrun_a_world_of_one_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "run"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    with paceline.join() as session:
+        assert session.size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with paceline.join(min_workers=1) as session:  # whoever says so is alone all the same
+        assert session.size == 1
 
 
 def check_the_rest(printed: str, directory: Path) -> None:
