@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import paceline
 import paceline.torch
 
-WINDOW, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
+WINDOW, WIDTH, HEADS, LAYERS, DROPOUT = 64, 64, 4, 2, 0.1
 GLOBAL_BATCH, MICRO_BATCH = 32, 8  # windows of a step over all workers; in one forward pass of one worker
 
 parser = argparse.ArgumentParser()
@@ -54,13 +54,14 @@ class Block(nn.Module):
         self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.drop = nn.Dropout(DROPOUT)  # each step seeds torch's generator by (seed, step, rank)
 
     def forward(self, x):
         """From [B, T, WIDTH] to the same."""
         q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, 2))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.between(x))
+        x = x + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.mlp(self.between(x)))
 
 
 class GPT(nn.Module):
@@ -78,9 +79,20 @@ class GPT(nn.Module):
         return self.scores(self.norm(self.blocks(x)))
 
 
-def loss_of(model, x, t):
-    """The mean over all characters."""
-    return F.cross_entropy(model(x).flatten(0, 1), t.flatten())
+def loss_of(model, x, t, reduction="mean"):
+    """Over all characters."""
+    return F.cross_entropy(model(x).flatten(0, 1), t.flatten(), reduction=reduction)
+
+
+def evaluated(session, model, windows):
+    """The mean loss of windows that are not trained on. Each worker takes a part; None if it was away meanwhile."""
+    mean = None
+    for attempt in session.retry():  # once more, with other parts, if a worker is lost inside
+        with attempt, torch.no_grad():
+            mine = windows[session.rank :: session.size]
+            total = float(loss_of(model, mine[:, :-1], mine[:, 1:], "sum"))
+            mean = float(session.group.all_reduce(np.array(total))) / windows[:, 1:].numel()
+    return mean
 
 
 with paceline.once_per_host(asked.data / "complete") as first:
@@ -97,7 +109,7 @@ with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as lo
     model = paceline.torch.DDP(net, session.group)  # the weights of the first worker, whoever comes
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=asked.steps + 1)
-    ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98))
+    ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98)).eval()  # no dropout in what is evaluated
     sampler = paceline.ElasticSampler(len(training), GLOBAL_BATCH)
     state = paceline.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema, sampler=sampler)
 
@@ -121,10 +133,10 @@ with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as lo
         if step.applied and step.number % 20 == 0 and session.rank == 0:  # whoever that is now
             rate = scheduler.get_last_lr()[0]
             print(f"step {step.number}: loss {loss:.3f}, rate {rate:.4f}, {session.size} workers", flush=True)
+        if step.number % 100 == 0 or step.number == asked.steps:  # all workers alike: not by `step.applied`
+            loss = evaluated(session, ema.module, held_back)
+            if loss is not None and session.rank == 0:
+                print(f"held back: loss {loss:.4f} with averaged weights", flush=True)
 
-    if session.rank == 0:
-        with torch.no_grad():
-            loss = loss_of(ema.module, held_back[:, :-1], held_back[:, 1:])
-        print(f"held back: loss {loss:.4f} with averaged weights", flush=True)
-        if asked.export:
-            torch.save(ema.module.state_dict(), asked.export)
+    if asked.export and session.rank == 0:
+        torch.save(ema.module.state_dict(), asked.export)

@@ -20,7 +20,8 @@ MAX_STREAMS = 16
 """TCP connections of one link, for each direction."""
 
 ENVIRONMENT: Mapping[str, str] = {
-    "PACELINE_COORDINATOR": "address of the coordinator, host:port; without it the world is this process alone",
+    "PACELINE_COORDINATOR": "address of the coordinator, host:port; without it the world is torchrun's or this process "
+    "alone",
     "PACELINE_JOB": "name of the job (default: 'default')",
     "PACELINE_MIN_WORKERS": "the first view forms with at least this many workers",
     "PACELINE_MAX_WORKERS": "no view has more workers than this",

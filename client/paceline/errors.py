@@ -20,6 +20,7 @@ PacelineError
     NotPermitted (PermissionError)      the token is good for another job
     StaleGeneration                     an act on a generation that is over
     ViewChanged                         a barrier or wait that the end of its generation has ended
+    DataWorkerLost (RuntimeError)       a process that fetches data for this one has died
     StepVoid                            a step whose generation was voided
     StepOrderError                      a collective or a gradient at a moment when it cannot be right
     DivergenceError                     members hold different bits where they must hold the same
@@ -39,6 +40,7 @@ __all__ = [
     "CollectiveMismatch",
     "ConcurrentUse",
     "CoordinatorUnreachable",
+    "DataWorkerLost",
     "DivergenceError",
     "ForkedSession",
     "InvalidRank",
@@ -156,6 +158,10 @@ class StaleGeneration(PacelineError):
 
 class ViewChanged(PacelineError):
     """The end of its generation has ended a barrier or a wait."""
+
+
+class DataWorkerLost(PacelineError, RuntimeError):
+    """A process that fetches data for this one has died; the text says which, and how."""
 
 
 class StepVoid(PacelineError):

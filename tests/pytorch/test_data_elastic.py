@@ -1,4 +1,4 @@
-"""`ElasticDataLoader` in real processes: whoever dies, freezes or comes, the numbers are those of one process."""
+"""The elastic loaders in real processes: whoever dies, freezes or comes, the numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import checkpoint
 from support.elastic.brake import Brake
 from support.elastic.cluster import cluster
 from support.elastic.faults import freeze, kill
@@ -14,16 +15,24 @@ from support.elastic.faults import freeze, kill
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("data_workers", "phase"), [(0, "late_all_reduce"), (2, "forward")])
-def test_one_of_three_is_killed_in_the_middle_of_an_epoch(data_workers: int, phase: str, tmp_path: Path) -> None:
-    with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4, data_workers=data_workers) as c:
+@pytest.mark.parametrize(
+    ("phase", "loader"),
+    [
+        ("late_all_reduce", {"data_workers": 0}),
+        ("forward", {"data_workers": 2}),
+        ("forward", {"stream_workers": 1}),
+    ],
+)
+def test_one_of_three_is_killed_in_the_middle_of_an_epoch(phase: str, loader: dict[str, int], tmp_path: Path) -> None:
+    with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4, **loader) as c:
         c.start(3, [kill(phase, rank=1, step=8)])
         assert sorted(c.wait().values()) == [-signal.SIGKILL, 0, 0], str(c)
         c.check(count=2)
 
 
-def test_one_freezes_one_joins_and_one_is_drained(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=60, pace=0.02, failure_timeout=2.0, wrapper="torch", data_workers=2) as c:
+@pytest.mark.parametrize("loader", [{"data_workers": 2}, {"stream_workers": 1}])
+def test_one_freezes_one_joins_and_one_is_drained(loader: dict[str, int], tmp_path: Path) -> None:
+    with cluster(tmp_path, least=2, total=60, pace=0.02, failure_timeout=2.0, wrapper="torch", **loader) as c:
         brake = Brake(tmp_path / "brake")
         (new,) = c.start(1, go=False)  # to load torch takes longer than all the steps
         first = c.start(2, [freeze("forward", 4.0, rank=1, step=8)])
@@ -40,3 +49,20 @@ def test_one_freezes_one_joins_and_one_is_drained(tmp_path: Path) -> None:
         assert other.of("dismissed"), str(c)
         assert [event["size"] for event in other.of("view")][-1] == 3, str(c)
         c.check(count=2)
+
+
+def test_all_are_killed_and_others_read_on_from_the_checkpoint(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with cluster(
+        tmp_path, least=2, total=60, pace=0.02, wrapper="torch", stream_workers=1,
+        checkpoint_dir=str(runs), checkpoint_every=7,
+    ) as c:  # fmt: skip
+        c.start(2)
+        c.wait_until(lambda: bool(checkpoint.tags(runs)), "a checkpoint from the middle of an epoch")
+        for trainer in c.trainers:
+            trainer.signal(signal.SIGKILL)
+        for trainer in c.trainers:
+            trainer.process.wait()
+        c.start(3, model_seed=99)
+        assert sorted(c.wait().values()) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0, 0], str(c)
+        c.check(count=3)

@@ -10,18 +10,24 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline import checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 LOOP, REST = re.findall(r"```python torch\n(.*?)```", README, re.DOTALL)
+LAUNCHERS = {
+    "paceline run": ["-m", "paceline", "run", "-n", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],  # a port of its own
+}
 
 
-def run(code: str, directory: Path, *launcher: str) -> str:
+def run(code: str, directory: Path, launcher: str | None = None) -> str:
+    """What it prints, without the launcher's prefixes; alone if there is no launcher."""
     (directory / "train.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, *launcher, str(directory / "train.py")],
+        [sys.executable, *LAUNCHERS.get(launcher or "", []), str(directory / "train.py")],
         env={**os.environ, "TMPDIR": str(directory)},
         capture_output=True,
         text=True,
@@ -29,7 +35,7 @@ def run(code: str, directory: Path, *launcher: str) -> str:
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return re.sub(r"^\[\d\] ", "", done.stdout, flags=re.MULTILINE)
 
 
 def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
@@ -40,9 +46,32 @@ def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
     check_the_rest(run(LOOP + REST + same_objects + load + compare, tmp_path), tmp_path)
 
 
-def test_the_rest_of_a_training_run_by_two_workers(tmp_path: Path) -> None:
-    printed = run(REST, tmp_path, "-m", "paceline", "run", "-n", "2")
-    check_the_rest(re.sub(r"^\[\d\] ", "", printed, flags=re.MULTILINE), tmp_path)
+SAY = "print('of', session.size, flush=True)\n"
+
+
+def test_the_loop_under_paceline_run(tmp_path: Path) -> None:
+    assert run(LOOP + SAY, tmp_path, "paceline run").split("\n") == ["of 2", "of 2", ""]
+
+
+def test_the_rest_under_paceline_run(tmp_path: Path) -> None:
+    check_the_rest(run(REST, tmp_path, "paceline run"), tmp_path)
+
+
+def test_both_under_torchrun(tmp_path: Path) -> None:
+    """In one world of two, and not in two of one."""
+    printed = run(LOOP + SAY + REST + SAY, tmp_path, "torchrun")
+    assert printed.count("of 2") == 4, printed
+    check_the_rest(printed, tmp_path)
+
+
+def test_under_torchrun_a_world_of_one_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "run"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    with paceline.join() as session:
+        assert session.size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with paceline.join(min_workers=1) as session:  # whoever says so is alone all the same
+        assert session.size == 1
 
 
 def check_the_rest(printed: str, directory: Path) -> None:

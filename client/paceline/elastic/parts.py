@@ -35,7 +35,7 @@ from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding
 
-__all__ = ["Part", "check_fit", "part_of", "write"]
+__all__ = ["Part", "check_fit", "opaque", "part_of", "write"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -234,9 +234,9 @@ class _Opaque(Part):
     are the items of `param_groups`.
     """
 
-    def __init__(self, thing: Any) -> None:
+    def __init__(self, thing: Any, kind: str = "") -> None:
         self._thing = thing
-        self.kind = type(thing).__name__
+        self.kind = kind or type(thing).__name__
         self._gate = callable(getattr(thing, "step", None)) and callable(getattr(thing, "zero_grad", None))
 
     def rest(self) -> Tree:
@@ -279,6 +279,11 @@ class _Opaque(Part):
 
     def gated(self) -> Any:
         return self._thing if self._gate else None
+
+
+def opaque(thing: Any, kind: str) -> Part:
+    """The part that an object with `state_dict` and `load_state_dict` is, under a kind that says what must be alike."""
+    return _Opaque(thing, kind)
 
 
 def part_of(name: str, thing: Any) -> Part:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidRank, InvalidWorldSize
 
-__all__ = ["ElasticSampler", "Planned"]
+__all__ = ["ElasticSampler", "Planned", "share_out"]
 
 
 class Planned(NamedTuple):
@@ -95,7 +95,7 @@ class ElasticSampler:
 
     def current(self, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
         """One rank's part of the batch that the sampler is at; as `share`."""
-        return _share(self._batch(self.epoch, self.offset, world), rank, world)
+        return share_out(self._batch(self.epoch, self.offset, world), rank, world)
 
     def ahead(self, rank: int, world: int) -> Iterator[Planned]:
         """One rank's part of the batch that the sampler is at, and of all that follow if the world stays as it is.
@@ -151,12 +151,12 @@ class ElasticSampler:
             InvalidRank: the rank is not in [0, world).
             ValueError: the step is negative.
         """
-        return _share(self.batch(step), rank, world)
+        return share_out(self.batch(step), rank, world)
 
     def _walk(self, epoch: int, offset: int, rank: int, world: int) -> Iterator[Planned]:
         while True:
             batch = self._batch(epoch, offset, world)
-            yield Planned(epoch, offset, *_share(batch, rank, world))
+            yield Planned(epoch, offset, *share_out(batch, rank, world))
             epoch, offset = self._after(epoch, offset + len(batch))
 
     def _batch(self, epoch: int, offset: int, world: int) -> NDArray[np.intp]:
@@ -177,7 +177,8 @@ class ElasticSampler:
         return self._orders[epoch]
 
 
-def _share(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:
+def share_out(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:
+    """One rank's part of a global batch, shape [b] with b >= 1; as `ElasticSampler.share`."""
     if world < 1:
         raise InvalidWorldSize(f"a world has at least one rank, not {world}")
     if not 0 <= rank < world:

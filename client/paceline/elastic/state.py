@@ -91,6 +91,7 @@ class TrainState:
         if len(samplers) > 1:
             raise UnsupportedOp("a training state has one sampler: which of them would step.indices be of?")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
+        self._given = parts
         self._spread = Spread(self._parts, things)
         self._kept: dict[Share, dict[str, Shard]] = {}
         """Shares that are not live any more, and are given all the same: what they consist of, and the way back."""
@@ -153,6 +154,10 @@ class TrainState:
         held = self._spread.holding()
         parts = {name: {"arrays": part.arrays(held), "rest": part.rest()} for name, part in self._parts.items()}
         return {"step": self.step, "parts": parts}
+
+    def has(self, thing: object) -> bool:
+        """True if this object is one of the parts."""
+        return any(part is thing for part in self._given.values())
 
     def offered(self) -> Content:
         """What others may take: everything, and the shares that are kept."""

@@ -123,6 +123,9 @@ class Step:
         self.keeps_copy = False
         """All that the step changes can be put back until it ends."""
         self._share: tuple[NDArray[np.intp], float] | None = None
+        """This rank's, as the sampler has it; None as long as nobody has asked."""
+        self._counted: float | None = None
+        """What something else than a sampler has said that this rank's samples count."""
 
     @property
     def indices(self) -> NDArray[np.intp]:
@@ -135,8 +138,35 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss counts: b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper knows it."""
-        return self._of_sampler()[1]
+        """What this rank's mean loss counts: b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper knows it.
+
+        Raises:
+            UnsupportedOp: the training state has no sampler, and `count` was not called.
+        """
+        return self._of_sampler()[1] if self._counted is None else self._counted
+
+    def count(self, weight: float, of: object) -> None:
+        """This rank's samples count so much in the step: for whatever gives samples out without an `ElasticSampler`.
+
+        Args:
+            weight: b_r / b, samples of this rank over those of all ranks; 0 if it has none.
+            of: what gives them out. It is a part of the training state: so its place is undone with the step, and
+                newcomers and checkpoints have it.
+
+        Raises:
+            UnsupportedOp: `of` is no part of the training state, or that has a sampler, which counts by itself.
+            StepOrderError: the step is over, or has its weight: a step takes one batch.
+        """
+        name = type(of).__name__
+        if not self._state.has(of):
+            raise UnsupportedOp(f"this {name} is no part of the training state: give it to TrainState(data=..., ...)")
+        if self._state.sampler is not None:
+            raise UnsupportedOp(f"the training state has a sampler beside this {name}: leave out one of the two")
+        if self.left or self._counted is not None:
+            why = "is over" if self.left else "has its batch"
+            raise StepOrderError(f"step {self.number} {why}: this {name} gives one in each attempt, inside the block")
+        self._counted = weight
+        self._group.count(weight)
 
     @property
     def lr_scale(self) -> float:

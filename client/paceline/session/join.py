@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -46,7 +47,8 @@ def join(
     """Joins a job and waits for its first view.
 
     What is not given comes from the environment (`paceline.config.ENVIRONMENT`), then from the defaults. Without an
-    address in either, the world is this process alone and needs no coordinator.
+    address in either, the world is this process alone and needs no coordinator; but under torchrun it is torchrun's,
+    with the ranks that it gave, and rank 0 has the coordinator.
 
     Args:
         coordinator: its address, "host:port" (port 7400 if left out).
@@ -102,6 +104,11 @@ def join(
             raise InvalidWorldSize(
                 f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
             )
+        if "TORCHELASTIC_RUN_ID" in environ and (rank, min_workers, max_workers) == (None, None, None):
+            from paceline.torch.backend import join_torchruns_world  # here: it loads torch
+
+            place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
+            return join_torchruns_world(place, config.join_timeout)
         return SoloSession(job, config)
     keep_frame_memory()
     quiet_interrupt()

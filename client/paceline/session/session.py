@@ -283,6 +283,8 @@ class CoordinatedSession(Session):
         self._leave_lock = threading.Lock()
         self._left = False
         self._on_commit, self._on_view = [], []
+        self.after: Callable[[], None] = lambda: None
+        """Called when the session has ended: by whoever has started something for its sake."""
         atexit.register(self._leave_at_exit)
 
     def _port(self) -> Port:
@@ -316,7 +318,10 @@ class CoordinatedSession(Session):
         # An error that the failed generation raised here is no news; one of this member's own is.
         fault = self._connection.mesh.fault
         own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
-        self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
+        try:
+            self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
+        finally:
+            self.after()
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
 
     def _leave_at_exit(self) -> None:

@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from paceline.torch.local_sgd import LocalSGD
     from paceline.torch.process_group import ProcessGroup
     from paceline.torch.store import Store
+    from paceline.torch.stream import ElasticStreamLoader
 
-__all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "LocalSGD", "ProcessGroup", "Store"]
+__all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", "LocalSGD", "ProcessGroup", "Store"]
 
 _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
     "DiLoCo": "paceline.torch.diloco",
     "ElasticDataLoader": "paceline.torch.data",
+    "ElasticStreamLoader": "paceline.torch.stream",
     "LocalSGD": "paceline.torch.local_sgd",
     "ProcessGroup": "paceline.torch.process_group",
     "Store": "paceline.torch.store",

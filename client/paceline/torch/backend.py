@@ -10,16 +10,21 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+
+from torch.distributed.rendezvous import rendezvous
 
 from paceline import Group, Session, join
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
+from paceline.session.session import CoordinatedSession
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
 from paceline.torch.store import Store, underlying
 
-__all__ = ["create"]
+__all__ = ["create", "join_torchruns_world"]
 
 _log = logging.getLogger("paceline.torch")
 
@@ -99,6 +104,28 @@ def _join(opts: Any, timeout: float, cleanup: contextlib.ExitStack) -> Session:
         session = _join_rank_0(opts, place, cleanup)
     cleanup.enter_context(session)
     session.group.barrier(timeout)
+    return session
+
+
+def join_torchruns_world(place: Callable[..., Session], seconds: float) -> Session:
+    """What `paceline.join()` does in a worker of torchrun: all of its workers are one world, of a fixed size.
+
+    Args:
+        place: `join`, without what torchrun says.
+        seconds: to wait for torchrun's store.
+    """
+    global _joined
+    world = int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        return place(rank=0, world_size=1)
+    _joined += 1
+    timeout = timedelta(seconds=seconds)
+    store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    opts = SimpleNamespace(store=store, group_rank=rank, timeout=timeout)
+    with contextlib.ExitStack() as cleanup:
+        session = _join_rank_0(opts, functools.partial(place, rank=rank, world_size=world), cleanup)
+        assert isinstance(session, CoordinatedSession)
+        session.after = cleanup.pop_all().close
     return session
 
 

@@ -7,19 +7,18 @@ turns out wrong is thrown away. So what has been fetched is no state, and no sam
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from itertools import chain, tee
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from paceline.elastic.sampler import Planned
 from paceline.elastic.step import Step
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
+from paceline.torch.fetching import Fetcher, sow
 
 __all__ = ["ElasticDataLoader"]
 
@@ -58,7 +57,7 @@ class ElasticDataLoader:
             `batch_sampler`, `drop_last` and `generator` are refused.
 
     Raises:
-        UnsupportedOp: the dataset is an `IterableDataset`: no rank can take a share of it without reading all.
+        UnsupportedOp: the dataset is an `IterableDataset`, whose samples have no numbers: see `ElasticStreamLoader`.
         TypeError, ValueError: `settings` has what is refused, or what torch does not accept.
     """
 
@@ -66,19 +65,12 @@ class ElasticDataLoader:
         if isinstance(dataset, IterableDataset):
             raise UnsupportedOp(
                 f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers to share them out by. "
-                "Give a dataset with __getitem__ and __len__"
+                "Give a dataset with __getitem__ and __len__, or take paceline.torch.ElasticStreamLoader"
             )
         self.dataset = dataset
-        self._workers = num_workers
-        self._settings = settings
-        self._plan = _Plan(shared=num_workers > 0)
-        self._loader: Any = None
-        """Torch's; None when closed."""
-        self._batches: Any = None
-        """Its iterator, which has the worker processes."""
+        self._fetcher = Fetcher(_Samples(dataset), num_workers, settings)
         self._expected: Iterator[Planned] = iter(())
-        """What `_batches` gives next and from there on."""
-        self._follow(iter(()), seed=0)
+        """What the fetcher gives next and from there on."""
 
     def batch(self, step: Step) -> Any:
         """This rank's samples of the step, collated: a batch of as many as `step.indices` has.
@@ -89,6 +81,7 @@ class ElasticDataLoader:
             StepOrderError: the step is over.
             SizeMismatch: the dataset has not as many samples as the sampler.
             UnsupportedOp: the training state has no sampler.
+            DataWorkerLost: a worker process has died.
             Exception: what the dataset or its collation raised. Worker processes are closed then, and new ones start if
                 `batch` is called again.
         """
@@ -98,20 +91,21 @@ class ElasticDataLoader:
         if len(self.dataset) != sampler.n:
             raise SizeMismatch(f"the sampler shares out {sampler.n} samples, and the dataset has {len(self.dataset)}")
         _ = step.indices  # from now on the group counts this rank's gradients by them
-        wanted = next(sampler.ahead(step.rank, step.world))
+        planned = sampler.ahead(step.rank, step.world)
+        wanted, tasks = next(planned), None
         if not _same(wanted, next(self._expected, None)):
-            self._follow(sampler.ahead(step.rank, step.world), sampler.seed)
-            self._expected = sampler.ahead(step.rank, step.world)
-            next(self._expected)
-        with self._closing_on_error():
-            return next(self._batches)
+            self._expected, ahead = tee(planned)
+            tasks = (_Task(sampler.seed, each.epoch, each.indices.tolist()) for each in chain([wanted], ahead))
+        try:
+            return self._fetcher.next(step.rank, tasks)
+        except BaseException:
+            self._expected = iter(())  # nothing is ahead any more
+            raise
 
     def close(self) -> None:
         """Ends the worker processes. Idempotent; `batch` starts new ones."""
-        batches, self._batches, self._loader = self._batches, None, None
         self._expected = iter(())
-        if self._workers and batches is not None:
-            batches._shutdown_workers()  # what its `__del__` does, once no traceback holds it any more
+        self._fetcher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -121,115 +115,34 @@ class ElasticDataLoader:
     ) -> None:
         self.close()
 
-    def _follow(self, planned: Iterator[Planned], seed: int) -> None:
-        """Has `_batches` begin with these, and throws away what was fetched of others."""
-        self._plan.begin(planned, seed)
-        with self._closing_on_error():
-            if self._loader is None:
-                self._loader = DataLoader(
-                    _Samples(self.dataset, self._plan.round),
-                    batch_sampler=self._plan,
-                    num_workers=self._workers,
-                    persistent_workers=self._workers > 0,
-                    generator=torch.Generator(),  # else torch draws from the training process's own
-                    in_order=True,
-                    **self._settings,
-                )
-            self._batches = iter(self._loader)
-
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        """An error, or Ctrl-C, may leave torch's queues half read: nothing goes on from there."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
 
 class _Task(NamedTuple):
-    """What a worker process is to fetch."""
+    """What is to be fetched for one step."""
 
-    round: int
     seed: int
     """The sampler's."""
     epoch: int
     indices: list[int]
 
 
-class _Plan:
-    """What is fetched, in the place of torch's batch sampler.
-
-    Attributes:
-        round: how often another plan was begun, one element; in memory that worker processes share if there are any.
-    """
-
-    def __init__(self, *, shared: bool) -> None:
-        self.round = torch.zeros((), dtype=torch.int64)
-        if shared:
-            self.round.share_memory_()
-        self._planned: Iterator[Planned] = iter(())
-        self._seed = 0
-
-    def begin(self, planned: Iterator[Planned], seed: int) -> None:
-        """What is fetched from now on; workers skip what is left of the plan before."""
-        self._planned, self._seed = planned, seed
-        self.round += 1
-
-    def __iter__(self) -> Iterator[_Task]:
-        number = int(self.round)
-        for planned in self._planned:
-            yield _Task(number, self._seed, planned.epoch, planned.indices.tolist())
-
-
 class _Samples:
-    """The dataset as workers see it.
+    """Fetches samples from the user's dataset."""
 
-    Args:
-        dataset: the user's.
-        round: see `_Plan`.
-    """
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
 
-    def __init__(self, dataset: Any, round: Any) -> None:
-        self.dataset = dataset
-        self._round = round
-
-    def __getitems__(self, task: _Task) -> Any:
-        """The samples of a task; torch calls it so, with what its batch sampler gave."""
-        if get_worker_info() is not None:
-            return self._fetch(task)
-        python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        try:
-            return self._fetch(task)
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpys)
-            torch.set_rng_state(torchs)
-
-    def _fetch(self, task: _Task) -> Any:
-        at_once = getattr(self.dataset, "__getitems__", None)
+    def fetch(self, task: _Task, check: Callable[[], None]) -> Any:
+        """See `fetching.Source`."""
+        at_once = getattr(self._dataset, "__getitems__", None)
         if callable(at_once):
-            _sow(task, task.indices[0])
+            sow(task.seed, task.epoch, task.indices[0])
             return at_once(task.indices)
         samples = []
         for index in task.indices:
-            if task.round != int(self._round):
-                raise _Outdated  # its place in torch's queue is emptied before the new plan begins
-            _sow(task, index)
-            samples.append(self.dataset[index])
+            check()
+            sow(task.seed, task.epoch, index)
+            samples.append(self._dataset[index])
         return samples
-
-
-class _Outdated(Exception):
-    """Another plan has begun: nobody waits for this batch."""
-
-
-def _sow(task: _Task, index: int) -> None:
-    """Seeds the generators that transforms draw from."""
-    words = np.random.SeedSequence([task.seed, task.epoch, index]).generate_state(3)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))
-    torch.default_generator.manual_seed(int(words[2]))  # not torch.manual_seed, which takes note for devices too
 
 
 def _same(a: Planned, b: Planned | None) -> bool:

@@ -142,6 +142,7 @@ class Cluster:
         self.trainers: list[Trainer] = []
         self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
         self._plan["brake"] = str(folder / "brake")
+        self._scheduled = self._plan["wrapper"] == "torch"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"{'127.0.0.1' if host is None else host.address}:{probe.getsockname()[1]}"
@@ -271,7 +272,7 @@ class Cluster:
             assert len(ends) == count, f"{len(ends)} came to the end, not {count}\n{self}"
         assert len({end["digest"] for end in ends}) == 1, f"weights differ\n{self}"
         assert all(end["step"] == self.total for end in ends), str(self)
-        _, weights = one_process([self.total], seed, batch)
+        _, weights = one_process([self.total], seed, batch, scheduled=self._scheduled)
         np.testing.assert_allclose(ends[0]["weights"], weights[self.total], rtol=1e-9, atol=1e-12)
         self.check_samples(self.total, batch)
         self.check_losses(self.total, seed=seed, batch=batch)
@@ -297,7 +298,7 @@ class Cluster:
             for event in trainer.of("loss"):
                 if event["step"] <= last and event["generation"] == line[event["step"]]:
                     found[event["step"]] += event["value"]
-        losses, _ = one_process([last], seed, batch)
+        losses, _ = one_process([last], seed, batch, scheduled=self._scheduled)
         np.testing.assert_allclose(list(found.values()), losses, rtol=rtol, err_msg=f"losses\n{self}")
 
     def redone(self) -> dict[int, int]:

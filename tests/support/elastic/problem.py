@@ -9,10 +9,13 @@ import numpy as np
 
 import paceline
 
-__all__ = ["BATCH", "SAMPLES", "build", "data", "one_process"]
+__all__ = ["BATCH", "RATE", "SAMPLES", "build", "data", "decay", "one_process"]
 
 SAMPLES, BATCH = 45, 11
 """Five batches an epoch, the last one short: with four ranks some shares are empty."""
+
+RATE = 0.01
+"""Of learning."""
 
 _CLASSES, _INPUTS = 3, 6
 
@@ -33,20 +36,28 @@ def build(seed: int, hidden: int = 16) -> Any:
     )
 
 
-def one_process(steps: Collection[int], seed: int, batch: int = BATCH) -> tuple[list[float], dict[int, list[float]]]:
+def decay(step: int) -> float:
+    """What a scheduler makes of the learning rate, after so many steps."""
+    return 1 / (1 + step / 10)
+
+
+def one_process(
+    steps: Collection[int], seed: int, batch: int = BATCH, *, scheduled: bool = False
+) -> tuple[list[float], dict[int, list[float]]]:
     """An undisturbed run in one process.
 
     Args:
         steps: those after which the state is wanted; the last of them is the last of the run.
         seed: of the model.
         batch: samples of a step, but the last one of an epoch.
+        scheduled: whether the learning rate decays.
 
     Returns:
         The loss of each step before its update, from step 1 on; and all large state after each of `steps`.
     """
     x, t = data()
     model = build(seed)
-    optimizer = paceline.optim.Adam(model, lr=0.01)
+    optimizer = paceline.optim.Adam(model, lr=RATE)
     sampler = paceline.ElasticSampler(SAMPLES, global_batch=batch)
     state = paceline.TrainState(model=model, optimizer=optimizer)
     losses: list[float] = []
@@ -60,5 +71,7 @@ def one_process(steps: Collection[int], seed: int, batch: int = BATCH) -> tuple[
             losses.append(float(loss))
             optimizer.zero_grad()
             model.backward(dy)
+            if scheduled:
+                optimizer.lr = RATE * decay(step)
             optimizer.step()
     return losses, found

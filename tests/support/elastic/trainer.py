@@ -68,23 +68,23 @@ def main() -> None:
             plan.get("bucket_mb"),
         )
         problem: Any = None
-        loader: Any = None
         if plan["wrapper"] == "torch":
             problem = torch_problem.TorchProblem(seed, hidden, session.group, bucket_mb)
             trained, optimizer, parts = problem.model, problem.optimizer, {"schedule": problem.schedule}
             if "data_workers" in plan:
-                loader = stack.enter_context(torch_problem.load(problem.data, plan["data_workers"]))
+                stack.enter_context(problem.load(plan["data_workers"]))
+            if "stream_workers" in plan:
+                parts["data"] = stack.enter_context(problem.stream(plan["stream_workers"]))
         else:
             model = build(seed, hidden)
             wrapped = wrap(plan["wrapper"], model, session, bucket_mb)
             trained = model if plan["wrapper"] == "ddp" else wrapped
             optimizer, parts = paceline.optim.Adam(trained, lr=0.01), {}
-        sampler = paceline.ElasticSampler(
-            SAMPLES, global_batch=plan.get("batch", BATCH), seed=plan.get("sampler_seed", 0)
-        )
-        state = paceline.TrainState(
-            model=trained, optimizer=optimizer, sampler=sampler, notes={"seen": np.zeros(1)}, **parts
-        )
+        if "data" not in parts:
+            parts["sampler"] = paceline.ElasticSampler(
+                SAMPLES, global_batch=plan.get("batch", BATCH), seed=plan.get("sampler_seed", 0)
+            )
+        state = paceline.TrainState(model=trained, optimizer=optimizer, notes={"seen": np.zeros(1)}, **parts)
         session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
         session.on_commit(lambda number: emit("committed", step=number))
         try:
@@ -95,17 +95,21 @@ def main() -> None:
                 checkpoint_every=plan.get("checkpoint_every"),
             ):
                 with step:
-                    used = step.indices.tolist() if step.weight else []
+                    if problem is not None:
+                        batch, used = problem.batch(step)
+                    else:
+                        batch, used = (x[step.indices], t[step.indices]), step.indices.tolist()
+                    used = used if step.weight else []
                     emit("attempt", generation=step.generation, step=step.number, rank=step.rank, indices=used)
                     for fault in faults:
                         fault.in_step(step, "forward")
                     if plan.get("pace"):
                         brake.compute(plan["pace"])
                     if problem is not None:
-                        loss = problem.loss(*(loader.batch(step) if loader else problem.data[step.indices]))
+                        loss = problem.loss(*batch)
                     else:
-                        y = wrapped(x[step.indices])
-                        loss, dy = paceline.nn.softmax_cross_entropy(y, t[step.indices])
+                        y = wrapped(batch[0])
+                        loss, dy = paceline.nn.softmax_cross_entropy(y, batch[1])
                     emit("loss", generation=step.generation, step=step.number, value=float(loss) * step.weight)
                     optimizer.zero_grad()
                     if problem is not None:
@@ -115,6 +119,8 @@ def main() -> None:
                     for fault in faults:
                         fault.in_step(step, "before_gate")
                     optimizer.step()
+                    if problem is not None:
+                        problem.schedule.step()
                     for fault in faults:
                         fault.in_step(step, "behind_gate")
                 if step.applied:
