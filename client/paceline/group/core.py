@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 from typing import Literal, TypeVar, overload
 
@@ -36,6 +36,7 @@ class LineMarks:
     Attributes:
         barred: why no collective may be called now, empty if it may.
         vouched: the last generation of which it is known that all members hold the same state.
+        newcomers: ranks in the view of those who came in with that generation; empty where nobody was there before.
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
         most: members that another generation may have at most; None if all have as many as this one.
@@ -45,6 +46,7 @@ class LineMarks:
     def __init__(self) -> None:
         self.barred = ""
         self.vouched = 0
+        self.newcomers: frozenset[int] = frozenset()
         self.passenger: Passenger | None = None
         self.boarded = 0
         self.most: int | None = None
@@ -114,9 +116,19 @@ class GroupCore:
         """True if all members are known to hold the same state (`session.steps` has seen to it)."""
         return self._line.vouched == self.generation
 
-    def vouch(self) -> None:
-        """All members of this generation hold the same state: for whoever owns the group."""
-        self._line.vouched = self.generation
+    def vouch(self, newcomers: Collection[int] = ()) -> None:
+        """All members of this generation hold the same state: for whoever owns the group.
+
+        Args:
+            newcomers: ranks in the view of those who were given it by the others.
+        """
+        self._line.vouched, self._line.newcomers = self.generation, frozenset(newcomers)
+
+    @property
+    def newcomers(self) -> frozenset[int]:
+        """The ranks of those who were given the state by the others; empty where nobody was there before."""
+        new = self._line.newcomers if self.vouched else ()
+        return frozenset(rank for rank, peer in enumerate(self.members) if peer.rank in new)
 
     @property
     def is_elastic(self) -> bool:
@@ -221,8 +233,11 @@ class GroupCore:
         """
         return self._bound.mesh.empty(shape, np.dtype(dtype))
 
-    def _enter(self) -> Binding:
+    def _enter(self, *, calls: bool = True) -> Binding:
         """Every public call passes here first: refuses a generation that is over.
+
+        Args:
+            calls: False for what communicates nothing, and is never barred.
 
         Returns:
             What to carry the call out with; the group may move on meanwhile.
@@ -231,7 +246,7 @@ class GroupCore:
         if bound.stale:
             text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
             raise StaleGeneration(text, generation=bound.mesh.generation)
-        if self._line.barred:
+        if self._line.barred and calls:
             raise StepOrderError(self._line.barred)
         try:
             bound.mesh.fault.check()

@@ -33,17 +33,21 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
 
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
-            own; raised on every rank, with the same text and the ranks that differ from rank 0.
+            own; raised on every rank, with the same text and the ranks that differ from rank 0. Where some came in
+            while others were training, from the first rank that was: the newcomers are the ones who differ.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
         return 0
     description = manifest.encode()
     table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description)])
-    if odd := _differ(table):
-        reference = _show(group, description, root=0, nbytes=int(table[0, 1]))
+    reference = next((r for r in range(group.size) if r not in group.newcomers), 0)
+    if odd := _differ(table, reference):
+        usual = _show(group, description, root=reference, nbytes=int(table[reference, 1]))
         example = _show(group, description, root=odd[0], nbytes=int(table[odd[0], 1]))
-        raise first_difference(Manifest.decode(reference), Manifest.decode(example), rank=odd[0], ranks=odd)
+        error = first_difference(Manifest.decode(usual), Manifest.decode(example), ranks=odd, reference=reference)
+        error.ranks = tuple(group.members[rank].rank for rank in odd)  # of a part of the view too
+        raise error
 
     if group.vouched:
         return 0
@@ -73,9 +77,9 @@ def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
     return reduced
 
 
-def _differ(table: NDArray[np.int64]) -> tuple[int, ...]:
-    """The ranks whose row is not rank 0's."""
-    return tuple(int(r) for r in np.flatnonzero((table != table[0]).any(axis=1)))
+def _differ(table: NDArray[np.int64], reference: int = 0) -> tuple[int, ...]:
+    """The ranks whose row is not the reference's."""
+    return tuple(int(r) for r in np.flatnonzero((table != table[reference]).any(axis=1)))
 
 
 def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:

@@ -47,6 +47,10 @@ class Ranks(Protocol):
         """True if all members are known to hold the same state."""
 
     @property
+    def newcomers(self) -> frozenset[int]:
+        """The ranks of those who were given that by the others; empty where nobody was there before."""
+
+    @property
     def share(self) -> float:
         """What this rank's gradients count now, beside the other ranks'."""
 

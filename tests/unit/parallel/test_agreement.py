@@ -104,6 +104,22 @@ def test_models_that_differ(odd: Callable[[], Branches], kind: type[PacelineErro
     assert len(set(run_ranks(3, rank))) == 1  # all tell the same story
 
 
+def test_newcomers_are_the_ones_who_differ() -> None:
+    def rank(g: Group) -> None:
+        g.vouch({0, 3})
+        with pytest.raises(SizeMismatch, match="the model of rank 0 differs from rank 1's") as caught:
+            DDP(Branches("a", a=scale(1.0) if g.rank else scale(1.0, 2.0)), g)(np.ones((1, 1)))
+        assert caught.value.ranks == (0,)
+        if g.rank >= 2:
+            part = g.subgroup([2, 3])
+            assert part.newcomers == {1}
+            with pytest.raises(SizeMismatch, match="the model of rank 1 differs from rank 0's") as caught:
+                DDP(Branches("a", a=scale(*[1.0] * g.rank)), part)(np.ones((1, 1)))
+            assert caught.value.ranks == (3,), "in the view"
+
+    run_ranks(4, rank)
+
+
 def test_parameters_tied_on_one_rank_only() -> None:
     def rank(g: Group) -> None:
         a, b = scale(1.0), scale(1.0)
