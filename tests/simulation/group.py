@@ -8,7 +8,7 @@ The fault of a generation is the real one; a suspicion is passed on along the li
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -300,10 +300,7 @@ class Group:
     def vouched(self) -> bool:
         return self._vouched == self.generation
 
-    newcomers: frozenset[int] = frozenset()
-    """Nobody has another model than the rest."""
-
-    def vouch(self, newcomers: Collection[int] = ()) -> None:
+    def vouch(self, *, is_new: bool = False) -> None:
         self._vouched = self.generation
 
     @property

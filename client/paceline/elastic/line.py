@@ -90,6 +90,7 @@ class Line:
         self._overtaken = False
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
+        self._is_new = False
         self._watch = Watch(state)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -274,6 +275,7 @@ class Line:
 
     def applied(self, step: int) -> None:
         """The step counts here."""
+        self._is_new = False
         self._watch.applied()
         self._blocks.forget()
         self._place.applied(step)
@@ -387,7 +389,8 @@ class Line:
         self._last_update = 0
         if view.base is not None:
             self._taking.has_a_base()
-            self._port.group.vouch(view.newcomers if len(view.newcomers) < world else ())
+            self._is_new = view.rank in view.newcomers or self._is_new
+            self._port.group.vouch(is_new=self._is_new)
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._taking.read_a_checkpoint:
@@ -476,7 +479,7 @@ class Line:
         number = self._state.step + 1
         if meet and self._port.group.mesh.peers and not self._port.group.mesh.fault.failed:
             # The script caught what interrupted its update: the others have applied the step, and would wait.
-            self._end_generation(f"has not applied step {number}")
+            self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._port.group.mesh.peers)
         if meet:

@@ -133,9 +133,12 @@ class _Model(Part):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._known: dict[str, Any] = {}
+        """Its parameters as of the last look at all of it: to ask a module for them takes a millisecond."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
-        return {path: held.values.get(id(p)) or view(p) for path, p in self.parameters().items()}
+        self._known = self.parameters()
+        return {path: held.values.get(id(p)) or view(p) for path, p in self._known.items()}
 
     def spread(self) -> dict[str, Parameter]:
         return {path: p for path, p in self.parameters().items() if _is_spread(p)}
@@ -163,7 +166,10 @@ class _Model(Part):
         return {} if named is None else {path: view(buffer) for path, buffer in named()}
 
     def rest(self) -> Tree:
-        return {"buffers": self.fixed(), "frozen": [path for path, p in self.parameters().items() if not _trains(p)]}
+        return self._rest(self.parameters())
+
+    def _rest(self, parameters: Mapping[str, Any]) -> Tree:
+        return {"buffers": self.fixed(), "frozen": [path for path, p in parameters.items() if not _trains(p)]}
 
     def load_rest(self, rest: Tree) -> None:
         old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
@@ -179,7 +185,7 @@ class _Model(Part):
         begin = getattr(self._model, "begin_step", None)
         if begin is not None:
             begin()  # `drop_gradients` will go back to here
-        return self.rest()
+        return self._rest(self._known or self.parameters())
 
     def clear_gradients(self) -> None:
         drop = getattr(self._model, "drop_gradients", None)  # a wrapper keeps more than the parameters show

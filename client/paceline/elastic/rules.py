@@ -28,7 +28,7 @@ _STEPS = 3
 """So many steps of a loop are looked at: what a script does wrong it does in each, as a rule."""
 
 _SAMPLE = 4096
-"""Elements of an array that are looked at: an update changes all, and a model of 1 GB takes milliseconds."""
+"""Elements of an array that are looked at: an update changes all of them. 500 MB in 60 arrays take 16 ms."""
 
 _DEPTH = 2
 """So deep in an object of a part a scheduler is looked for: what wraps one has it as an attribute."""

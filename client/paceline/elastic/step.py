@@ -20,6 +20,7 @@ from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import (
     DivergenceError,
     PacelineError,
+    PeerRaised,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
@@ -295,9 +296,11 @@ class Step:
                 self._state.undo_updates(self._small)
             elif not self.spoiled:
                 self._state.undo(self._small)
-        swallowed = failed and isinstance(error, Exception) and not isinstance(error, DivergenceError)
-        if isinstance(error, DivergenceError | SettingsMismatch | SizeMismatch) and self._is_a_newcomers(error):
-            swallowed = self.rank not in error.ranks
+        if isinstance(error, PeerRaised):  # or a newcomer trains something else: it ends, and says so
+            failed = True
+        # What members disagree on they would disagree on again.
+        stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
+        swallowed = failed and isinstance(error, Exception) and not (stays or isinstance(error, DivergenceError))
         # A block that ended behind the gate with an error of its own may have had more to change.
         self._state.is_whole = not self.spoiled and (not self.applied or error is None or swallowed)
         if error is None:
@@ -314,19 +317,6 @@ class Step:
     def _takes_back(self, error: BaseException | None) -> bool:
         """True if updates that were made are undone, for the block has not come to its end with all of them."""
         return self.keeps_copy and (self.half_updated or error is not None)
-
-    def _is_a_newcomers(self, error: PacelineError) -> bool:
-        """True if newcomers, and they alone, have another model or wrapper than those who were training.
-
-        It is their error. For the others the step has failed, and comes again without them.
-        """
-        if not error.ranks or not self._group.newcomers.issuperset(error.ranks):
-            return False
-        who = self._mesh.peers[error.ranks[0]]
-        text = f"{who} came in, and does not train what is trained: {error}"
-        operation = self._group.progress().operation
-        self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, who.rank, operation, text))
-        return True
 
     def _why(self, error: BaseException | None) -> BaseException | None:
         """What ended the generation, which may not be what the block ran into."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Literal, TypeVar, overload
 
@@ -36,7 +36,7 @@ class LineMarks:
     Attributes:
         barred: why no collective may be called now, empty if it may.
         vouched: the last generation of which it is known that all members hold the same state.
-        newcomers: ranks in the view of those who came in with that generation; empty where nobody was there before.
+        is_new: the others have given this member the state, and it has made no step with them yet.
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
         most: members that another generation may have at most; None if all have as many as this one.
@@ -46,7 +46,7 @@ class LineMarks:
     def __init__(self) -> None:
         self.barred = ""
         self.vouched = 0
-        self.newcomers: frozenset[int] = frozenset()
+        self.is_new = False
         self.passenger: Passenger | None = None
         self.boarded = 0
         self.most: int | None = None
@@ -116,19 +116,18 @@ class GroupCore:
         """True if all members are known to hold the same state (`session.steps` has seen to it)."""
         return self._line.vouched == self.generation
 
-    def vouch(self, newcomers: Collection[int] = ()) -> None:
+    def vouch(self, *, is_new: bool = False) -> None:
         """All members of this generation hold the same state: for whoever owns the group.
 
         Args:
-            newcomers: ranks in the view of those who were given it by the others.
+            is_new: the others have given it to this member, which has made no step with them yet.
         """
-        self._line.vouched, self._line.newcomers = self.generation, frozenset(newcomers)
+        self._line.vouched, self._line.is_new = self.generation, is_new
 
     @property
-    def newcomers(self) -> frozenset[int]:
-        """The ranks of those who were given the state by the others; empty where nobody was there before."""
-        new = self._line.newcomers if self.vouched else ()
-        return frozenset(rank for rank, peer in enumerate(self.members) if peer.rank in new)
+    def is_new(self) -> bool:
+        """True if the others have given this member the state, and it has made no step with them yet."""
+        return self._line.is_new
 
     @property
     def is_elastic(self) -> bool:

@@ -47,8 +47,8 @@ class Ranks(Protocol):
         """True if all members are known to hold the same state."""
 
     @property
-    def newcomers(self) -> frozenset[int]:
-        """The ranks of those who were given that by the others; empty where nobody was there before."""
+    def is_new(self) -> bool:
+        """True if the others have given this member that, and it has made no step with them yet."""
 
     @property
     def share(self) -> float:

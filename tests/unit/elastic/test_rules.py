@@ -146,6 +146,21 @@ def test_a_checkpoint_is_loaded_between_two_loops(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(4))
 
 
+def test_what_the_state_was_in_another_generation_is_forgotten() -> None:
+    """It may be that of others by now."""
+    training = Training()
+    watch = rules.Watch(training.state)
+    watch.begin()
+    watch.before_update()
+    watch.applied()
+    shift(training)
+    watch.forget()
+    watch.begin()
+    shift(training)
+    watch.forget()
+    watch.before_update()
+
+
 def test_later_steps_cost_nothing(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     look = rules._arrays_of
