@@ -248,3 +248,7 @@ def test_a_model_that_is_spread(strategy: str, session: Any) -> None:
     with pytest.raises(ValueError, match=r"optimizer \(AdamW\) trains 4 parameters"):
         train(paceline.TrainState(optimizer=optimizer))
     train(paceline.TrainState(model=model, optimizer=optimizer))
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match=r"rate of optimizer \(AdamW\) has a scheduler"):
+        train(paceline.TrainState(model=model, optimizer=optimizer))
+    session.steps(paceline.TrainState(model=model, optimizer=optimizer, schedule=scheduler), total=4)

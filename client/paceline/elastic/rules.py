@@ -59,7 +59,9 @@ def check_complete(state: TrainState) -> None:
         optimizer = part.gated()
         # torch's schedulers mark the `step` of their optimizer, from 2.11 to 2.15 like this.
         if getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False) and not any(
-            _knows(thing, optimizer, _DEPTH) for thing, _ in state.objects.values() if thing is not optimizer
+            _knows(thing, optimizer, _DEPTH)
+            for thing, other in state.objects.values()
+            if other.gated() is not optimizer
         ):
             raise ValueError(
                 f"the learning rate of {name} ({_kind(optimizer)}) has a scheduler that is no part of the training "
