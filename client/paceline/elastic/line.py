@@ -275,7 +275,9 @@ class Line:
 
     def applied(self, step: int) -> None:
         """The step counts here."""
-        self._is_new = False
+        if self._is_new:
+            self._is_new = False
+            self._port.group.vouch()
         self._watch.applied()
         self._blocks.forget()
         self._place.applied(step)
