@@ -374,6 +374,63 @@ MUTANTS = (
         "if self._pending is None:",
         ("unit/elastic/test_saver.py",),
     ),
+    # What a newcomer trains, and the rules of the loop.
+    Mutant(
+        "an unfreezing that is undone stays",
+        f"{ELASTIC}/parts.py",
+        '            if _trains(parameter) == (path in rest["frozen"]):',
+        "            if False:",
+        ("unit/elastic/test_parts.py",),
+    ),
+    Mutant(
+        "rank 0 is what newcomers are compared with, though it is one",
+        "client/paceline/parallel/agreement.py",
+        "reference = int(np.argmin(new))",
+        "reference = 0",
+        ("unit/parallel/test_agreement.py",),
+    ),
+    Mutant(
+        "a newcomer with other settings ends those who train",
+        f"{ELASTIC}/step.py",
+        "        if isinstance(error, PeerRaised):",
+        "        if False:",
+        ("unit/elastic/test_step_gate.py",),
+    ),
+    Mutant(
+        "collectives are open between two steps",
+        f"{ELASTIC}/step.py",
+        "        self._group.bar(BETWEEN_STEPS)",
+        '        self._group.bar("")',
+        ("unit/elastic/test_step_solo.py",),
+    ),
+    Mutant(
+        "a retry inside of a step opens what is barred",
+        f"{ELASTIC}/retry.py",
+        "        if self._barred == BETWEEN_STEPS:",
+        "        if self._barred:",
+        ("unit/elastic/test_step_solo.py",),
+    ),
+    Mutant(
+        "a state that was changed between steps can be trained on",
+        f"{ELASTIC}/line.py",
+        "        except StepOrderError:\n            self.spoil()\n",
+        "        except StepOrderError:\n",
+        ("unit/elastic/test_rules.py",),
+    ),
+    Mutant(
+        "a step that keeps a copy may not change anything before its update",
+        f"{ELASTIC}/line.py",
+        "        if self._step is not None and not self._step.keeps_copy:\n            self._heed",
+        "        if self._step is not None:\n            self._heed",
+        ("unit/elastic/test_rules.py",),
+    ),
+    Mutant(
+        "the state of another generation is compared with",
+        f"{ELASTIC}/rules.py",
+        "        self._after = self._before = None",
+        "        pass",
+        ("unit/elastic/test_rules.py",),
+    ),
 )
 
 

@@ -115,8 +115,11 @@ def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
         for step in session.steps(state, total=420):
             with step:
                 one(optimizer.step)
+            if step.number < 5:  # in the first steps the state is looked at
+                continue
             now = clock()
             times["elastic"].append(now - start)
+            session.group.bar("")  # this is none of the line's
             one(lambda: bare(optimizer))
             start = clock()
             times["plain"].append(start - now)

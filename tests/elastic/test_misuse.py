@@ -90,7 +90,7 @@ def test_a_member_that_differs_again_and_again_leaves_and_the_others_go_on() -> 
     told = outcomes("ddp", f"CORRUPT = (5, 12, 18)\n{CORRUPTING}", least=2, world=3)
     by_event = {str(each["event"]): each for each in told}
     assert by_event["diverged"]["odd"], told
-    assert "3 times by now" in str(by_event["diverged"]["text"])
+    assert "they differ in model 'weight', 3 times by now" in str(by_event["diverged"]["text"])
     assert [each["event"] for each in told].count("done") == 2, told
 
 

@@ -43,12 +43,15 @@ with paceline.join() as session:
         before = session.group.bytes_sent, session.group.progress().operation
         with step:
             one(optimizer.step)
+        if step.number < 5:  # what is looked at in the first steps is no matter of messages
+            continue
         before = count("elastic", before)
+        session.group.bar("")  # this is none of the line's
         one(lambda: bare(optimizer))
         count("plain", before)
         if step.number == 29:
             told = [what for what in said if what != "heartbeat"]
-    emit("facts", sent={k: v[3:] for k, v in sent.items()}, operations={k: v[3:] for k, v in frames.items()}, told=told)
+    emit("facts", sent=sent, operations=frames, told=told)
 """
 
 

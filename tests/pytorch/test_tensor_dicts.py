@@ -94,7 +94,7 @@ def test_an_averaged_model_is_not_copied(session: Any) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = paceline.TrainState(net=net, averaged=averaged, optimizer=optimizer)
-    assert list(state.small()["averaged"]) == ["n_averaged"]
+    assert list(state.small()["averaged"]["buffers"]) == ["n_averaged"]
     expected = averaged.module.weight.detach().clone()
     for step in session.steps(state, total=3):
         with step:

@@ -273,7 +273,7 @@ class Group:
         self.recorder = FlightRecorder(1)
         self.on_abort = None
         self._config = config
-        self._barred = ""
+        self.barred = ""
         self._vouched = self._boarded = 0
         self._passenger: Passenger | None = None
         self._begin_in(mesh)
@@ -300,7 +300,7 @@ class Group:
     def vouched(self) -> bool:
         return self._vouched == self.generation
 
-    def vouch(self) -> None:
+    def vouch(self, *, is_new: bool = False) -> None:
         self._vouched = self.generation
 
     @property
@@ -322,7 +322,7 @@ class Group:
         pass
 
     def bar(self, reason: str) -> None:
-        self._barred = reason
+        self.barred = reason
 
     def move(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -389,8 +389,8 @@ class Group:
         return wake
 
     def _issue(self, kind: str, label: str, value: Any, async_op: bool) -> Any:
-        if self._barred:
-            raise StepOrderError(self._barred)
+        if self.barred:
+            raise StepOrderError(self.barred)
         self.mesh.fault.check()
         self._issued += 1
         operation = Operation(self, self._issued, kind, label, value)

@@ -103,6 +103,7 @@ class State:
     """
 
     sampler = None
+    objects: Mapping[str, Any] = {}
 
     def __init__(self, process: Process, node_size: int) -> None:
         self.process = process
@@ -166,6 +167,9 @@ class State:
 
     def large(self) -> list[Any]:
         return []
+
+    def named(self) -> dict[str, Any]:
+        return {}
 
     def small(self) -> dict[str, Any]:
         return {}

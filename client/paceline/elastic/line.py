@@ -24,10 +24,11 @@ from paceline.elastic.errand import Errand
 from paceline.elastic.failures import Failures
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
+from paceline.elastic.rules import Watch
 from paceline.elastic.saver import Saver
 from paceline.elastic.share import WHOLE
 from paceline.elastic.state import TrainState
-from paceline.elastic.step import Step, not_entered
+from paceline.elastic.step import BETWEEN_STEPS, Step, not_entered
 from paceline.elastic.take_shards import Holder
 from paceline.elastic.taking import Taking
 from paceline.elastic.waiting import Waiting, await_finish
@@ -90,6 +91,8 @@ class Line:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
+        self._is_new = False
+        self._watch = Watch(state)
 
     def held_of(self, state: TrainState) -> Tag | None:
         """The tag of a state, if it is this line's; None if it is another, or does not count."""
@@ -134,7 +137,9 @@ class Line:
 
         Raises:
             StepVoid: the step has failed too often.
+            StepOrderError: the state has changed since the step before.
         """
+        self._heed(self._watch.begin)
         if self._port.mail.draining and not self._place.leaving:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
@@ -150,6 +155,7 @@ class Line:
             self._failed(error)
             return None
         self._step = Step(number, attempt, group, self._state, self, errand, digest, self._seed)
+        group.bar(BETWEEN_STEPS)
         return self._step
 
     def end(self, step: Step) -> None:
@@ -158,6 +164,7 @@ class Line:
         Raises:
             StepOrderError: the block was not entered.
         """
+        self._port.group.bar("")
         self._step = None
         if not step.entered:
             self.spoiled()
@@ -201,6 +208,7 @@ class Line:
     def leave(self) -> None:
         """The loop is over, for whatever reason."""
         self.left = True
+        self._port.group.bar("")
         self._port.shelf.withdraw()
         self._saver.wait()
 
@@ -208,11 +216,14 @@ class Line:
         """A block between two steps was cut short by a failure: on to the next generation, without newcomers."""
         self._overtaken = False
         self._place.closed = True
+        barred = self._port.group.barred
+        self._port.group.bar("")
         try:
             self._say(self._place.meet())
             self.wait_until_ready()
         finally:
             self._place.closed = False
+            self._port.group.bar(barred)
         if self._overtaken:
             return Outcome.OVERTAKEN
         return Outcome.PASSED if self._blocks.passed else Outcome.AGAIN
@@ -239,7 +250,13 @@ class Line:
                 hear(self._committed)
 
     def about_to_change(self) -> None:
-        """Nobody may take the state any more."""
+        """Nobody may take the state any more.
+
+        Raises:
+            StepOrderError: it has changed already.
+        """
+        if self._step is not None and not self._step.keeps_copy:
+            self._heed(self._watch.before_update)
         self._port.shelf.withdraw()
         self._saver.settle()
 
@@ -259,8 +276,25 @@ class Line:
 
     def applied(self, step: int) -> None:
         """The step counts here."""
+        if self._is_new:
+            self._is_new = False
+            self._port.group.vouch()
+        self._watch.applied()
         self._blocks.forget()
         self._place.applied(step)
+
+    def _heed(self, look: Callable[[], None]) -> None:
+        """Looks whether the state has changed where it must not; if so it is the state of no step."""
+        try:
+            look()
+        except StepOrderError:
+            self.spoil()
+            raise
+
+    @property
+    def is_updating(self) -> bool:
+        """True while an optimizer of the state runs."""
+        return self._step is not None and self._step.updating
 
     # The gate of the training state.
 
@@ -357,10 +391,12 @@ class Line:
         if self._place.phase is Phase.READY:
             self._taking.train_on(self._place.shares[0])
         self._large = self._state.large()
+        self._watch.forget()
         self._last_update = 0
         if view.base is not None:
             self._taking.has_a_base()
-            self._port.group.vouch()
+            self._is_new = view.rank in view.newcomers or self._is_new
+            self._port.group.vouch(is_new=self._is_new)
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._taking.read_a_checkpoint:
@@ -451,7 +487,7 @@ class Line:
         number = self._state.step + 1
         if meet and self._port.group.mesh.peers and not self._port.group.mesh.fault.failed:
             # The script caught what interrupted its update: the others have applied the step, and would wait.
-            self._end_generation(f"has not applied step {number}")
+            self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._port.group.mesh.peers)
         if meet:

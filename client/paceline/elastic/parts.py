@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf
+from paceline.elastic.fit import write
 from paceline.elastic.foreign import (
     copied,
     from_arrays,
@@ -35,7 +36,7 @@ from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding
 
-__all__ = ["Part", "check_fit", "opaque", "part_of", "write"]
+__all__ = ["Part", "as_trained", "opaque", "part_of"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -104,6 +105,22 @@ class Part(abc.ABC):
         """A step was undone: its gradients count for nothing."""
         return
 
+    def fixed(self) -> Tree:
+        """A copy of what of the small state only the block of a step changes; settings may be set at any time."""
+        return self.rest()
+
+    def parameters(self) -> Mapping[str, Any]:
+        """A model's parameters by path, one that is tied under one of its paths."""
+        return {}
+
+    def trained(self) -> Sequence[Any]:
+        """The parameters that `gated().step` changes and some model has."""
+        return ()
+
+    def holds(self) -> set[int] | None:
+        """Ids of the parameters and arrays whose values it gives and takes; None if there may be others."""
+        return {id(as_trained(parameter)) for parameter in self.parameters().values()}
+
     def gated(self) -> Any:
         """The object whose `step` changes large state; None if there is none."""
         return None
@@ -116,12 +133,15 @@ class _Model(Part):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._known: dict[str, Any] = {}
+        """Its parameters as of the last look at all of it: to ask a module for them takes a millisecond."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
-        return {path: held.values.get(id(p)) or view(p) for path, p in self._parameters().items()}
+        self._known = self.parameters()
+        return {path: held.values.get(id(p)) or view(p) for path, p in self._known.items()}
 
     def spread(self) -> dict[str, Parameter]:
-        return {path: p for path, p in self._parameters().items() if _is_spread(p)}
+        return {path: p for path, p in self.parameters().items() if _is_spread(p)}
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
         if isinstance(self._model, FSDP):
@@ -132,7 +152,7 @@ class _Model(Part):
                         flat.given = True
         super().write(held, arrays)
 
-    def _parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         seen: set[int] = set()
         for path, parameter in self._model.named_parameters():
@@ -146,16 +166,26 @@ class _Model(Part):
         return {} if named is None else {path: view(buffer) for path, buffer in named()}
 
     def rest(self) -> Tree:
-        return {path: buffer.copy() for path, buffer in self._buffers().items()}
+        return self._rest(self.parameters())
+
+    def _rest(self, parameters: Mapping[str, Any]) -> Tree:
+        return {"buffers": self.fixed(), "frozen": [path for path, p in parameters.items() if not _trains(p)]}
 
     def load_rest(self, rest: Tree) -> None:
-        write(self._buffers(), rest)
+        old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
+        write(self._buffers(), rest if old else rest["buffers"])
+        for path, parameter in {} if old else self.parameters().items():
+            if _trains(parameter) == (path in rest["frozen"]):
+                parameter.requires_grad = not _trains(parameter)
+
+    def fixed(self) -> Tree:
+        return {path: buffer.copy() for path, buffer in self._buffers().items()}
 
     def small(self) -> Tree:
         begin = getattr(self._model, "begin_step", None)
         if begin is not None:
             begin()  # `drop_gradients` will go back to here
-        return self.rest()
+        return self._rest(self._known or self.parameters())
 
     def clear_gradients(self) -> None:
         drop = getattr(self._model, "drop_gradients", None)  # a wrapper keeps more than the parameters show
@@ -205,6 +235,12 @@ class _Optimizer(Part):
     def clear_gradients(self) -> None:
         self._optimizer.zero_grad()
 
+    def fixed(self) -> Tree:
+        return None
+
+    def trained(self) -> Sequence[Any]:
+        return [as_trained(parameter) for parameter in self._optimizer.parameters.values()]
+
     def gated(self) -> Any:
         return self._optimizer.stepper
 
@@ -225,6 +261,9 @@ class _Values(Part):
             del self._values[key]
         for key, value in rest.items():
             self._values[key] = taken(value, self._values.get(key))
+
+    def holds(self) -> set[int] | None:
+        return set(_ids(self._values))
 
 
 class _Opaque(Part):
@@ -273,6 +312,15 @@ class _Opaque(Part):
         """Of each group of parameters what is not the parameters."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
+    def fixed(self) -> Tree:
+        return None if self._gate else self.rest()
+
+    def trained(self) -> Sequence[Any]:
+        return [parameter for group in self._groups() for parameter in group.get("params", ())] if self._gate else ()
+
+    def holds(self) -> set[int] | None:
+        return set() if self._gate or not self.rest()["frameworks"] else None
+
     def clear_gradients(self) -> None:
         if self._gate:
             self._thing.zero_grad()
@@ -316,61 +364,27 @@ def _is_spread(parameter: Any) -> bool:
     return isinstance(owner, FSDP) and owner.spreads
 
 
-def write(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
-    """Copies arrays into those of the same path, in place; of a whole array into a shard what belongs there.
-
-    Args:
-        here: where to.
-        there: arrays or shards; None in place of one that is spread leaves it as it is.
-
-    Raises:
-        SizeMismatch: paths or shapes differ; nothing was changed.
-    """
-    check_fit(here, there)
-    for path, array in here.items():
-        other = there[path]
-        if not isinstance(array, Shard):
-            np.copyto(array, other)
-        elif other is not None:
-            values = array.values.reshape(-1)
-            whole = not isinstance(other, Shard)
-            flat = np.asarray(other if whole else other.values).reshape(-1)
-            np.copyto(values, flat[array.start : array.start + values.size] if whole else flat)
-
-
-def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
-    """Makes sure that `write` can be done.
-
-    Raises:
-        SizeMismatch: paths or shapes differ, or values are of another kind.
-    """
-    odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
-    for path in sorted(here.keys() & there.keys()):
-        mine, other = here[path], there[path]
-        if isinstance(mine, Shard) and other is None:
-            continue
-        if isinstance(other, Shard) and not (
-            isinstance(mine, Shard) and (mine.start, mine.values.size) == (other.start, other.values.size)
-        ):
-            odd.append(f"{path} has {other.values.size} elements from {other.start}, which are not those held here")
-            continue
-        (kind, shape), (their_kind, their_shape) = _kind(mine), _kind(other)
-        if shape != their_shape or not np.can_cast(their_kind, kind, "same_kind"):
-            odd.append(f"{path} is {their_kind}{list(their_shape)}, not {kind}{list(shape)}")
-    if odd:
-        raise SizeMismatch(f"the state does not fit: {'; '.join(odd[:8])}")
-
-
 def _values(leaf: Leaf) -> NDArray[Any]:
     return leaf.values if isinstance(leaf, Shard) else leaf
 
 
-def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of the whole array."""
-    if isinstance(leaf, Shard):
-        return leaf.values.dtype, leaf.shape
-    array = np.asarray(leaf)
-    return array.dtype, array.shape
+def as_trained(parameter: Any) -> Any:
+    """What optimizers know it as: of a torch model that is spread a tensor over this member's piece."""
+    return getattr(parameter, "tensor", parameter)
+
+
+def _trains(parameter: Any) -> bool:
+    """False if it is frozen."""
+    return bool(getattr(parameter, "requires_grad", True))
+
+
+def _ids(tree: Tree) -> Iterator[int]:
+    """Of all values, nested or not."""
+    if isinstance(tree, Mapping | list | tuple):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _ids(value)
+    else:
+        yield id(tree)
 
 
 def _names(rest: Tree) -> Tree:

@@ -14,6 +14,7 @@ from types import TracebackType
 from paceline.elastic.blocks import Outcome
 from paceline.elastic.failures import Failures
 from paceline.elastic.line import Line
+from paceline.elastic.step import BETWEEN_STEPS
 from paceline.errors import PacelineError
 from paceline.group import Group
 
@@ -38,8 +39,12 @@ class Attempt:
         self.completed = self.ended = False
         self._group = group
         self._fault = group.mesh.fault
+        self._barred = ""
 
     def __enter__(self) -> Attempt:
+        self._barred = self._group.barred
+        if self._barred == BETWEEN_STEPS:
+            self._group.bar("")
         return self
 
     def __exit__(
@@ -52,6 +57,7 @@ class Attempt:
                 self.completed = True
             except PacelineError as failure:
                 error = failure
+        self._group.bar(self._barred)
         if self._fault.failed and (error is None or isinstance(error, Exception)):
             _log.info("a block between steps was cut short: %s", error or self._fault.error())
             return True

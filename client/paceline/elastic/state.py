@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf, join, split, split_shards
+from paceline.elastic.fit import check_fit
 from paceline.elastic.offer import Content
-from paceline.elastic.parts import Part, check_fit, part_of
+from paceline.elastic.parts import Part, part_of
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.runs import fill
 from paceline.elastic.sampler import ElasticSampler
@@ -85,14 +86,14 @@ class TrainState:
     def __init__(self, **parts: Any) -> None:
         self.step = 0
         self.is_whole = True
-        things = {name: standing_for(thing) for name, thing in parts.items()}
-        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in things.items()}
+        self._things = {name: standing_for(thing) for name, thing in parts.items()}
+        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in self._things.items()}
         samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
         if len(samplers) > 1:
             raise UnsupportedOp("a training state has one sampler: which of them would step.indices be of?")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
         self._given = parts
-        self._spread = Spread(self._parts, things)
+        self._spread = Spread(self._parts, self._things)
         self._kept: dict[Share, dict[str, Shard]] = {}
         """Shares that are not live any more, and are given all the same: what they consist of, and the way back."""
         self._copy: dict[str, tuple[Any, Any]] = {}
@@ -163,11 +164,20 @@ class TrainState:
         """What others may take: everything, and the shares that are kept."""
         return Content.of(self.content(), list(self._kept.values()))
 
-    def large(self) -> list[NDArray[Any]]:
-        """The live arrays of large state that every member has whole, in the same order on each."""
+    @property
+    def objects(self) -> dict[str, tuple[Any, Part]]:
+        """By name each object that it has, and the part that this is."""
+        return {name: (self._things[name], part) for name, part in self._parts.items()}
+
+    def named(self) -> dict[str, NDArray[Any]]:
+        """The live arrays of large state that every member has whole, in the same order on each, by part and path."""
         held = self._spread.holding()
-        leaves = [leaf for part in self._parts.values() for leaf in part.arrays(held).values()]
-        return [leaf for leaf in leaves if not isinstance(leaf, Shard)]
+        leaves = {f"{name} {path!r}": x for name, part in self._parts.items() for path, x in part.arrays(held).items()}
+        return {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
+
+    def large(self) -> list[NDArray[Any]]:
+        """The arrays of `named`."""
+        return list(self.named().values())
 
     def small(self) -> dict[str, Any]:
         """A copy of what may change outside the gate."""

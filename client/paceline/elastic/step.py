@@ -11,17 +11,26 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.elastic.digests import digests_of, where_they_differ
 from paceline.elastic.errand import Errand
 from paceline.elastic.foreign import seed_frameworks
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.state import TrainState
 from paceline.elastic.word import Flag, agrees, flags_of
-from paceline.errors import DivergenceError, PacelineError, StepOrderError, UnsupportedOp
+from paceline.errors import (
+    DivergenceError,
+    PacelineError,
+    PeerRaised,
+    SettingsMismatch,
+    SizeMismatch,
+    StepOrderError,
+    UnsupportedOp,
+)
 from paceline.group import Group
 from paceline.links.fault import Suspicion
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Step", "Steward"]
+__all__ = ["BETWEEN_STEPS", "Step", "Steward"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -34,6 +43,13 @@ _OR_COPY = (
     ". A step with several updates, such as that of a GAN, calls step.keep_copy() before the first: then all of them "
     "are undone together"
 )
+
+
+BETWEEN_STEPS = (
+    "a collective between two steps: if a worker were lost in it, nothing would run it again. Call it in "
+    "`for attempt in session.retry(): with attempt: ...`, or inside `with step:` before optimizer.step()"
+)
+"""Why none may be called there."""
 
 
 class Steward(Protocol):
@@ -277,6 +293,7 @@ class Step:
             raise StepOrderError(f"step {self.number} was entered before: each comes once out of session.steps(...)")
         self._state.is_whole = False
         self.entered = True
+        self._group.bar("")
         seed_frameworks(self._seed, self.number, self.rank)
         return self
 
@@ -291,7 +308,7 @@ class Step:
                 self.open_gate()  # a step in which no optimizer ran: it may have been skipped by all
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
-        self._group.bar("")
+        self._group.bar(BETWEEN_STEPS)
         self._group.count(1.0)
         self._word.drop()
         failed = self._mesh.fault.failed
@@ -309,7 +326,11 @@ class Step:
                 self._state.undo_updates(self._small)
             elif not self.spoiled:
                 self._state.undo(self._small)
-        swallowed = failed and isinstance(error, Exception) and not isinstance(error, DivergenceError)
+        if isinstance(error, PeerRaised):  # or a newcomer trains something else: it ends, and says so
+            failed = True
+        # What members disagree on they would disagree on again.
+        stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
+        swallowed = failed and isinstance(error, Exception) and not (stays or isinstance(error, DivergenceError))
         # A block that ended behind the gate with an error of its own may have had more to change.
         self._state.is_whole = not self.spoiled and (not self.applied or error is None or swallowed)
         if error is None:
@@ -357,16 +378,19 @@ class Step:
         """
         mine = np.array([self.number << 32 | self._digest], np.uint64)
         found: Any = self._group.all_gather(mine)
+        digests = digests_of(self._state)
+        theirs: Any = self._group.all_gather(np.array([[*digests.values()]], np.uint32))
+        where = where_they_differ(list(digests), theirs)
         with contextlib.suppress(PacelineError):
             self._group.barrier()  # so that nobody ends the generation before all have heard
         values, counts = np.unique(found, return_counts=True)
-        text = f"before step {self.number}, members did not hold the same bits"
+        text = f"before step {self.number}, members did not hold the same bits: {where}"
         if 2 * counts.max() <= self.world:
             raise DivergenceError(text, generation=self.generation)
         most = values[np.argmax(counts)]
         odd = [int(rank) for rank in np.flatnonzero(found != most)]
         members = ", ".join(str(self._mesh.peers[rank]) for rank in odd)
-        text = f"before step {self.number}, {members} did not hold the same bits as the others"
+        text = f"before step {self.number}, {members} did not hold the same bits as the others: {where}"
         _log.error("%s", text)
         operation = self._group.progress().operation
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))

@@ -16,6 +16,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.elastic.line import Line
 from paceline.elastic.place import Place
 from paceline.elastic.port import Port
+from paceline.elastic.rules import check_complete, no_other_optimizer
 from paceline.elastic.saver import Saver
 from paceline.elastic.spread_saver import SpreadSaver
 from paceline.elastic.state import TrainState
@@ -38,7 +39,7 @@ def line_of(
     """Makes a member's line; communicates nothing.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the training state lacks something.
         UnsupportedOp: the state cannot be given to another member.
         StepOrderError: a step, or a load, was interrupted half way in that state.
         CheckpointDamaged, SizeMismatch: of the checkpoints that are there.
@@ -51,6 +52,7 @@ def line_of(
             "state.load_state_dict(...), or make its objects anew"
         )
     state.check_round_trip()
+    check_complete(state)
     saver = (SpreadSaver if state.spreads else Saver)(checkpoint_dir, checkpoint_every)
     held = before.held_of(state) if before is not None else None
     stored = False
@@ -71,7 +73,7 @@ def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
     """Yields the steps, each until it is applied; see `Session.steps`."""
     try:
         state.guard(line)
-        with _draining_on_sigterm(line):
+        with _draining_on_sigterm(line), no_other_optimizer(state, lambda: line.is_updating):
             line.enter()
             while True:
                 line.wait_until_ready()

@@ -36,6 +36,7 @@ class LineMarks:
     Attributes:
         barred: why no collective may be called now, empty if it may.
         vouched: the last generation of which it is known that all members hold the same state.
+        is_new: the others have given this member the state, and it has made no step with them yet.
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
         most: members that another generation may have at most; None if all have as many as this one.
@@ -45,6 +46,7 @@ class LineMarks:
     def __init__(self) -> None:
         self.barred = ""
         self.vouched = 0
+        self.is_new = False
         self.passenger: Passenger | None = None
         self.boarded = 0
         self.most: int | None = None
@@ -114,9 +116,18 @@ class GroupCore:
         """True if all members are known to hold the same state (`session.steps` has seen to it)."""
         return self._line.vouched == self.generation
 
-    def vouch(self) -> None:
-        """All members of this generation hold the same state: for whoever owns the group."""
-        self._line.vouched = self.generation
+    def vouch(self, *, is_new: bool = False) -> None:
+        """All members of this generation hold the same state: for whoever owns the group.
+
+        Args:
+            is_new: the others have given it to this member, which has made no step with them yet.
+        """
+        self._line.vouched, self._line.is_new = self.generation, is_new
+
+    @property
+    def is_new(self) -> bool:
+        """True if the others have given this member the state, and it has made no step with them yet."""
+        return self._line.is_new
 
     @property
     def is_elastic(self) -> bool:
@@ -221,8 +232,11 @@ class GroupCore:
         """
         return self._bound.mesh.empty(shape, np.dtype(dtype))
 
-    def _enter(self) -> Binding:
+    def _enter(self, *, calls: bool = True) -> Binding:
         """Every public call passes here first: refuses a generation that is over.
+
+        Args:
+            calls: False for what communicates nothing, and is never barred.
 
         Returns:
             What to carry the call out with; the group may move on meanwhile.
@@ -231,7 +245,7 @@ class GroupCore:
         if bound.stale:
             text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
             raise StaleGeneration(text, generation=bound.mesh.generation)
-        if self._line.barred:
+        if self._line.barred and calls:
             raise StepOrderError(self._line.barred)
         try:
             bound.mesh.fault.check()

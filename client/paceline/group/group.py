@@ -92,7 +92,7 @@ class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
             InvalidWorldSize: no members.
             InvalidRank: a member lies outside the group, or this member is not among them.
         """
-        bound = self._enter()
+        bound = self._enter(calls=False)
         members = list(members)
         if not members:
             raise InvalidWorldSize("a group needs at least 1 member, not 0")
@@ -129,7 +129,7 @@ class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
             same = [rank for rank, member in enumerate(members) if color(member) == mine]
             return same if key is None else sorted(same, key=lambda rank: key(members[rank]))
 
-        bound = self._enter()
+        bound = self._enter(calls=False)
         with self._lock:
             self._splits += 1
             name = f"split{self._splits}"

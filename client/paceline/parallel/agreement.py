@@ -5,6 +5,7 @@ W ranks; every step here is a collective, so all ranks take it together or fail 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import DivergenceError, StepOrderError
+from paceline.errors import DivergenceError, PacelineError, PeerRaised, StepOrderError
 from paceline.parallel.manifest import Manifest, first_difference
 from paceline.parallel.ranks import Ranks
 
@@ -34,16 +35,26 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
+        PeerRaised: in place of these where newcomers alone differ from those who were training: it is their error.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
         return 0
     description = manifest.encode()
-    table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description)])
-    if odd := _differ(table):
-        reference = _show(group, description, root=0, nbytes=int(table[0, 1]))
+    table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description), group.is_new])
+    new = table[:, 2].astype(bool)
+    reference = int(np.argmin(new))  # the first who is not, if there is one
+    if odd := _differ(table[:, :2], reference):
+        usual = _show(group, description, root=reference, nbytes=int(table[reference, 1]))
         example = _show(group, description, root=odd[0], nbytes=int(table[odd[0], 1]))
-        raise first_difference(Manifest.decode(reference), Manifest.decode(example), rank=odd[0], ranks=odd)
+        error = first_difference(Manifest.decode(usual), Manifest.decode(example), ranks=odd, reference=reference)
+        error.ranks = tuple(group.members[rank].rank for rank in odd)  # of a part of the view too
+        with contextlib.suppress(PacelineError):
+            _tell_all(group, [0])  # whoever raises may end the generation: all have heard by then
+        if group.rank not in odd and new[list(odd)].all() and not new.all():
+            text = f"{group.members[odd[0]]} came in, and does not train what is trained: {error}"
+            raise PeerRaised(text, ranks=error.ranks) from error
+        raise error
 
     if group.vouched:
         return 0
@@ -73,9 +84,9 @@ def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
     return reduced
 
 
-def _differ(table: NDArray[np.int64]) -> tuple[int, ...]:
-    """The ranks whose row is not rank 0's."""
-    return tuple(int(r) for r in np.flatnonzero((table != table[0]).any(axis=1)))
+def _differ(table: NDArray[np.int64], reference: int = 0) -> tuple[int, ...]:
+    """The ranks whose row is not the reference's."""
+    return tuple(int(r) for r in np.flatnonzero((table != table[reference]).any(axis=1)))
 
 
 def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:

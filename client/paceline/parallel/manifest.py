@@ -76,25 +76,26 @@ class Manifest:
         return cls(tuple((name, value) for name, value in fields["settings"]), tuple(entries))
 
 
-def first_difference(mine: Manifest, theirs: Manifest, *, rank: int, ranks: tuple[int, ...]) -> PacelineError:
+def first_difference(mine: Manifest, theirs: Manifest, *, ranks: tuple[int, ...], reference: int = 0) -> PacelineError:
     """The error for two manifests that differ, naming the first difference.
 
     Args:
-        mine: rank 0's.
-        theirs: the other one's.
-        rank: whose `theirs` is.
-        ranks: all ranks that differ from rank 0.
+        mine: the reference's.
+        theirs: that of the first of `ranks`.
+        ranks: all ranks that differ from the reference.
+        reference: the rank whose model the others are to have.
     """
-    who = f"rank {rank}" if len(ranks) == 1 else f"rank {rank} (and {list(ranks)} in all)"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} (and {list(ranks)} in all)"
+    usual = f"rank {reference}"
     for (name, value), (_, other_value) in zip(mine.settings, theirs.settings, strict=True):
         if value != other_value:
-            return SettingsMismatch(f"{name} is {other_value} on {who} and {value} on rank 0", ranks=ranks)
+            return SettingsMismatch(f"{name} is {other_value} on {who} and {value} on {usual}", ranks=ranks)
     for a, b in zip(mine.entries, theirs.entries, strict=False):
         if a != b:
-            text = f"the model of {who} differs from rank 0's: it has {b} where rank 0 has {a}"
+            text = f"the model of {who} differs from {usual}'s: it has {b} where {usual} has {a}"
             only_shape = (a.path, a.dtype, a.kind) == (b.path, b.dtype, b.kind)
             return (SizeMismatch if only_shape else DivergenceError)(text, ranks=ranks)
     common = min(len(mine.entries), len(theirs.entries))
-    more, owner = (theirs, who) if len(theirs.entries) > common else (mine, "rank 0")
-    other = "rank 0" if more is theirs else who
+    more, owner = (theirs, who) if len(theirs.entries) > common else (mine, usual)
+    other = usual if more is theirs else who
     return DivergenceError(f"{owner} has {more.entries[common]}, which {other} has not", ranks=ranks)

@@ -119,6 +119,8 @@ class Session(abc.ABC):
         the next generation. All state that the block changes must be in `state`; what it prints or writes to files
         happens once for each attempt (`on_commit` hears of committed steps once). Collectives belong before
         `optimizer.step()`, or between steps into `retry()`; in a step with several updates behind `step.keep_copy()`.
+        They are refused elsewhere. In the first three steps it is looked at whether state changes outside of the block,
+        or before `optimizer.step()`; learning rates and `requires_grad` may.
 
         Whoever comes later is given the state of those who train, and begins with their next step. SIGTERM, and
         `paceline drain`, have a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0.
@@ -135,8 +137,10 @@ class Session(abc.ABC):
         Raises:
             Dismissed: this worker has nothing more to do.
             StepVoid: a step failed five times in a row; the text has the causes.
-            StepOrderError: a collective came behind `optimizer.step()`, or that outside of a step; or `state` is half
-                changed, for an earlier loop was interrupted in a step: load a checkpoint, or make its objects anew.
+            ValueError: an argument is out of range, or `state` lacks a model that its optimizers train, or a scheduler.
+            StepOrderError: a collective came behind `optimizer.step()` or between steps, or that outside of a step; the
+                state changed where it must not, or by an optimizer that is no part of it; or it is half changed, for an
+                earlier loop was interrupted in a step: load a checkpoint, or make its objects anew.
             SettingsMismatch, SizeMismatch: this worker trains something else than the others; the text says what.
             DivergenceError: members hold different bits.
             OrphanedError: the coordinator did not come back; or some of a spread state is lost, and there is no

@@ -81,6 +81,10 @@ class RoundPart(Part):
         for name, part in {"inner": self._inner, **self._shared}.items():
             part.load_rest(rest[name])
 
+    def fixed(self) -> Any:
+        """Buffers."""
+        return {name: part.fixed() for name, part in self._shared.items()}
+
     def small(self) -> Any:
         """A round begins: what is undone with it, of which this worker's own part never travels."""
         return {"worker": self._worker.begin_round(), **{name: part.small() for name, part in self._shared.items()}}

@@ -9,7 +9,9 @@ import pytest
 from unit.elastic.fakes import FRAMEWORK, Counter, ForeignModel, ForeignOptimizer, Normed, Tensor, framework
 
 import paceline
-from paceline.elastic.parts import check_fit, part_of, write
+from paceline.checkpoint.tree import split
+from paceline.elastic.fit import check_fit, write
+from paceline.elastic.parts import part_of
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 
@@ -38,6 +40,27 @@ def test_model_puts_buffers_back_into_the_arrays_that_are_there() -> None:
     assert buffer.tolist() == [0] * 4
     assert grads(model) == [None] * 3
     assert model.linear.weight.data[0, 0] == 77, "large state is not the undo's to change"
+
+
+def test_which_parameters_are_frozen_is_small_state() -> None:
+    model, other = Normed(), Normed()
+    part, frozen = part_of("model", model), model.linear.bias
+    small = part.small()
+    frozen.requires_grad = False
+    assert split(part.rest())[0] != split(part_of("model", other).rest())[0]
+    part_of("model", other).load_rest(part.rest())
+    assert [p.requires_grad for _, p in other.named_parameters()] == [True, False, True]
+    part.put_back(small)
+    assert frozen.requires_grad
+
+
+def test_a_checkpoint_from_before_has_buffers_alone() -> None:
+    model = Normed()
+    model.linear.bias.requires_grad = False
+    part_of("model", model).load_rest({"mean": np.full(4, 2.0)})
+    assert model.mean.tolist() == [2] * 4
+    assert not model.linear.bias.requires_grad
+    part_of("model", paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))).load_rest({})
 
 
 def test_model_of_another_framework() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.elastic.blocks import Outcome
 from paceline.elastic.retry import attempts
+from paceline.elastic.step import BETWEEN_STEPS
 from paceline.errors import PeerLost
 
 
@@ -24,16 +25,21 @@ class Scene:
         self.line: Any = SimpleNamespace(
             done=False, left=False, retry=lambda: outcomes.pop(0), block_done=lambda: self.done.append("done")
         )
-        self.group: Any = SimpleNamespace(mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier)
+        self.group: Any = SimpleNamespace(
+            mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, barred=BETWEEN_STEPS
+        )
+        self.group.bar = lambda reason: setattr(self.group, "barred", reason)
 
     def run(self) -> list[bool]:
         found = []
         for attempt in attempts(self.line, self.group):
             with attempt:
+                assert not self.group.barred
                 self.fault.failed = self.fails > 0 and not self.ended
                 if self.fault.failed:
                     self.fails -= 1
                     raise self.fault.error()
+            assert self.group.barred == BETWEEN_STEPS
             self.fault.failed = False
             found.append(attempt.completed)
         return found

@@ -13,7 +13,7 @@ from paceline.elastic.errand import Errand
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.elastic.word import Flag, word
-from paceline.errors import DivergenceError, PeerLost
+from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -94,3 +94,23 @@ def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_w
         with pytest.raises(PeerLost, match="rank 0 is gone"):
             step.open_gate()
     assert [steward.saw for steward in stewards] == [[], []]
+
+
+@pytest.mark.parametrize("error", [SettingsMismatch("compression is bf16", ranks=(1,)), DivergenceError("it differs")])
+def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, groups: list[Group]) -> None:
+    """What `agree` raises there; whoever is first ends the generation, and nobody takes another's error for its own."""
+    both, heard = threading.Barrier(2), PeerRaised("rank 1 came in", ranks=(1,))
+
+    def enter(rank: int) -> Step:
+        step = step_of(groups[rank], Steward())
+        with step:
+            both.wait()
+            raise error if rank == 1 else heard
+        return step
+
+    step, ended = at_once([lambda rank=rank: enter(rank) for rank in range(2)])
+    assert ended is error
+    assert isinstance(step, Step)
+    assert not step.applied
+    assert isinstance(step.cause, PeerRaised)
+    assert groups[0].mesh.fault.failed

@@ -221,11 +221,48 @@ def test_collective_behind_the_gate(session: Any) -> None:
 
 
 def test_collectives_between_the_steps(session: Any) -> None:
-    training = Training()
-    for step in session.steps(training.state, total=3):
+    """They would go well until somebody is lost."""
+    training, group = Training(), session.group
+
+    def refused() -> None:
+        for call in (lambda: group.all_reduce(np.ones(2)), group.barrier):
+            with pytest.raises(StepOrderError, match=r"between two steps: .* `for attempt in session\.retry\(\)"):
+                call()
+
+    group.barrier()
+    for step in session.steps(training.state, total=4):
+        refused()
+        part = group.subgroup([0])  # communicates nothing
+        with pytest.raises(StepOrderError, match="between two steps"):
+            part.barrier()
         with step:
+            part.barrier()
+            if step.number == 2 and step.attempt == 1:
+                fail(session)
             training.optimizer.step()
-        assert session.group.all_reduce(np.ones(2)).tolist() == [1, 1]
+        refused()
+        for attempt in session.retry():
+            refused()
+            with attempt:
+                assert group.all_reduce(np.ones(2)).tolist() == [1, 1]
+                if step.number == 3 and attempt.number == 1:
+                    fail(session)
+            refused()
+        refused()
+        if step.number == 3:
+            break
+    group.barrier()
+
+
+def test_a_retry_in_a_step_does_not_open_what_is_barred(session: Any) -> None:
+    training = Training()
+    steps = session.steps(training.state, total=3)
+    with next(steps):
+        training.optimizer.step()
+        attempt = next(session.retry())
+        with pytest.raises(StepOrderError, match=r"a collective after optimizer\.step\(\)"), attempt:
+            session.group.barrier()
+    steps.close()
 
 
 def test_step_that_is_not_entered(session: Any) -> None:

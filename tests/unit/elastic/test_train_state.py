@@ -94,7 +94,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
         parts["optimizer"]["arrays"]["bias/mean"] = np.zeros(99)
 
     def wrong_buffer(parts: Any) -> None:
-        parts["model"]["rest"]["mean"] = np.zeros(99)
+        parts["model"]["rest"]["buffers"]["mean"] = np.zeros(99)
 
     def wrong_place(parts: Any) -> None:
         parts["sampler"]["rest"]["state"]["offset"] = 10**6

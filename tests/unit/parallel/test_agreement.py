@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,16 +14,19 @@ from unit.parallel.helpers import Array, Branches, mlp, scale, weights
 from paceline.errors import (
     DivergenceError,
     PacelineError,
+    PeerRaised,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
     UnsupportedOp,
 )
 from paceline.group import Group
+from paceline.links.fault import Suspicion
 from paceline.parallel import DDP
 from paceline.parallel.agreement import agree
 from paceline.parallel.manifest import Manifest
 from paceline.testing import run_ranks
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
 class Buffered(Branches):
@@ -102,6 +106,70 @@ def test_models_that_differ(odd: Callable[[], Branches], kind: type[PacelineErro
         return str(caught.value)
 
     assert len(set(run_ranks(3, rank))) == 1  # all tell the same story
+
+
+def test_all_hear_of_it_before_one_ends_the_generation() -> None:
+    """Rank 2 is late for the last message, and rank 0 ends the generation as soon as it has raised."""
+    rank_0_is_through = threading.Event()
+
+    def rank(g: Group) -> None:
+        reduce, broadcast = g.all_reduce, g.broadcast
+        reductions, messages = [0], [0]
+
+        def all_reduce(*args: Any, **settings: Any) -> Any:
+            reductions[0] += 1
+            if g.rank == 0 and reductions[0] == 2:
+                rank_0_is_through.set()
+            return reduce(*args, **settings)
+
+        def late(*args: Any, **settings: Any) -> Any:
+            messages[0] += 1
+            if g.rank == 2 and messages[0] == 2:
+                assert rank_0_is_through.wait(10)
+            return broadcast(*args, **settings)
+
+        g.all_reduce, g.broadcast = all_reduce, late  # type: ignore[method-assign]
+        with pytest.raises(SizeMismatch, match="differs"):
+            DDP(Branches("a", a=scale(*[1.0] * (1 + min(g.rank, 1)))), g)(np.ones((1, 1)))
+        if g.rank == 0:
+            g.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, 1, 0, "rank 1 is odd"))
+            rank_0_is_through.set()
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize(
+    ("new", "odd", "blamed", "hear"),
+    [
+        ((0, 3), (0,), (0,), (0,)),
+        ((0, 3), (0, 3), (0, 3), (0, 3)),
+        ((3,), (0, 3), (1, 2), (0, 1, 2, 3)),  # the first who was there is what the others are compared with
+        ((), (3,), (3,), (0, 1, 2, 3)),
+        ((0, 1, 2, 3), (3,), (3,), (0, 1, 2, 3)),  # nobody was there
+    ],
+)
+def test_newcomers_are_the_ones_who_differ(new: Any, odd: Any, blamed: Any, hear: Any) -> None:
+    """It is their error alone: `hear` are the ranks for which it is a SizeMismatch."""
+
+    def rank(g: Group) -> None:
+        g.vouch(is_new=g.rank in new)
+        kind = SizeMismatch if g.rank in hear else PeerRaised
+        with pytest.raises(kind, match=f"the model of rank {blamed[0]}") as caught:
+            DDP(Branches("a", a=scale(1.0, 2.0) if g.rank in odd else scale(1.0)), g)(np.ones((1, 1)))
+        assert caught.value.ranks == blamed
+
+    run_ranks(4, rank)
+
+
+def test_newcomers_in_a_part_of_the_view() -> None:
+    def rank(g: Group) -> None:
+        g.vouch(is_new=g.rank == 3)
+        if g.rank >= 2:
+            with pytest.raises(SizeMismatch if g.rank == 3 else PeerRaised, match="the model of rank 1") as caught:
+                DDP(Branches("a", a=scale(*[1.0] * g.rank)), g.subgroup([2, 3]))(np.ones((1, 1)))
+            assert caught.value.ranks == (3,), "in the view"
+
+    run_ranks(4, rank)
 
 
 def test_parameters_tied_on_one_rank_only() -> None:
