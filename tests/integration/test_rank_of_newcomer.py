@@ -20,12 +20,12 @@ with paceline.join() as session:
             emit("has", number=getattr(session, name))
         except paceline.StepOrderError as error:
             emit("has", number=None, text=str(error), members=len(session.members), generation=session.generation)
-    notes = {"come": 0}
-    for step in session.steps(paceline.TrainState(notes=notes), total=1_000_000):
+    told = 0
+    for step in session.steps(paceline.TrainState(notes={"any": 0}), total=1_000_000):
         with step:
             session.group.all_reduce(np.ones(1))
-        if step.applied and session.size != notes["come"]:
-            notes["come"] = session.size
+        if step.applied and session.size != told:
+            told = session.size
             emit("trains", rank=session.rank, size=session.size)
 """
 
