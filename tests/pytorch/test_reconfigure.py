@@ -7,16 +7,19 @@ from 2.15 on; with an older release, nothing here is collected.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.processes import Worker
+from support.python_process import start_python
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
@@ -201,11 +204,15 @@ def members(count: int) -> Iterator[list[Member]]:
         assert [worker.wait() for worker in alive] == [0] * len(alive)
         for member in all_of_them:
             member.worker.close()
-        said = [line for member in all_of_them for line in member.worker.stderr.splitlines()]
-        assert not [line for line in said if not line.startswith(OTHER_NEWS)]
+        assert not unexpected("".join(member.worker.stderr for member in all_of_them))
     finally:
         for member in all_of_them:
             member.worker.close()
+
+
+def unexpected(said: str) -> list[str]:
+    """What members that end in good order must not write to standard error."""
+    return [line for line in said.splitlines() if not line.startswith(OTHER_NEWS)]
 
 
 def ask_all(some: Sequence[Member], do: str, timeout: float = 20.0, **arguments: Any) -> list[Any]:
@@ -450,6 +457,39 @@ def test_models_are_made_anew_on_each_generation(kind: str) -> None:
             found.append(weights[0])
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
+    """Rank 0, which coordinates, within a backward pass; then another after a step that the rest may not have taken."""
+    script = (Path(__file__).parents[2] / "examples" / "torch_reconfigure.py").read_text()
+    assert script.count("        loss.backward()\n        optimizer.step()\n") == 1
+    script = script.replace(
+        "        loss.backward()\n        optimizer.step()\n",
+        "        if (rank, step) == (0, 60):\n"
+        "            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), 9))\n"
+        "        loss.backward()\n        optimizer.step()\n"
+        "        if (rank, step) == (2, 120):\n            os.kill(os.getpid(), 9)\n",
+    )
+    (tmp_path / "train.py").write_text(script)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "4", "MASTER_PORT": str(probe.getsockname()[1])}
+    with ExitStack() as cleanup:
+        started = [start_python([str(tmp_path / "train.py")], {"RANK": str(rank), **meeting}) for rank in range(4)]
+        for process in started:
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                cleanup.enter_context(pipe)
+            cleanup.callback(process.kill)
+        codes = [process.wait(120) for process in started]
+        printed = [process.stdout.read() for process in started if process.stdout]
+        said = [process.stderr.read() for process in started if process.stderr]
+    assert codes == [-9, 0, -9, 0], (printed, said)
+    ends = [printed[rank].splitlines()[-1] for rank in (1, 3)]
+    assert ends[0] == ends[1]
+    assert re.match(r"done: step 300, 2 members, weights \d", ends[0]), ends
+    assert re.search(r"step 300: loss 0\.[01]\d+, 2 members", printed[1]), printed
+    assert not unexpected("".join(said))
 
 
 def test_a_group_without_members_says_what_to_call() -> None:

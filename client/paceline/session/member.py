@@ -328,6 +328,7 @@ class MemberConnection:
         if not self._joined.done():
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
+            self._generations.coordinator_gone()
             level = logging.ERROR if self._coordinator_returns else logging.INFO  # links tell what became of its member
             _log.log(level, "%s; collectives go on without it for as long as all members live", error)
         else:  # evicted while it was cut off, most likely: nobody will accept what this member sends
