@@ -7,6 +7,7 @@ from 2.15 on; with an older release, nothing here is collected.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -18,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from paceline._loop import loop_thread
+from paceline.session.address import Endpoint
+from paceline.torch.process_group.handles import Handle, Presence, Watch
 from support.processes import Worker
 from support.python_process import start_python
 
@@ -109,6 +113,12 @@ def wait_until_watched(watchers):
         while len(group._presence._asking) < watchers:
             await asyncio.sleep(0)
     loop_thread().run(watched())
+
+def fork():
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    return pid
 
 def get_error():
     return group.get_error().name
@@ -354,8 +364,11 @@ def stranger(port: int, word: bytes) -> Iterator[None]:
 
 
 def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_its_address() -> None:
-    with members(3) as (a, b, c):
+    """A child of it, as a loader of data has them, lives on."""
+    with members(3) as (a, b, c), ExitStack() as cleanup:
         gather([a, b, c], 1)
+        child = c.ask("fork")
+        cleanup.callback(os.kill, child, signal.SIGKILL)
         c.kill()
 
         def refused(uuid: int, handles: Sequence[str]) -> None:
@@ -490,6 +503,19 @@ def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
     assert re.match(r"done: step 300, 2 members, weights \d", ends[0]), ends
     assert re.search(r"step 300: loss 0\.[01]\d+, 2 members", printed[1]), printed
     assert not unexpected("".join(said))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_door_answers_by_the_addresses_that_it_has(host: str) -> None:
+    thread = loop_thread()
+    presence = Presence()
+    thread.run(presence.open(host))
+    for asked in {"::": ["127.0.0.1", "::1"]}.get(host, [host]):
+        right, wrong = (Handle(Endpoint(asked, 1), presence.door, name) for name in (presence.member, "f" * 16))
+        watch = Watch([right, wrong])
+        assert thread.run(watch.find_gone()) == [1]
+        thread.run(watch.close())
+    thread.run(presence.close())
 
 
 def test_a_group_without_members_says_what_to_call() -> None:

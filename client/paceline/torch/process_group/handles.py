@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paceline._exhausted import is_exhausted
+from paceline._fork import protect
 from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.lookup import look_up
 
@@ -26,6 +29,9 @@ _PROBE_S = 1.0
 
 _AT_ONCE = 64
 """Members that are asked at a time."""
+
+_BACKLOG = 1024
+"""So many may ask at one time."""
 
 _MEMBER_BYTES = 8
 
@@ -77,15 +83,23 @@ class Presence:
     async def open(self, host: str) -> None:
         """Answers from now on.
 
+        Args:
+            host: an IP address of this host; "::" stands for all, by IPv4 too.
+
         Raises:
             OSError: it cannot listen there.
         """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Answer(self.member, self._asking), host, 0, backlog=1024)
-        self.door = self._server.sockets[0].getsockname()[1]
+        answer = functools.partial(_Answer, self.member, self._asking)
+        self._server = await loop.create_server(answer, sock=listening, backlog=_BACKLOG)
+        self.door = listening.getsockname()[1]
+        protect(id(self), listening_port=self.door, dialled=set())
 
     async def close(self) -> None:
         """Answers no more, and ends the connections of those who still watch."""
+        protect(id(self), listening_port=0, dialled=set())
         if self._server is not None:
             self._server.close()
         for transport in list(self._asking):

@@ -20,7 +20,8 @@ from dataclasses import replace
 from torch._C import _distributed_c10d as c10d  # torch before 2.15 has less in it
 from torch.distributed import distributed_c10d
 
-from paceline import Group, Session
+from paceline import Group
+from paceline._fork import protect
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.embedded import coordinator
@@ -114,6 +115,8 @@ class Reconfigurable(ProcessGroup):
             # No job here is ever taken up again, and no other coordinator takes the place of this one.
             own = coordinator(listen=str(Endpoint(host, 0)), for_good=True, keep_numbers=False)
             port = parse_endpoint(self._cleanup.enter_context(own)).port
+            protect(id(self), listening_port=port, dialled=set())
+            self._cleanup.callback(lambda: protect(id(self), listening_port=0, dialled=set()))
             loop_thread().run(self._presence.open(host))
             self._cleanup.callback(lambda: loop_thread().run(self._presence.close()))
             self._own = Handle(Endpoint(here.host, port), self._presence.door, self._presence.member)
@@ -149,13 +152,17 @@ class Reconfigurable(ProcessGroup):
                 raise _lost(opts.uuid, handles, gone)
             self._used.add(opts.uuid)
             self._part(_FIRST)  # what was sent to the members of before is still delivered
-            session = self._meet(opts.uuid, handles, handles.index(own), watch, deadline)
+            self._meet(opts.uuid, handles, handles.index(own), watch, deadline)
         finally:
             loop_thread().run(watch.close())
-        self._take(session.group, session.leave)
+        try:
+            self._group.barrier(max(_LEAST_S, deadline - time.monotonic()))
+        except BaseException:
+            self._part(_FIRST)
+            raise
         return Operation([], [], [], self._futures)
 
-    def _meet(self, uuid: int, handles: list[Handle], rank: int, watch: Watch, deadline: float) -> Session:
+    def _meet(self, uuid: int, handles: list[Handle], rank: int, watch: Watch, deadline: float) -> None:
         """Joins the job of this generation, at the coordinator of the first member."""
         config = replace(self._config, join_timeout=deadline - time.monotonic())
         wanted = Membership(_job(uuid, handles), len(handles), len(handles), rank, rules_of(config))
@@ -164,17 +171,15 @@ class Reconfigurable(ProcessGroup):
         try:
             loop_thread().run(watch.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
             connection.open(config.join_timeout)
+            session = CoordinatedSession(connection, config)
+            self._take(session.group, session.leave)
         except (CoordinatorUnreachable, OrphanedError) as error:
-            raise _lost(uuid, handles, [0]) from error
+            if time.monotonic() < deadline:
+                raise _lost(uuid, handles, [0]) from error
+            silent = f"rank 0 ({handles[0].address}), which coordinates, has not answered in time"
+            raise OperationTimeout(f"reconfiguration {uuid}: {silent}") from error
         finally:
             self._joining = None
-        session = CoordinatedSession(connection, config)
-        try:
-            session.group.barrier(max(_LEAST_S, deadline - time.monotonic()))
-        except BaseException as error:
-            session.leave(error)
-            raise
-        return session
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
         """Has `abort` call a hook before it ends anything."""
@@ -268,5 +273,5 @@ def _lost(uuid: int, handles: Sequence[Handle], gone: Sequence[int]) -> PeerLost
 
 
 def _job(uuid: int, handles: Sequence[Handle]) -> str:
-    """Who means other members by the same number does not meet these."""
+    """Members that were given other handles under the same number are in another job."""
     return f"reconfigure.{uuid}.{hashlib.sha256(repr(handles).encode()).hexdigest()[:16]}"
