@@ -439,9 +439,11 @@ def test_who_does_not_come_or_means_other_members_is_a_timeout() -> None:
         a.tell("reconfigure", uuid=1, handles=[a.handle, b.handle], timeout=0.5)
         told = a.error()
         assert (told["type"], told["runtime"]) == ("OperationTimeout", True), told
+        door, name = c.handle.split("/")[3:]
+        other = f"paceline://127.0.0.1:1/{door}/{name}"  # of a fourth one, which lives
         for member in (a, b):
-            member.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, c.handle], timeout=0.5)
-        c.tell("reconfigure", uuid=2, handles=[b.handle, a.handle, c.handle], timeout=0.5)
+            member.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, other], timeout=0.5)
+        c.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, c.handle], timeout=0.5)
         assert {member.error()["type"] for member in (a, b, c)} == {"OperationTimeout"}
         gather([a, b, c], 3)
 
