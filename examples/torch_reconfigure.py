@@ -60,7 +60,7 @@ while True:
         if step % 50 == 0 and dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.4f}, {dist.get_world_size()} members", flush=True)
     except dist.DistBackendError as error:
-        if not error.ranks:
+        if not getattr(error, "ranks", ()):
             raise
         print(error, flush=True)  # every survivor has the same error with the same ranks
         handles = [handle for place, handle in enumerate(handles) if place not in error.ranks]

@@ -446,6 +446,13 @@ def test_who_does_not_come_or_means_other_members_is_a_timeout() -> None:
         c.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, c.handle], timeout=0.5)
         assert {member.error()["type"] for member in (a, b, c)} == {"OperationTimeout"}
         gather([a, b, c], 3)
+        c.worker.signal(signal.SIGSTOP)  # does not say its name, nor, if it is first, coordinate
+        for uuid, handles in ((4, [a.handle, c.handle]), (5, [c.handle, a.handle])):
+            a.tell("reconfigure", uuid=uuid, handles=handles, timeout=0.5)
+            told = a.error()
+            assert (told["type"], told["runtime"]) == ("OperationTimeout", True), told
+        c.worker.signal(signal.SIGCONT)
+        gather([a, b, c], 6)
 
 
 def test_groups_are_made_anew_on_each_generation_by_members_with_different_pasts() -> None:

@@ -53,9 +53,10 @@ __all__ = ["Reconfigurable"]
 
 _FIRST = "this process group has no members yet: call torch.distributed._reconfigure() first"
 _ABORTED = "this process group was aborted: call torch.distributed._reconfigure() to go on"
+_MEANWHILE = "this process aborted the process group while it was being reconfigured"
 
 _LEAST_S = 0.1
-"""For links, if the members came at the last moment."""
+"""For what is left to do, if members came, or were silent, until the last moment."""
 
 _GOODBYE_S = 2.0
 """At the end, for members of earlier generations to take in what was sent to them."""
@@ -79,6 +80,7 @@ class Reconfigurable(ProcessGroup):
         self._cleanup = contextlib.ExitStack()
         self._used: set[int] = set()
         self._hooks: dict[int, Callable[[], None]] = {}
+        self._aborts = 0
         self._joining: Callable[[PacelineError], None] | None = None
         self._leaving: list[tuple[threading.Thread, Fault]] = []
 
@@ -145,30 +147,32 @@ class Reconfigurable(ProcessGroup):
         if handles.count(own) != 1 or len(set(handles)) != len(handles):
             raise InvalidRank(f"each handle must be there once, and {own}, this member's, among them: {opts.handles}")
         deadline = time.monotonic() + (seconds_of(opts.timeout) or self._timeout)
-        watch = Watch(handles)
+        watch, aborts = Watch(handles), self._aborts
         try:
             gone = loop_thread().run(watch.find_gone())
             if gone:
                 raise _lost(opts.uuid, handles, gone)
             self._used.add(opts.uuid)
             self._part(_FIRST)  # what was sent to the members of before is still delivered
-            self._meet(opts.uuid, handles, handles.index(own), watch, deadline)
+            self._meet(opts.uuid, handles, handles.index(own), watch, deadline, aborts)
         finally:
             loop_thread().run(watch.close())
         try:
+            self._end_if_aborted(aborts)
             self._group.barrier(max(_LEAST_S, deadline - time.monotonic()))
         except BaseException:
             self._part(_FIRST)
             raise
         return Operation([], [], [], self._futures)
 
-    def _meet(self, uuid: int, handles: list[Handle], rank: int, watch: Watch, deadline: float) -> None:
+    def _meet(self, uuid: int, handles: list[Handle], rank: int, watch: Watch, deadline: float, aborts: int) -> None:
         """Joins the job of this generation, at the coordinator of the first member."""
-        config = replace(self._config, join_timeout=deadline - time.monotonic())
+        config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
         wanted = Membership(_job(uuid, handles), len(handles), len(handles), rank, rules_of(config))
         connection = connect(handles[0].address, wanted, config, coordinator_returns=False)
         self._joining = connection.give_up
         try:
+            self._end_if_aborted(aborts)
             loop_thread().run(watch.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
             connection.open(config.join_timeout)
             session = CoordinatedSession(connection, config)
@@ -180,6 +184,12 @@ class Reconfigurable(ProcessGroup):
             raise OperationTimeout(f"reconfiguration {uuid}: {silent}") from error
         finally:
             self._joining = None
+
+    def _end_if_aborted(self, aborts: int) -> None:
+        """Does what `abort` could not do, for there was nothing yet, if it was called since there were so many."""
+        if self._aborts != aborts:
+            self._abort()
+            raise PeerRaised(_MEANWHILE)
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
         """Has `abort` call a hook before it ends anything."""
@@ -202,10 +212,10 @@ class Reconfigurable(ProcessGroup):
 
     def _abort(self) -> None:
         raised = ErrorReason.ERROR_REASON_PEER_RAISED
+        self._aborts += 1  # first: `reconfigure` looks at it behind each of the two below
         joining, mesh = self._joining, self._group.mesh
         if joining is not None:
-            error = PeerRaised("this process aborted the process group while it was being reconfigured")
-            loop_thread().loop.call_soon_threadsafe(joining, error)
+            loop_thread().loop.call_soon_threadsafe(joining, PeerRaised(_MEANWHILE))
         if mesh.peers:
             me, operation = mesh.peers[mesh.rank], self._group.progress().operation
             word = f"{me} aborted the process group"
