@@ -143,7 +143,10 @@ class Coordinator:
             return
         self._stopped = True
         if for_good:
+            loop = asyncio.get_running_loop()
+            cut = loop.time() + grace
             await self._dispatcher.dissolve(grace)
+            grace = max(0.0, cut - loop.time())
         self._dispatcher.drain()
         # A watcher that does not read holds the lock of the health service, and must not hold us.
         with contextlib.suppress(TimeoutError):

@@ -429,7 +429,9 @@ class Dispatcher:
         deadline = min(due, job.membership.next_deadline())
         if self.jobs.get(state.name) is job and state.is_at_rest and not len(job.store.values):
             del self.jobs[state.name]
-            if state.generation or state.finished is not None:
+            if not self.settings.keep_numbers:
+                self._keeper.forget(state.name)
+            elif state.generation or state.finished is not None:
                 self._resting[state.name] = JobState(
                     state.name, generation=state.generation, finished=state.finished, reached=state.reached
                 )

@@ -14,6 +14,7 @@ from paceline_server.storage.base import (
     Change,
     EndingStored,
     FinishedStored,
+    JobForgotten,
     ReachedStored,
     Storage,
     VerdictStored,
@@ -65,6 +66,10 @@ class Keeper:
             case StoreFinished(step):
                 written = self._storage.write([FinishedStored(name, step)])
                 written.add_done_callback(functools.partial(self._finish_written, job, step))
+
+    def forget(self, name: str) -> None:
+        """Nothing is left of this job."""
+        self._write(JobForgotten(name))
 
     def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
         error = written.exception()

@@ -67,6 +67,9 @@ class ServerSettings:
     """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. They stay until an
     operator says `paceline forget`, for a job's numbers never fall. An answer to ListJobs has room for so many."""
 
+    keep_numbers: bool = True
+    """False where no job is taken up again under its name: nothing is left of one that is over."""
+
     max_sessions: int = 10_000
     """Sessions of all jobs together."""
 
@@ -134,7 +137,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and not value > 0:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65_535):

@@ -176,6 +176,19 @@ def test_jobs_that_are_over_do_not_fill_the_coordinator_and_keep_their_numbers()
     run(main)
 
 
+def test_of_jobs_that_are_never_taken_up_again_nothing_is_left() -> None:
+    async def main() -> None:
+        storage = MemoryStorage()
+        async with running(storage, max_jobs=1, max_resting_jobs=1, keep_numbers=False) as channel:
+            for name in ("a", "b", "c", "d"):
+                assert await job_over(channel, name) == 1
+            admin: Any = AdminServiceStub(channel)
+            assert not (await admin.ListJobs(pb.ListJobsRequest())).jobs
+        assert not await storage.load()
+
+    run(main)
+
+
 def test_a_job_with_keys_is_not_at_rest() -> None:
     async def main() -> None:
         async with running(max_jobs=1) as channel:

@@ -7,27 +7,41 @@ from 2.15 on; with an older release, nothing here is collected.
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
+import socket
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline._loop import loop_thread
+from paceline.session.address import Endpoint
+from paceline.torch.process_group.handles import Handle, Presence, Watch
 from support.processes import Worker
+from support.python_process import start_python
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
 SOON_S = 5.0
 """For an error to come; nothing that is not noticed ends before `TIMEOUT_S`. What it takes is measured elsewhere."""
 
+AT_ONCE_S = 1.8
+"""For `destroy_process_group`; a goodbye that nobody answers takes 2 s."""
+
 TIMEOUT_S = 60
 
+OTHER_NEWS = ("the last ", "the coordinator did not run for ")
+"""Where the record of a failure is, and that this machine was busy."""
+
 MEMBER = f"""
-import torch, torch.distributed as dist
+import asyncio, torch, torch.distributed as dist
 from datetime import timedelta
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 torch.set_num_threads(1)
 dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True,
                         timeout=timedelta(seconds={TIMEOUT_S}))
@@ -57,13 +71,54 @@ def pass_on():
     sent.wait()
     return got.item()
 
-def abort_from_another_thread():
-    group.register_abort_hook(7, lambda: emit("hook"))
-    threading.Thread(target=lambda: (sys.stdin.readline(), group.abort())).start()
-    return all_reduce(1.0)
+def abort_when_told():
+    sys.stdin.readline()
+    try:
+        group.abort()
+    except ZeroDivisionError:  # of a hook; the other hook and the group have heard of it
+        pass
+    emit("aborted")
 
-def abort():
-    group.abort()
+def abort_from_another_thread(then, **arguments):
+    group.register_abort_hook(6, lambda: emit("never"))
+    group.unregister_abort_hook(6)
+    group.register_abort_hook(7, lambda: 1 // 0)
+    group.register_abort_hook(8, lambda: emit("hook"))
+    threading.Thread(target=abort_when_told).start()
+    return globals()[then](**arguments)
+
+def backend():
+    found = dist.get_backend_impl(group, torch.device("cpu"))
+    return found is group is dist.get_backend_impl() and found.supports_reconfigure and dist._supports_reconfigure()
+
+def part(ranks):
+    one, two, whole = dist.new_group(ranks), dist.new_group(ranks), init_device_mesh("cpu", (dist.get_world_size(),))
+    assert dist.get_process_group_ranks(group) == list(range(dist.get_world_size())) == whole.mesh.tolist()
+    if dist.get_rank() not in ranks:
+        return None
+    sums = torch.ones(1), torch.full((1,), 2.0)
+    works = [dist.all_reduce(tensor, group=made, async_op=True) for tensor, made in zip(sums, (one, two))]
+    for work in works:
+        work.wait()
+    return [tensor.item() for tensor in sums]
+
+def destroy():
+    began = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - began
+
+def wait_until_watched(watchers):
+    from paceline._loop import loop_thread
+    async def watched():
+        while len(group._presence._asking) < watchers:
+            await asyncio.sleep(0)
+    loop_thread().run(watched())
+
+def fork():
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    return pid
 
 def get_error():
     return group.get_error().name
@@ -79,8 +134,8 @@ def train(kind):
     else:
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-        mesh = DeviceMesh.from_group(group, "cpu")
-        model = fully_shard(net, mesh=mesh)
+        from torch.distributed.fsdp import fully_shard
+        model = fully_shard(net, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.arange(12 * 8.0).reshape(12, 8).sin().tensor_split(dist.get_world_size())[dist.get_rank()]
     for _ in range(3):
@@ -98,7 +153,7 @@ for line in sys.stdin:
     except Exception as error:
         facts = {{"ranks": list(getattr(error, "ranks", ())), "runtime": isinstance(error, RuntimeError)}}
         emit("error", type=type(error).__name__, text=str(error), **facts)
-dist.destroy_process_group()
+emit("left", took=destroy() if dist.is_initialized() else 0.0)
 """
 
 
@@ -112,7 +167,7 @@ class Member:
         self.handle = self.worker.expect("member", 60.0)["handle"]
         return self
 
-    def tell(self, do: str, **arguments: Any) -> None:
+    def tell(self, do: str, /, **arguments: Any) -> None:
         stdin = self.worker.process.stdin
         assert stdin is not None
         stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -129,28 +184,51 @@ class Member:
         assert found["event"] == "error", found
         return found
 
-    def ask(self, do: str, **arguments: Any) -> Any:
+    def ask(self, do: str, /, **arguments: Any) -> Any:
         self.tell(do, **arguments)
         return self.result()
+
+    def kill(self) -> None:
+        self.worker.signal(signal.SIGKILL)
+        self.worker.wait()
+
+    @property
+    def door(self) -> int:
+        """The port at which it says its name."""
+        return int(self.handle.split("/")[3])
 
 
 @contextmanager
 def members(count: int) -> Iterator[list[Member]]:
-    """Members, which a test may add to: all are gone at its end."""
+    """Members, which a test may add to. At its end all that live leave: at once, without a word, with exit code 0."""
     all_of_them = [Member() for _ in range(count)]
     try:
         for member in all_of_them:
             member.started()
         yield all_of_them
+        alive = [member.worker for member in all_of_them if member.worker.process.poll() is None]
+        for worker in alive:
+            assert worker.process.stdin is not None
+            worker.process.stdin.close()
+        assert max(worker.expect("left")["took"] for worker in alive) < AT_ONCE_S
+        assert [worker.wait() for worker in alive] == [0] * len(alive)
+        for member in all_of_them:
+            member.worker.close()
+        assert not unexpected("".join(member.worker.stderr for member in all_of_them))
     finally:
         for member in all_of_them:
             member.worker.close()
 
 
-def ask_all(some: Sequence[Member], do: str, **arguments: Any) -> list[Any]:
+def unexpected(said: str) -> list[str]:
+    """What members that end in good order must not write to standard error."""
+    return [line for line in said.splitlines() if not line.startswith(OTHER_NEWS)]
+
+
+def ask_all(some: Sequence[Member], do: str, timeout: float = 20.0, **arguments: Any) -> list[Any]:
     for member in some:
         member.tell(do, **arguments)
-    return [member.result() for member in some]
+    return [member.result(timeout) for member in some]
 
 
 def gather(some: Sequence[Member], uuid: int) -> None:
@@ -162,6 +240,7 @@ def gather(some: Sequence[Member], uuid: int) -> None:
 def test_a_list_gives_ranks_by_position_and_a_set_one_order_to_all() -> None:
     with members(3) as (a, b, c):
         gather([c, a, b], 1)
+        assert ask_all([a, b, c], "backend") == [True] * 3
         assert [member.ask("handle") for member in (a, b, c)] == [a.handle, b.handle, c.handle]
         assert ask_all([a, b, c], "all_reduce", value=2.0) == [6.0] * 3
         assert ask_all([c, a, b], "pass_on") == [2.0, 0.0, 1.0]
@@ -188,7 +267,7 @@ def test_fifty_generations_with_members_that_come_leave_and_die() -> None:
         line = list(everybody)
         for uuid in range(50):
             if uuid % 10 == 4:  # the first dies, which coordinates: nobody is told but by the next list
-                line.pop(0).worker.signal(signal.SIGKILL)
+                line.pop(0).kill()
             if uuid % 10 == 6:
                 everybody.append(Member())
                 line.append(everybody[-1].started())
@@ -223,11 +302,12 @@ def test_abort_ends_what_hangs_here_and_at_the_others() -> None:
     with members(3) as (a, b, c):
         gather([a, b, c], 1)
         b.tell("all_reduce_until_it_fails", elements=4)
-        a.tell("abort_from_another_thread")  # c enters no collective
+        a.tell("abort_from_another_thread", then="all_reduce", value=1.0)  # c enters no collective
         b.worker.expect("rolling")
         a.worker.go()
         a.worker.expect("hook")
-        assert a.error()["runtime"]
+        heard = {a.worker.expect_any()["event"], a.worker.expect_any()["event"]}
+        assert heard == {"error", "aborted"}
         told = b.error()
         assert (told["type"], told["ranks"], told["runtime"]) == ("PeerRaised", [0], True), told
         assert "aborted the process group" in told["text"]
@@ -238,18 +318,100 @@ def test_abort_ends_what_hangs_here_and_at_the_others() -> None:
         assert ask_all([a, b, c], "all_reduce", value=1.0) == [3.0] * 3
 
 
-def test_the_handle_of_a_dead_process_is_named_at_once() -> None:
-    with members(3) as (a, b, c):
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_frozen_member_is_left_behind_by_abort(place: int) -> None:
+    """Its coordinator, if it is first, says no more than it does."""
+    with members(3) as line:
+        gather(line, 1)
+        frozen = line[place]
+        a, b = [member for member in line if member is not frozen]
+        frozen.worker.signal(signal.SIGSTOP)
+        b.tell("all_reduce_until_it_fails", elements=4)
+        a.tell("abort_from_another_thread", then="all_reduce", value=1.0)
+        b.worker.expect("rolling")
+        a.worker.go()
+        a.worker.expect("hook")
+        assert {a.worker.expect_any()["event"], a.worker.expect_any()["event"]} == {"error", "aborted"}
+        told = b.error()
+        assert (told["type"], told["ranks"]) == ("PeerRaised", [line.index(a)]), told
+        gather([a, b], 2)
+        assert ask_all([a, b], "all_reduce", value=1.0) == [2.0] * 2
+        for member in (a, b):  # it is still frozen when they leave
+            member.tell("destroy")
+        assert max(member.result() for member in (a, b)) < AT_ONCE_S
+        frozen.kill()
+
+
+@contextmanager
+def stranger(port: int, word: bytes) -> Iterator[None]:
+    """Somebody else who listens there, and says something to each who comes."""
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):  # shut down
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(word)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_its_address() -> None:
+    """A child of it, as a loader of data has them, lives on."""
+    with members(3) as (a, b, c), ExitStack() as cleanup:
         gather([a, b, c], 1)
-        c.worker.signal(signal.SIGKILL)
-        c.worker.wait()
-        for member in (a, b):
-            member.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, c.handle])
-        for member in (a, b):
+        child = c.ask("fork")
+        cleanup.callback(os.kill, child, signal.SIGKILL)
+        c.kill()
+
+        def refused(uuid: int, handles: Sequence[str]) -> None:
+            for member in (a, b):
+                member.tell("reconfigure", uuid=uuid, handles=handles)
+            for member in (a, b):
+                told = member.error()
+                place = handles.index(c.handle)
+                assert (told["type"], told["ranks"], told["runtime"]) == ("PeerLost", [place], True), told
+                assert c.handle.split("/")[2] in told["text"]
+
+        refused(2, [a.handle, b.handle, c.handle])
+        for word in (b"f" * 16, b""):
+            with stranger(c.door, word):
+                refused(3, [c.handle, a.handle, b.handle])
+        gather([a, b], 4)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_death_while_the_others_wait_for_it_to_come_is_told_at_once(place: int) -> None:
+    with members(3) as line:
+        late = line[place]
+        rest = [member for member in line if member is not late]
+        for member in rest:
+            member.tell("reconfigure", uuid=1, handles=[member.handle for member in line])
+        late.ask("wait_until_watched", watchers=2)
+        late.kill()
+        for member in rest:
             told = member.error()
-            assert (told["type"], told["ranks"], told["runtime"]) == ("PeerLost", [2], True), told
-            assert c.handle.split("/")[2] in told["text"]
-        gather([a, b], 3)
+            assert (told["type"], told["ranks"], told["runtime"]) == ("PeerLost", [place], True), told
+        gather(rest, 2)
+
+
+def test_abort_ends_a_reconfiguration_for_which_a_member_does_not_come() -> None:
+    with members(2) as (a, b):
+        handles = [a.handle, b.handle]
+        a.tell("abort_from_another_thread", then="reconfigure", uuid=1, handles=handles)
+        b.ask("wait_until_watched", watchers=1)
+        a.worker.go()
+        a.worker.expect("hook")
+        found = {found["event"]: found for found in (a.worker.expect_any(), a.worker.expect_any())}
+        assert found["error"]["type"] == "PeerRaised", found
+        gather([a, b], 2)
 
 
 def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> None:
@@ -258,10 +420,10 @@ def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> 
         handles = [a.handle, b.handle]
         wrong = [
             (1, handles, "StaleGeneration", "already used"),
-            (2, [b.handle], "InvalidRank", "must be among the 1 handles once"),
-            (2, [a.handle, a.handle], "InvalidRank", "must be among the 2 handles once"),
+            (2, [b.handle], "InvalidRank", "must be there once"),
+            (2, [a.handle, a.handle], "InvalidRank", "must be there once"),
             (2, [a.handle, "nonsense"], "ValueError", "no handle of this backend"),
-            (2, [a.handle, "paceline://127.0.0.1:99999999/ab"], "ValueError", "port"),
+            (2, [a.handle, "paceline://127.0.0.1:99999999/1/0123456789abcdef"], "ValueError", "port"),
         ]
         for uuid, given, kind, words in wrong:
             a.tell("reconfigure", uuid=uuid, handles=given)
@@ -272,12 +434,36 @@ def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> 
         gather([b, a], 2)
 
 
-def test_a_member_that_does_not_come_is_a_timeout() -> None:
-    with members(2) as (a, b):
+def test_who_does_not_come_or_means_other_members_is_a_timeout() -> None:
+    with members(3) as (a, b, c):
         a.tell("reconfigure", uuid=1, handles=[a.handle, b.handle], timeout=0.5)
         told = a.error()
         assert (told["type"], told["runtime"]) == ("OperationTimeout", True), told
-        gather([a, b], 2)
+        door, name = c.handle.split("/")[3:]
+        other = f"paceline://127.0.0.1:1/{door}/{name}"  # of a fourth one, which lives
+        for member in (a, b):
+            member.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, other], timeout=0.5)
+        c.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, c.handle], timeout=0.5)
+        assert {member.error()["type"] for member in (a, b, c)} == {"OperationTimeout"}
+        gather([a, b, c], 3)
+        c.worker.signal(signal.SIGSTOP)  # does not say its name, nor, if it is first, coordinate
+        for uuid, handles in ((4, [a.handle, c.handle]), (5, [c.handle, a.handle])):
+            a.tell("reconfigure", uuid=uuid, handles=handles, timeout=0.5)
+            told = a.error()
+            assert (told["type"], told["runtime"]) == ("OperationTimeout", True), told
+        c.worker.signal(signal.SIGCONT)
+        gather([a, b, c], 6)
+
+
+def test_groups_are_made_anew_on_each_generation_by_members_with_different_pasts() -> None:
+    with members(3) as line:
+        gather(line, 1)
+        assert ask_all(line, "part", ranks=[0, 2]) == [[2.0, 4.0], None, [2.0, 4.0]]
+        line.append(Member().started())
+        line[0].kill()
+        rest = line[1:]
+        gather(rest, 2)
+        assert ask_all(rest, "part", ranks=[1, 2]) == [None, [2.0, 4.0], [2.0, 4.0]]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
@@ -288,11 +474,57 @@ def test_models_are_made_anew_on_each_generation(kind: str) -> None:
         for uuid in range(3):
             some = line[uuid:]
             gather(some, uuid)
-            weights = ask_all(some, "train", kind=kind)
+            weights = ask_all(some, "train", timeout=60.0, kind=kind)  # FSDP2 is loaded by each, for seconds
             assert weights == [weights[0]] * len(some)
             found.append(weights[0])
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
+    """Rank 0, which coordinates, within a backward pass; then another after a step that the rest may not have taken."""
+    script = (Path(__file__).parents[2] / "examples" / "torch_reconfigure.py").read_text()
+    assert script.count("        loss.backward()\n        optimizer.step()\n") == 1
+    script = script.replace(
+        "        loss.backward()\n        optimizer.step()\n",
+        "        if (rank, step) == (0, 60):\n"
+        "            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), 9))\n"
+        "        loss.backward()\n        optimizer.step()\n"
+        "        if (rank, step) == (2, 120):\n            os.kill(os.getpid(), 9)\n",
+    )
+    (tmp_path / "train.py").write_text(script)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "4", "MASTER_PORT": str(probe.getsockname()[1])}
+    with ExitStack() as cleanup:
+        started = [start_python([str(tmp_path / "train.py")], {"RANK": str(rank), **meeting}) for rank in range(4)]
+        for process in started:
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                cleanup.enter_context(pipe)
+            cleanup.callback(process.kill)
+        codes = [process.wait(120) for process in started]
+        printed = [process.stdout.read() for process in started if process.stdout]
+        said = [process.stderr.read() for process in started if process.stderr]
+    assert codes == [-9, 0, -9, 0], (printed, said)
+    ends = [printed[rank].splitlines()[-1] for rank in (1, 3)]
+    assert ends[0] == ends[1]
+    assert re.match(r"done: step 300, 2 members, weights \d", ends[0]), ends
+    assert re.search(r"step 300: loss 0\.[01]\d+, 2 members", printed[1]), printed
+    assert not unexpected("".join(said))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_door_answers_by_the_addresses_that_it_has(host: str) -> None:
+    thread = loop_thread()
+    presence = Presence()
+    thread.run(presence.open(host))
+    for asked in {"::": ["127.0.0.1", "::1"]}.get(host, [host]):
+        right, wrong = (Handle(Endpoint(asked, 1), presence.door, name) for name in (presence.member, "f" * 16))
+        watch = Watch([right, wrong])
+        assert thread.run(watch.find_gone()) == [1]
+        thread.run(watch.close())
+    thread.run(presence.close())
 
 
 def test_a_group_without_members_says_what_to_call() -> None:

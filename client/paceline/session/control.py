@@ -145,7 +145,7 @@ class ControlStream:
             try:
                 await asyncio.wait_for(self._left.wait(), timeout)
             except TimeoutError:
-                _log.warning("the coordinator at %s did not answer the goodbye within %.1f s", self.target, timeout)
+                self._warn("the coordinator at %s did not answer the goodbye within %.1f s", self.target, timeout)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.channel.close()
@@ -305,7 +305,7 @@ class ControlStream:
         if await self._is_gone():  # a member that is leaving has nobody to say goodbye to, and ends without a word
             self._end(errors.OrphanedError(self._gone))
             return None
-        _log.warning("lost the stream to the coordinator at %s; reconnecting", self.target)
+        self._warn("lost the stream to the coordinator at %s; reconnecting", self.target)
         start = time.monotonic()
         deadline = start + self._config.rejoin_timeout
         last = "no answer"
@@ -343,7 +343,7 @@ class ControlStream:
             except OSError as error:  # its name does not resolve
                 last = str(error)
             else:
-                _log.warning("reconnected to the coordinator after %.1f s", time.monotonic() - start)
+                self._warn("reconnected to the coordinator after %.1f s", time.monotonic() - start)
                 return call
             if time.monotonic() >= deadline:
                 self._end(
@@ -384,6 +384,10 @@ class ControlStream:
             return request
         self._register.address = address
         return self._register_again()
+
+    def _warn(self, text: str, *arguments: object) -> None:
+        """Nobody needs to be warned of a coordinator that ends with a member: links tell what becomes of that."""
+        _log.log(logging.WARNING if self._returns else logging.INFO, text, *arguments)
 
     def _end(self, error: errors.PacelineError) -> None:
         self._left.set()

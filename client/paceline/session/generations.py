@@ -54,6 +54,7 @@ class Generations:
         self._credentials = credentials
         self._ways = ways
         self._away = False
+        self._patience = _AWAY_S
         self._early: Verdict | None = None  # on a view that is being adopted
         self._reported: pb.SessionRequest | None = None
 
@@ -138,7 +139,12 @@ class Generations:
     def coordinator_away(self) -> None:
         """The coordinator is out of reach: if that lasts, nobody waits for its verdict on what this member has seen."""
         self._away = True
-        self._thread.loop.call_later(_AWAY_S, self._expect_no_verdict)
+        self._thread.loop.call_later(self._patience, self._expect_no_verdict)
+
+    def coordinator_gone(self) -> None:
+        """The coordinator does not come back: nobody waits for a verdict, now or later."""
+        self._patience = 0.0
+        self.coordinator_away()
 
     def _expect_no_verdict(self) -> None:
         if self._away and self.mesh is not None:

@@ -18,12 +18,12 @@ from paceline.collectives.tuning import load_rules
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.errors import InvalidRank, InvalidWorldSize
-from paceline.session.address import DEFAULT_PORT, parse_endpoint
+from paceline.session.address import DEFAULT_PORT, Endpoint, parse_endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
 from paceline.session.session import CoordinatedSession, Session, SoloSession
 
-__all__ = ["join"]
+__all__ = ["connect", "join", "rules_of"]
 
 DEFAULT_JOB = "default"
 MAX_JOB_BYTES = 128
@@ -97,8 +97,7 @@ def join(
     if not ranked and not bounded:
         rank = _first(None, environ, "PACELINE_RANK")
         world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
-    rules = load_rules(Path(config.tuning)) if config.tuning else RULES
-    wanted = _membership(job, min_workers, max_workers, rank, world_size, rules)
+    wanted = _membership(job, min_workers, max_workers, rank, world_size, rules_of(config))
     if coordinator is None:
         if wanted.min_workers > 1:
             raise InvalidWorldSize(
@@ -110,19 +109,48 @@ def join(
             place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
             return join_torchruns_world(place, config.join_timeout)
         return SoloSession(job, config)
-    keep_frame_memory()
-    quiet_interrupt()
-    connection = MemberConnection(
+    connection = connect(
         parse_endpoint(coordinator, default_port=DEFAULT_PORT),
         wanted,
-        advertise or environ.get("PACELINE_ADVERTISE"),
         config,
-        loop_thread(),
-        credentials or Credentials.from_environment(environ),
-        coordinator_returns,
+        advertise=advertise,
+        credentials=credentials,
+        coordinator_returns=coordinator_returns,
     )
     connection.open(checked_timeout(config.join_timeout))
     return CoordinatedSession(connection, config)
+
+
+def rules_of(config: Config) -> Rules:
+    """By what this worker chooses among schedules.
+
+    Raises:
+        ValueError: the file that it names is malformed.
+    """
+    return load_rules(Path(config.tuning)) if config.tuning else RULES
+
+
+def connect(
+    coordinator: Endpoint,
+    wanted: Membership,
+    config: Config,
+    *,
+    advertise: str | None = None,
+    credentials: Credentials | None = None,
+    coordinator_returns: bool = True,
+) -> MemberConnection:
+    """A connection that is yet to be opened, with what the environment says of addresses and credentials."""
+    keep_frame_memory()
+    quiet_interrupt()
+    return MemberConnection(
+        coordinator,
+        wanted,
+        advertise or os.environ.get("PACELINE_ADVERTISE"),
+        config,
+        loop_thread(),
+        credentials or Credentials.from_environment(os.environ),
+        coordinator_returns,
+    )
 
 
 def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int | None:

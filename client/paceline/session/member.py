@@ -57,6 +57,9 @@ CLOSE_TIMEOUT = 2.0
 """Seconds for peers to take in what was sent, and again for the coordinator to answer the goodbye."""
 
 
+_LAST_WORDS_S = 0.2
+"""Seconds for a coordinator to answer the goodbye that may have frozen."""
+
 _LEAVE_TIMEOUT = 5 * CLOSE_TIMEOUT
 """Seconds after which a goodbye that does not end is given up: the process shall end."""
 
@@ -162,6 +165,10 @@ class MemberConnection:
                 _log.exception("could not close what join had opened")
             raise
 
+    def give_up(self, error: errors.PacelineError) -> None:
+        """Ends `open` with this error, unless it is over. On the loop."""
+        self._fail_join(error)
+
     def barrier(self, name: str, timeout: float) -> None:
         """Enters a named barrier and waits."""
         if not timeout > 0:
@@ -181,6 +188,10 @@ class MemberConnection:
             cause: this member's own error in words, for the others; empty for an orderly end.
         """
         self.mail.put(Lost(errors.SessionClosed("this member has left the job")))
+        mesh = self._generations.mesh
+        # A coordinator that lives in a member of a generation that has failed may be what has failed.
+        doubted = not self._coordinator_returns and mesh is not None and mesh.fault.failed
+        patience = _LAST_WORDS_S if doubted else CLOSE_TIMEOUT
         try:
             if self._generations.mesh is not None:
                 if cause and self.mesh.peers:
@@ -197,7 +208,7 @@ class MemberConnection:
             self._barriers.fail(errors.SessionClosed("the session has ended"))
             self._thread.forget(self.on_broken)
             try:
-                self._thread.run(self._leave(cause), _LEAVE_TIMEOUT, keep=True)
+                self._thread.run(self._leave(cause, patience), _LEAVE_TIMEOUT, keep=True)
             except TimeoutError:  # grpc does not work any more, as where it has got no memory or no thread
                 _log.error("job %r: the goodbye did not end within %.0f s", self.job, _LEAVE_TIMEOUT)
 
@@ -273,14 +284,14 @@ class MemberConnection:
         self._door.window.member_id = registered.member_id
         self._caller.member_id, self._caller.session_token = registered.member_id, registered.session_token
 
-    async def _leave(self, cause: str) -> None:
+    async def _leave(self, cause: str, patience: float) -> None:
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._generations.end()
         if self._control is not None:
-            await self._control.leave(cause, CLOSE_TIMEOUT)
+            await self._control.leave(cause, patience)
         await self._door.close()
         self._sockets.forget()
 
@@ -317,7 +328,9 @@ class MemberConnection:
         if not self._joined.done():
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
-            _log.error("%s; collectives go on without it for as long as all members live", error)
+            self._generations.coordinator_gone()
+            level = logging.ERROR if self._coordinator_returns else logging.INFO  # links tell what became of its member
+            _log.log(level, "%s; collectives go on without it for as long as all members live", error)
         else:  # evicted while it was cut off, most likely: nobody will accept what this member sends
             self._generations.session_ended(str(error))
 

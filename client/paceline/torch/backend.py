@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import time
@@ -60,7 +59,7 @@ def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
     parent = _default() if _default is not None else None
     if not members or parent is None or parent.is_over:
         return _first(opts, timeout)
-    return _part(parent.paceline_group, members, opts.group_id, timeout)
+    return _part(parent.paceline_group, members, timeout)
 
 
 def _reconfigurable(opts: Any, timeout: float) -> ProcessGroup:
@@ -167,9 +166,12 @@ def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.E
         time.sleep(_PAUSE_S)
 
 
-def _part(whole: Group, members: list[int], group_id: str, timeout: float) -> ProcessGroup:
-    """A group of some ranks; its name is torch's, in letters that Paceline has."""
+def _part(whole: Group, members: list[int], timeout: float) -> ProcessGroup:
+    """A group of some ranks.
+
+    torch's name of it stays out: that counts the groups that a process has made, and one that came later made fewer.
+    """
     if members != sorted(set(members)):
         raise InvalidRank(f"the ranks of a group must ascend, as new_group has them: {members}")
-    part = whole.subgroup(members, name=hashlib.sha256(group_id.encode()).hexdigest()[:32])
+    part = whole.subgroup(members)
     return ProcessGroup(part, timeout, part.close)

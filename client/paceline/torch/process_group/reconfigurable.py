@@ -9,59 +9,57 @@ Each generation is a Paceline job of its own, and the member in the first place 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import hashlib
 import os
-import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from torch._C import _distributed_c10d as c10d  # torch before 2.15 has less in it
+from torch.distributed import distributed_c10d
 
-from paceline import Group, join
+from paceline import Group
+from paceline._fork import protect
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.embedded import coordinator
-from paceline.errors import InvalidRank, OperationTimeout, PeerLost, PeerRaised, StaleGeneration, StepOrderError
-from paceline.links.fault import Suspicion, Verdict
+from paceline.errors import (
+    CoordinatorUnreachable,
+    InvalidRank,
+    OperationTimeout,
+    OrphanedError,
+    PacelineError,
+    PeerLost,
+    PeerRaised,
+    StaleGeneration,
+    StepOrderError,
+)
+from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, is_refused, listening_host, parse_endpoint, reachable_endpoint
+from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline.session.join import connect, rules_of
+from paceline.session.membership import Membership
+from paceline.session.session import CoordinatedSession
 from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import end
+from paceline.torch.process_group.handles import Handle, Presence, Watch
 from paceline.torch.work import Operation, seconds_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Reconfigurable"]
 
-_SCHEME = "paceline://"
 _FIRST = "this process group has no members yet: call torch.distributed._reconfigure() first"
 _ABORTED = "this process group was aborted: call torch.distributed._reconfigure() to go on"
-_PROBE_S = 1.0
-"""For the members of a new generation to say that they are there; silence does not count against them."""
+_MEANWHILE = "this process aborted the process group while it was being reconfigured"
 
+_LEAST_S = 0.1
+"""For what is left to do, if members came, or were silent, until the last moment."""
 
-class _Handle(NamedTuple):
-    """A member as others know it.
-
-    Attributes:
-        address: where its coordinator listens.
-        member: told apart from any other member that ever had this address.
-    """
-
-    address: Endpoint
-    member: str
-
-    def __str__(self) -> str:
-        return f"{_SCHEME}{self.address}/{self.member}"
-
-    @classmethod
-    def parse(cls, text: str) -> _Handle:
-        address, slash, member = text.removeprefix(_SCHEME).partition("/")
-        if not (text.startswith(_SCHEME) and slash and member.isalnum()):
-            raise ValueError(f"{text!r:.100} is no handle of this backend, which are {_SCHEME}host:port/member")
-        return cls(parse_endpoint(address), member)
+_GOODBYE_S = 2.0
+"""At the end, for members of earlier generations to take in what was sent to them."""
 
 
 class Reconfigurable(ProcessGroup):
@@ -77,11 +75,14 @@ class Reconfigurable(ProcessGroup):
         self._before = (rank, size)
         self._config = Config.from_environment()
         super().__init__(self._nowhere(_FIRST), timeout, _nothing)
-        self._own: _Handle | None = None
+        self._presence = Presence()
+        self._own: Handle | None = None
         self._cleanup = contextlib.ExitStack()
         self._used: set[int] = set()
         self._hooks: dict[int, Callable[[], None]] = {}
-        self._leaving: list[threading.Thread] = []
+        self._aborts = 0
+        self._joining: Callable[[PacelineError], None] | None = None
+        self._leaving: list[tuple[threading.Thread, Fault]] = []
 
     def rank(self) -> int:
         """This process's rank among the members of now."""
@@ -112,14 +113,20 @@ class Reconfigurable(ProcessGroup):
             near = Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
             advertise = os.environ.get("PACELINE_ADVERTISE")
             here = loop_thread().run(reachable_endpoint(near, advertise, self._timeout))
-            listen = Endpoint(listening_host(here, advertise), 0)
-            port = parse_endpoint(self._cleanup.enter_context(coordinator(listen=str(listen)))).port
-            self._own = _Handle(Endpoint(here.host, port), secrets.token_hex(8))
+            host = listening_host(here, advertise)
+            # No job here is ever taken up again, and no other coordinator takes the place of this one.
+            own = coordinator(listen=str(Endpoint(host, 0)), for_good=True, keep_numbers=False)
+            port = parse_endpoint(self._cleanup.enter_context(own)).port
+            protect(id(self), listening_port=port, dialled=set())
+            self._cleanup.callback(lambda: protect(id(self), listening_port=0, dialled=set()))
+            loop_thread().run(self._presence.open(host))
+            self._cleanup.callback(lambda: loop_thread().run(self._presence.close()))
+            self._own = Handle(Endpoint(here.host, port), self._presence.door, self._presence.member)
         return str(self._own)
 
     @told_to_torch()
     def reconfigure(self, opts: c10d.ReconfigureOptions) -> Operation:
-        """Leaves the members of before, and goes on with those of the handles; returns when all of them are there.
+        """Leaves the members of before, and goes on with those of the handles; returns when all have links.
 
         Args:
             opts: `uuid`, which no generation of this group has had; `handles`, one of each member: a list gives ranks
@@ -129,29 +136,60 @@ class Reconfigurable(ProcessGroup):
             InvalidRank: this member's handle is not among them, or one is there twice.
             ValueError: one is malformed.
             StaleGeneration: the uuid was used before.
-            PeerLost: the process of a handle has gone.
+            PeerLost: the process of a handle has gone, before or meanwhile; `ranks` are their positions.
+            PeerRaised: this group was aborted meanwhile.
             OperationTimeout: some did not come in time.
         """
         handles = _in_order(opts.handles)
-        own = self.get_reconfigure_handle()
+        own = Handle.parse(self.get_reconfigure_handle())
         if opts.uuid in self._used:
             raise StaleGeneration(f"uuid {opts.uuid} was already used by this process group: take a fresh one")
-        if handles.count(_Handle.parse(own)) != 1:
-            raise InvalidRank(f"{own}, this member, must be among the {len(handles)} handles once, and is not")
-        self._used.add(opts.uuid)
-        self._part(_FIRST)  # what was sent to the members of before is still delivered
-        timeout = seconds_of(opts.timeout) or self._timeout
-        _check_alive(handles, opts.uuid)
-        session = join(
-            str(handles[0].address),
-            job=f"reconfigure.{opts.uuid}",
-            rank=handles.index(_Handle.parse(own)),
-            world_size=len(handles),
-            timeout=timeout,
-            config=self._config,
-        )
-        self._take(session.group, session.leave)
+        if handles.count(own) != 1 or len(set(handles)) != len(handles):
+            raise InvalidRank(f"each handle must be there once, and {own}, this member's, among them: {opts.handles}")
+        deadline = time.monotonic() + (seconds_of(opts.timeout) or self._timeout)
+        watch, aborts = Watch(handles), self._aborts
+        try:
+            gone = loop_thread().run(watch.find_gone())
+            if gone:
+                raise _lost(opts.uuid, handles, gone)
+            self._used.add(opts.uuid)
+            self._part(_FIRST)  # what was sent to the members of before is still delivered
+            self._meet(opts.uuid, handles, handles.index(own), watch, deadline, aborts)
+        finally:
+            loop_thread().run(watch.close())
+        try:
+            self._end_if_aborted(aborts)
+            self._group.barrier(max(_LEAST_S, deadline - time.monotonic()))
+        except BaseException:
+            self._part(_FIRST)
+            raise
         return Operation([], [], [], self._futures)
+
+    def _meet(self, uuid: int, handles: list[Handle], rank: int, watch: Watch, deadline: float, aborts: int) -> None:
+        """Joins the job of this generation, at the coordinator of the first member."""
+        config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
+        wanted = Membership(_job(uuid, handles), len(handles), len(handles), rank, rules_of(config))
+        connection = connect(handles[0].address, wanted, config, coordinator_returns=False)
+        self._joining = connection.give_up
+        try:
+            self._end_if_aborted(aborts)
+            loop_thread().run(watch.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
+            connection.open(config.join_timeout)
+            session = CoordinatedSession(connection, config)
+            self._take(session.group, session.leave)
+        except (CoordinatorUnreachable, OrphanedError) as error:
+            if time.monotonic() < deadline:
+                raise _lost(uuid, handles, [0]) from error
+            silent = f"rank 0 ({handles[0].address}), which coordinates, has not answered in time"
+            raise OperationTimeout(f"reconfiguration {uuid}: {silent}") from error
+        finally:
+            self._joining = None
+
+    def _end_if_aborted(self, aborts: int) -> None:
+        """Does what `abort` could not do, for there was nothing yet, if it was called since there were so many."""
+        if self._aborts != aborts:
+            self._abort()
+            raise PeerRaised(_MEANWHILE)
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
         """Has `abort` call a hook before it ends anything."""
@@ -162,17 +200,27 @@ class Reconfigurable(ProcessGroup):
         self._hooks.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Ends what is under way with an error, here and at all other members; `reconfigure` goes on."""
-        for hook in list(self._hooks.values()):
-            hook()
-        mesh = self._group.mesh
+        """Ends what is under way with an error, here and at all other members; `reconfigure` goes on.
+
+        Raises:
+            Exception: what a hook raised; all others were called, and the group was aborted.
+        """
+        with contextlib.ExitStack() as then:
+            then.callback(self._abort)
+            for hook in reversed(list(self._hooks.values())):
+                then.callback(hook)
+
+    def _abort(self) -> None:
+        raised = ErrorReason.ERROR_REASON_PEER_RAISED
+        self._aborts += 1  # first: `reconfigure` looks at it behind each of the two below
+        joining, mesh = self._joining, self._group.mesh
+        if joining is not None:
+            loop_thread().loop.call_soon_threadsafe(joining, PeerRaised(_MEANWHILE))
         if mesh.peers:
             me, operation = mesh.peers[mesh.rank], self._group.progress().operation
-            word, raised = f"{me} aborted the process group", ErrorReason.ERROR_REASON_PEER_RAISED
+            word = f"{me} aborted the process group"
             mesh.fault.suspect(Suspicion(raised, None, operation, word))  # the others hear of it
-            mesh.fault.settle(
-                Verdict(mesh.generation, raised, (mesh.rank,), operation, word)
-            )  # nothing waits longer here
+            mesh.fault.settle(Verdict(mesh.generation, raised, (mesh.rank,), operation, word))  # nobody waits for them
         self._part(_ABORTED)
 
     def get_error(self) -> c10d.ErrorType:
@@ -188,10 +236,20 @@ class Reconfigurable(ProcessGroup):
     def shutdown(self) -> None:
         """Leaves for good. Idempotent."""
         super().shutdown()
-        for thread in self._leaving:
+        deadline = time.monotonic() + _GOODBYE_S
+        for thread, fault in self._leaving:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            text = "this member has left the process group"
+            fault.settle(Verdict(fault.generation, ErrorReason.ERROR_REASON_SESSION_ENDED, (), 0, text))
             thread.join()
         self._leaving.clear()
         self._cleanup.close()
+
+    def _take(self, group: Group, on_shutdown: Callable[[], None]) -> None:
+        super()._take(group, on_shutdown)
+        ranks = distributed_c10d._world.pg_group_ranks
+        if self in ranks:  # what DeviceMesh.from_group goes by; torch itself leaves it as it was
+            ranks[self] = {rank: rank for rank in range(self.size())}
 
     def _part(self, reason: str) -> None:
         """Leaves the members of now, in a thread: nobody waits for what is left to say to those who have gone."""
@@ -202,7 +260,7 @@ class Reconfigurable(ProcessGroup):
             target=end, args=(self._messenger, leave, self._futures), name="paceline-leaving", daemon=True
         )
         thread.start()
-        self._leaving = [*(other for other in self._leaving if other.is_alive()), thread]
+        self._leaving = [*(other for other in self._leaving if other[0].is_alive()), (thread, self._group.mesh.fault)]
         self._take(self._nowhere(reason), _nothing)
 
     def _nowhere(self, reason: str) -> Group:
@@ -213,20 +271,17 @@ def _nothing() -> None:
     """Nothing is to be left by a group without members."""
 
 
-def _in_order(handles: set[str] | Sequence[str]) -> list[_Handle]:
-    return [_Handle.parse(text) for text in (sorted(handles) if isinstance(handles, set) else handles)]
+def _in_order(handles: set[str] | Sequence[str]) -> list[Handle]:
+    return [Handle.parse(text) for text in (sorted(handles) if isinstance(handles, set) else handles)]
 
 
-def _check_alive(handles: Sequence[_Handle], uuid: int) -> None:
-    """Asks at the address of each member whether anybody listens: a refusal is proof, and comes at once."""
+def _lost(uuid: int, handles: Sequence[Handle], gone: Sequence[int]) -> PeerLost:
+    names = ", ".join(f"rank {rank} ({handles[rank].address})" for rank in gone)
+    return PeerLost(
+        f"reconfiguration {uuid}: the process that was to be {names} has gone: leave its handle out", ranks=tuple(gone)
+    )
 
-    async def ask() -> list[bool]:
-        return await asyncio.gather(*(is_refused(handle.address, _PROBE_S) for handle in handles))
 
-    gone = [rank for rank, refused in enumerate(loop_thread().run(ask())) if refused]
-    if gone:
-        names = ", ".join(f"rank {rank} ({handles[rank].address})" for rank in gone)
-        raise PeerLost(
-            f"reconfiguration {uuid}: nobody listens any more where {names} was: leave that handle out",
-            ranks=tuple(gone),
-        )
+def _job(uuid: int, handles: Sequence[Handle]) -> str:
+    """Members that were given other handles under the same number are in another job."""
+    return f"reconfigure.{uuid}.{hashlib.sha256(repr(handles).encode()).hexdigest()[:16]}"
