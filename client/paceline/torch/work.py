@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import work
+from paceline.torch.compiling import never_traced
 from paceline.torch.errors import for_torch, told_to_torch
 
 __all__ = ["Futures", "Operation", "Promise", "seconds_of"]
@@ -85,6 +86,7 @@ class Futures:
             pool.shutdown()
 
 
+@never_traced
 class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
     """An operation, perhaps over.
 
