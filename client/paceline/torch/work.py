@@ -160,8 +160,8 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
             promise, first = self._promise, self._promise is None
             if promise is None:
                 promise = self._promise = Promise(self._value)
-        if first and self.is_completed():
-            promise.keep()
+        if self.is_completed():
+            promise.settle()
         elif first:
             self._handles[-1].on_done(lambda: self._futures.complete(promise))  # a lane keeps the order: it is the last
         return promise.future

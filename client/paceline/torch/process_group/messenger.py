@@ -113,7 +113,7 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
         with self._line.lock:
             self._promises.append(promise)
         if self._over.is_set():  # if it was not, `run` finds the promise
-            promise.keep()
+            promise.settle()
         self._line.go_on()
         return promise.future
 
