@@ -103,6 +103,7 @@ class Graphs:
         return graph.forward
 
 
+@pytest.mark.newest
 @in_threads
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 @pytest.mark.parametrize("backend", ["counting", "aot_eager"])
@@ -165,6 +166,8 @@ def test_a_wrapper_of_torch_compile_around_it() -> None:
     check(train)
 
 
+@pytest.mark.newest
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("backend", ["counting", "aot_eager"])
 def test_torch_s_ddp(backend: str) -> None:
     """What is compiled is the model; C++ calls the backend in the middle of it, to broadcast a buffer."""

@@ -12,7 +12,7 @@ import pytest
 
 from paceline import checkpoint
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(120)]
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 LOOP, REST = re.findall(r"```python torch\n(.*?)```", README, re.DOTALL)

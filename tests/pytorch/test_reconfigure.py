@@ -16,7 +16,7 @@ import pytest
 
 from support.processes import Worker
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
 
 SOON_S = 5.0
 """For an error to come; nothing that is not noticed ends before `TIMEOUT_S`. What it takes is measured elsewhere."""

@@ -40,7 +40,12 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize(
-    "settings", ["", "static_graph=True", "gradient_as_bucket_view=True, find_unused_parameters=True"]
+    "settings",
+    [
+        pytest.param("", marks=pytest.mark.newest),
+        "static_graph=True",
+        "gradient_as_bucket_view=True, find_unused_parameters=True",
+    ],
 )
 def test_torch_s_ddp_equals_one_process(settings: str) -> None:
     code = f"""
@@ -77,6 +82,7 @@ assert torch.equal(gathered[0], gathered[1])
     finish(2, MODEL + code, 120)
 
 
+@pytest.mark.newest
 def test_fsdp1_equals_one_process() -> None:
     code = """
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -89,6 +95,7 @@ with FullyShardedDataParallel.summon_full_params(model):
     finish(2, MODEL + code, 120)
 
 
+@pytest.mark.newest
 def test_uneven_inputs_equal_one_process() -> None:
     """Rank 0 has inputs for 3 steps, rank 1 for 7; at the end both have the model of the rank that was at it last."""
     code = """
@@ -110,7 +117,9 @@ for by_all in (True, False):  # divided by the number of all ranks, or of those 
     finish(2, MODEL + code, 120)
 
 
-@pytest.mark.parametrize(("world", "shape"), [pytest.param(2, (2,), marks=pytest.mark.exhaustive), (4, (2, 2))])
+@pytest.mark.parametrize(
+    ("world", "shape"), [pytest.param(2, (2,), marks=[pytest.mark.newest, pytest.mark.exhaustive]), (4, (2, 2))]
+)
 def test_fully_shard_equals_a_replicated_adamw(world: int, shape: tuple[int, ...], tmp_path: Path) -> None:
     """FSDP2, and HSDP where the mesh has two axes; saved, and loaded into another model and a plain one."""
     code = f"""

@@ -12,7 +12,7 @@ import torch
 from paceline.torch.process_group import messenger
 from paceline.torch.work import Futures, Operation, Promise
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.newest]
 
 
 class Handle:
