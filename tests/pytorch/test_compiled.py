@@ -168,10 +168,9 @@ def test_a_wrapper_of_torch_compile_around_it() -> None:
 
 @pytest.mark.newest
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("backend", ["counting", "aot_eager"])
-def test_torch_s_ddp(backend: str) -> None:
+def test_torch_s_ddp() -> None:
     """What is compiled is the model; C++ calls the backend in the middle of it, to broadcast a buffer."""
-    code = f"""
+    code = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,7 +193,7 @@ def trained(model, x):
 
 def counting(graph, inputs):
     layers.append("linear" in graph.code)
-    return graph.forward
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 layers = []
 torch.manual_seed(0)
@@ -204,9 +203,9 @@ expected = trained(net, x)
 torch.manual_seed(0)
 net = Net().double()
 model = DistributedDataParallel(net, bucket_cap_mb=1)        # torch makes a graph for each bucket
-found = trained(torch.compile(model, backend={"counting" if backend == "counting" else repr(backend)}), x[rank::2])
+found = trained(torch.compile(model, backend=counting), x[rank::2])
 torch.testing.assert_close(found, expected)
-assert layers == {[True, True] if backend == "counting" else []}
+assert len(layers) >= 2 and all(layers), layers
 assert net.calls == 3
 @torch.compile(backend=counting)
 def sums(x):
