@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := .venv-peers
+NEWEST := $(or $(PACELINE_CACHE),$(HOME)/.cache/paceline)/torch-newest
 WHICH  := peers
 
 # Tests run side by side, on at most 8 cores, three for two of them, for some wait; those marked `alone` after them, one
@@ -17,7 +18,7 @@ SLOW         := slow and not exhaustive and not root and not containers and not 
 ROOT         := root and not exhaustive and not containers and not benchmark
 TORCH        := torch and not exhaustive
 
-.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch test-containers fuzz soak mutants bench bench-peers image clean
+.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch newest test-newest test-containers fuzz soak mutants bench bench-peers image clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -95,6 +96,17 @@ test-peers: $(PEERS)/.installed  ## that Gloo and Open MPI can be measured (need
 test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m '$(TORCH) and alone' tests/pytorch
+
+# The newest PyTorch of the registry, of 5.5 GB with CUDA: in a folder that outlives this clone, where pip fetches nothing
+# if there is no newer one. Another clone may have installed its own code there last, so the path to ours comes first.
+newest:
+	$(NEWEST)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --editable . --group newest
+
+test-newest: newest  ## that the newest PyTorch of the registry works, too
+	PYTHONPATH=$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/protos REQUIRE_TORCH=1 \
+	    $(NEWEST)/bin/pytest $(SIDE_BY_SIDE) -m newest tests/pytorch
 
 image:           ## build the container image
 	docker build -t paceline -f deploy/Dockerfile .

@@ -8,7 +8,7 @@ import pytest
 
 from support.torch_ranks import finish
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -130,6 +130,14 @@ assert y.tolist() == (mean if rank == 0 else x.tolist())
 part = torch.empty(3, dtype=torch.int64)
 dist.reduce_scatter_tensor(part, torch.cat([x, x]), op=dist.ReduceOp.AVG)
 assert part.tolist() == mean
+for y in (x.clone(), torch.stack([x, x]).t()):
+    work = dist.all_reduce(y, op=dist.ReduceOp.AVG, async_op=True)
+    work.wait(); work.wait()
+    assert work.get_future().value()[0] is y or torch.equal(work.get_future().value()[0], y)
+    assert y.flatten().unique(sorted=True).tolist() == sorted(mean), y
+small = torch.tensor([200, 100], dtype=torch.uint8)                  # the sum of 400 wraps to 144, as that of SUM does
+dist.all_reduce(small, op=dist.ReduceOp.AVG)
+assert small.tolist() == [72, 100]
 """
     finish(2, code)
 

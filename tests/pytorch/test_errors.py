@@ -62,6 +62,7 @@ def test_a_peer_dies_in_the_backward_pass_of_torch_s_ddp(where: str) -> None:
             assert worker.expect("again")["ranks"] == [1]
 
 
+@pytest.mark.newest
 def test_a_failed_operation_is_never_a_success() -> None:
     code = """
 t = torch.ones(1000)

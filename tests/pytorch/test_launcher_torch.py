@@ -66,6 +66,7 @@ def test_a_script_of_torch_s_is_started_again(script: str) -> None:
     assert sorted(run.stdout.splitlines()) == expected
 
 
+@pytest.mark.newest
 def test_a_script_of_torch_s_over_paceline(script: str) -> None:
     path = Path(script)
     path.write_text(path.read_text().replace('"gloo"', '"paceline"'))

@@ -41,6 +41,7 @@ else:
 """
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("leaver", "end"), [(0, "dist.destroy_process_group()"), (0, "pass"), (1, "pass")])
 def test_ranks_go_on_without_one_that_has_left(leaver: int, end: str) -> None:
     """It leaves right after `init_process_group`, and its process ends; rank 0 has the coordinator."""
@@ -93,6 +94,7 @@ dist.init_process_group("paceline")
 """
 
 
+@pytest.mark.newest
 def test_a_run_that_destroys_no_group_ends_quietly() -> None:
     """torch._dynamo keeps the group until the interpreter is half gone, if it is loaded before all else."""
     with socket.socket() as probe:

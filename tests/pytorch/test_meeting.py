@@ -30,6 +30,7 @@ def check(size):
 """
 
 
+@pytest.mark.newest
 def test_one_word_is_changed_and_nothing_imported() -> None:
     code = """
 check(2)
@@ -66,6 +67,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.newest
 def test_a_second_life_under_torchrun(tmp_path: Path) -> None:
     """torchrun's store outlives a restart, with the address of a coordinator that has died in it."""
     (tmp_path / "script.py").write_text(RESTARTED)

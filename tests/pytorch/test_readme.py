@@ -13,7 +13,7 @@ import pytest
 import paceline
 from paceline import checkpoint
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(120)]
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 LOOP, REST = re.findall(r"```python torch\n(.*?)```", README, re.DOTALL)

@@ -25,7 +25,7 @@ from paceline.torch.process_group.handles import Handle, Presence, Watch
 from support.processes import Worker
 from support.python_process import start_python
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
 
 SOON_S = 5.0
 """For an error to come; nothing that is not noticed ends before `TIMEOUT_S`. What it takes is measured elsewhere."""

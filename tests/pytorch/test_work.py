@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from paceline.torch.process_group import messenger
 from paceline.torch.work import Futures, Operation, Promise
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.newest]
 
 
 class Handle:
@@ -106,3 +108,46 @@ def test_wait_waits_for_a_value_that_another_thread_is_giving() -> None:
     settler.join()
     assert promise.future.value() == 7
     keeper.join()
+
+
+@pytest.mark.parametrize("kind", ["message", "operation"])
+def test_a_future_is_done_though_another_thread_gives_it_its_value(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for behind `wait`, while the thread that ran the work is inside of `set_result`."""
+    giving, go = threading.Event(), threading.Event()
+
+    class Given(Promise):
+        """One that another thread is giving its value as soon as others may know of it; `settle` lets that go on."""
+
+        def settle(self) -> None:
+            go.set()
+            super().settle()
+
+    def value() -> list[Any]:
+        giving.set()
+        go.wait()
+        return []
+
+    if kind == "message":
+
+        class Promises(list[Promise]):
+            def append(self, promise: Promise) -> None:
+                super().append(promise)
+                giver.start()
+                giving.wait()
+
+        monkeypatch.setattr(messenger, "Promise", Given)
+        message = messenger.Message(lambda: 0, messenger._Line(), [])
+        monkeypatch.setattr(message, "_value", value)
+        message._promises = Promises()
+        giver, ask = threading.Thread(target=message.run), message.get_future
+    else:
+        work = Operation([], [], [], Futures())
+        work._promise = promise = Given(value)
+        giver, ask = threading.Thread(target=promise.keep), work.get_future
+        giver.start()
+        giving.wait()
+    try:
+        assert ask().done()
+    finally:
+        go.set()
+        giver.join()

@@ -21,6 +21,7 @@ from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
 from paceline.session.session import CoordinatedSession
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
+from paceline.torch.releases import wants_reconfiguration
 from paceline.torch.store import Store, underlying
 
 __all__ = ["create", "join_torchruns_world"]
@@ -53,7 +54,7 @@ def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
     if pg_options is not None:
         raise TypeError(f"the backend {NAME!r} has no pg_options, not {pg_options!r}")
     timeout = opts.timeout.total_seconds()
-    if getattr(opts, "enable_reconfigure", False):  # torch 2.15 and newer
+    if wants_reconfiguration(opts):
         return _reconfigurable(opts, timeout)
     members = list(opts.global_ranks_in_group)
     parent = _default() if _default is not None else None

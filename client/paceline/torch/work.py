@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import work
+from paceline.torch.compiling import never_traced
 from paceline.torch.errors import for_torch, told_to_torch
 
 __all__ = ["Futures", "Operation", "Promise", "seconds_of"]
@@ -85,6 +86,7 @@ class Futures:
             pool.shutdown()
 
 
+@never_traced
 class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
     """An operation, perhaps over.
 
@@ -158,8 +160,8 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
             promise, first = self._promise, self._promise is None
             if promise is None:
                 promise = self._promise = Promise(self._value)
-        if first and self.is_completed():
-            promise.keep()
+        if self.is_completed():
+            promise.settle()
         elif first:
             self._handles[-1].on_done(lambda: self._futures.complete(promise))  # a lane keeps the order: it is the last
         return promise.future

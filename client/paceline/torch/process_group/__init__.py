@@ -1,6 +1,6 @@
 """torch.distributed's process group over a `paceline.Group`.
 
-torch (2.13) lets Python subclass `ProcessGroup` itself, not `Backend`; its C++ calls what is defined here by name.
+torch's C++ calls what is defined here by name. DESIGN.md, 10.5, says why this is no subclass of `Backend`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import Group
+from paceline.torch.compiling import never_traced
 from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group.messenger import Messenger
 from paceline.torch.work import Futures, Operation, seconds_of
@@ -35,6 +36,7 @@ class Call(Protocol):
         """Carries it out, or puts it in line and returns a `Work`."""
 
 
+@never_traced
 class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
     """Members, names and timeouts.
 
@@ -52,6 +54,10 @@ class Core(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
         self._kept: deque[Any] = deque(maxlen=_KEPT)
         self._task = -1
         self._in_backward: list[Operation] = []
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        never_traced(cls)
 
     def _take(self, group: Group, on_shutdown: Callable[[], None]) -> None:
         """From now on operations go over this group."""

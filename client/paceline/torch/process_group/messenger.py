@@ -19,6 +19,7 @@ from paceline import Group
 from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
 from paceline.torch.arrays import Landing, elements_of
+from paceline.torch.compiling import never_traced
 from paceline.torch.errors import for_torch
 from paceline.torch.work import Promise, seconds_of
 
@@ -28,6 +29,7 @@ _SMALL = 8 << 10
 """Bytes of a message that is sent in the caller's thread: one frame, which goes as a whole or not at all."""
 
 
+@never_traced
 class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
     """A message on its way.
 
@@ -111,7 +113,7 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
         with self._line.lock:
             self._promises.append(promise)
         if self._over.is_set():  # if it was not, `run` finds the promise
-            promise.keep()
+            promise.settle()
         self._line.go_on()
         return promise.future
 

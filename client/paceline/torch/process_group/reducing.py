@@ -115,7 +115,10 @@ class Reducing(Core):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _named(self, op: str, tensor: Any, target: Landing) -> tuple[str, Finish | None]:
-        """The operation of a tensor, and what is left to do with its result: a mean of whole numbers is truncated."""
+        """The operation of a tensor, and what is left to do with its result: a mean of whole numbers is truncated.
+
+        Their sum has the tensor's dtype, and wraps as that of SUM does: a wider one would be more bytes to send.
+        """
         if op != "mean" or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             return op, target.finish
 
