@@ -40,6 +40,9 @@ def stay_out_of_graphs() -> None:
 def never_traced(cls: _Class) -> _Class:
     """A decorator of classes: dynamo runs their methods, and all that these call, as they are."""
     hook = importlib.import_module("torch._C._dynamo.eval_frame")
+    if not hasattr(hook, "set_code_exec_strategy"):  # it is no public interface of torch's
+        _log.warning("this release of torch lacks set_code_exec_strategy: do not compile what runs on the backend")
+        return cls
     skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)  # the frame itself; what it calls
     for member in vars(cls).values():
         if isinstance(member, FunctionType):

@@ -16,11 +16,9 @@ def adapt(backend: str) -> None:
     """Makes torch.distributed treat a backend of that name as it treats its own."""
     import torch  # not at the top: torch itself is being imported
 
-    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    if release < (2, 14):
+    if torch.__version__ < (2, 14):
         _allow_monitored_barriers(backend)
-    if release >= (2, 15):
-        _keep_own_records(backend)
+    _keep_own_records(backend)
 
 
 def wants_reconfiguration(opts: Any) -> bool:
@@ -35,11 +33,13 @@ def wants_reconfiguration(opts: Any) -> bool:
 def _keep_own_records(backend: str) -> None:
     """Since 2.15 torch hooks a recorder to each group, but to those of backends that record for themselves.
 
-    It cannot be hooked to a subclass of ProcessGroup: `init_process_group` would end with an error.
+    It cannot be hooked to a subclass of ProcessGroup: `init_process_group` would end with an error. Where there is no
+    such list nothing is done, for an error here would be one of `import torch`.
     """
     from torch.distributed import distributed_c10d
 
-    distributed_c10d._FR_SELF_RECORDING_BACKENDS.add(backend)
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(backend)
 
 
 def _allow_monitored_barriers(backend: str) -> None:
