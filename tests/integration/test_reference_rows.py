@@ -22,6 +22,9 @@ from paceline.errors import InvalidRank, InvalidWorldSize, OperationTimeout, Siz
 from paceline.group import Group
 from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
+SOON_S = 5.0
+"""For a timeout of 0.05 s to be over on a busy machine; the group's own is minutes."""
+
 
 @pytest.fixture(params=EACH_LINK)
 def link(request: pytest.FixtureRequest) -> str:
@@ -141,7 +144,7 @@ def test_the_timeout_of_a_recv_is_kept_and_told_with_its_fraction(link: str) -> 
             started = time.monotonic()
             with pytest.raises(OperationTimeout, match=r"in 0\.\d+ s") as caught:
                 groups[0].recv(source, timeout=0.05)
-            assert 0.05 <= time.monotonic() - started < 0.5
+            assert 0.05 <= time.monotonic() - started < SOON_S
             assert caught.value.ranks == (() if source is None else (1,))
 
 
@@ -159,7 +162,7 @@ def test_a_timeout_of_0_takes_what_is_there_and_waits_for_nothing(link: str) -> 
         started = time.monotonic()
         with pytest.raises(OperationTimeout):
             group.recv(0, timeout=0)
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < SOON_S
         group.barrier()  # rank 0 is here until now: nothing comes, but it could
         return got
 
@@ -192,7 +195,7 @@ def test_every_collective_has_a_timeout(call: str, link: str) -> None:
         started = time.monotonic()
         with pytest.raises(OperationTimeout, match=r"waited 0\.\d+ s for rank 1") as caught:
             getattr(groups[0], call)(*arguments, timeout=0.05, **rooted)
-        assert 0.05 <= time.monotonic() - started < 0.5
+        assert 0.05 <= time.monotonic() - started < SOON_S
         assert (caught.value.ranks, caught.value.operation) == ((1,), 1)
 
 

@@ -8,6 +8,7 @@ from time import monotonic
 
 import pytest
 
+from paceline._wait import SLICE
 from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Verdict
@@ -67,12 +68,12 @@ def test_whoever_is_blocked_is_woken(call: str, how: str) -> None:
         thread.join()
         ((error, at),) = caught
         assert isinstance(error, PeerLost if how == "fault" else LinkEnded)
-        assert at - woken < 0.1
+        assert at - woken < SLICE
         for _ in range(2):  # at once, though the wake is used up
             before = monotonic()
             with pytest.raises(PeerLost if how == "fault" else LinkEnded):
                 blocked()
-            assert monotonic() - before < 0.1
+            assert monotonic() - before < SLICE
 
 
 def test_a_wake_without_a_reason_changes_nothing(both: Halves) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline._wait import SLICE
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout
@@ -252,7 +253,7 @@ def test_a_failure_wakes_within_100_ms(blocked: str, credentials: Credentials) -
         started = time.monotonic()
         _fail(way.fault_in if blocked == "recv" else way.fault_out)
         thread.join()
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < SLICE
         assert isinstance(raised[0], PacelineError)
 
 
