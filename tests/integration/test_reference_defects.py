@@ -20,6 +20,7 @@ Numbers are those of the reference's list of weaknesses. What other tests hold a
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from paceline.collectives import exchange
 from paceline.errors import (
     CollectiveMismatch,
     OperationTimeout,
@@ -35,7 +37,9 @@ from paceline.errors import (
     PeerRaised,
 )
 from paceline.group import Group
+from paceline.links import grpc_mesh
 from paceline.links.frame import Frame
+from paceline.links.grpc_dial import dial
 from paceline.testing import local_groups, next_generation, run_groups
 from support.reference import MIB, Background, X, every
 from support.worlds import SOON, errors_over, run_over, scheduled, world_over
@@ -210,6 +214,21 @@ def test_2_ranks_that_disagree_are_told_both_sides(name: str, link: str) -> None
         assert error.ranks
         assert set(error.ranks) <= {0, 1}
         assert (error.operation, error.generation) == (1, 1)
+
+
+def test_2_ranks_that_disagree_are_told_though_their_links_are_slow_to_come(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has sent anything, and what each has to say cannot go out at first."""
+
+    async def late(*arguments: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await dial(*arguments)
+
+    monkeypatch.setattr(grpc_mesh, "dial", late)
+    monkeypatch.setattr(exchange, "PATIENCE", 0.05)
+    for error in errors_over(link, 2, lambda group: group.gather(X, root=group.rank)):
+        assert isinstance(error, CollectiveMismatch)
 
 
 def test_2_counts_that_do_not_fit_name_the_rank_that_sends_others(link: str) -> None:

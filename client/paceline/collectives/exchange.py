@@ -158,10 +158,8 @@ class Exchange:
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
-                if not asked:
-                    self._tell(link)
+                asked = asked or self._tell(link)
                 self._look_around(peer)
-                asked = True
                 continue
             if not isinstance(frame, Frame) or frame.part != WAITING:
                 return frame
@@ -226,11 +224,15 @@ class Exchange:
         self._mesh.fault.forget(compared.set)
         self._mesh.fault.check()
 
-    def _tell(self, link: Link) -> None:
+    def _tell(self, link: Link) -> bool:
+        """Tells a rank which call this member is in; False if that cannot go out yet, for the link is being dialled."""
         operation, signature = self._call
         note = Frame(FrameKind.DATA, self._mesh.generation, operation, WAITING, signature, b"")
-        with suppress(LinkTimeout):  # if it cannot go out, what is on its way already says as much
+        try:
             link.send(note, monotonic())
+        except LinkTimeout:
+            return False
+        return True
 
     def _look_around(self, awaited: int | None = None) -> None:
         """Takes in what others than the one awaited have sent, one frame each, and compares."""
