@@ -73,13 +73,13 @@ class Wrapped:
     """What a trainer may have around a scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.schedulers = [scheduler]
+        self.schedulers = {"rate": [scheduler]}
 
     def state_dict(self) -> Any:
-        return self.schedulers[0].state_dict()
+        return self.schedulers["rate"][0].state_dict()
 
     def load_state_dict(self, saved: Any) -> None:
-        self.schedulers[0].load_state_dict(saved)
+        self.schedulers["rate"][0].load_state_dict(saved)
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)

@@ -25,6 +25,7 @@ from paceline.elastic.foreign import (
     copied,
     from_arrays,
     is_foreign,
+    marks_of,
     taken,
     to_arrays,
     to_plain,
@@ -118,8 +119,8 @@ class Part(abc.ABC):
         return ()
 
     def holds(self) -> set[int] | None:
-        """Ids of the parameters and arrays whose values it gives and takes; None if there may be others."""
-        return {id(as_trained(parameter)) for parameter in self.parameters().values()}
+        """Marks (`marks_of`) of the parameters and arrays that it gives and takes; None if there may be others."""
+        return {mark for parameter in self.parameters().values() for mark in marks_of(as_trained(parameter))}
 
     def gated(self) -> Any:
         """The object whose `step` changes large state; None if there is none."""
@@ -263,7 +264,7 @@ class _Values(Part):
             self._values[key] = taken(value, self._values.get(key))
 
     def holds(self) -> set[int] | None:
-        return set(_ids(self._values))
+        return set(_marks(self._values))
 
 
 class _Opaque(Part):
@@ -378,13 +379,13 @@ def _trains(parameter: Any) -> bool:
     return bool(getattr(parameter, "requires_grad", True))
 
 
-def _ids(tree: Tree) -> Iterator[int]:
+def _marks(tree: Tree) -> Iterator[int]:
     """Of all values, nested or not."""
     if isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _ids(value)
+            yield from _marks(value)
     else:
-        yield id(tree)
+        yield from marks_of(tree)
 
 
 def _names(rest: Tree) -> Tree:

@@ -1,7 +1,7 @@
 """Rules of the loop that a script can break while nothing fails: only a restart or a newcomer would show it.
 
-What is looked at is the script's doing, alike in every run: the training state once, before the loop, and the first
-steps of it. Later ones cost nothing.
+What is looked at is the script's doing, alike on every worker and in every run: the training state once, before the
+loop, and the first steps of the job. Later steps cost nothing, and a worker that comes in later finds no fault in them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.elastic.digests import crc_of
-from paceline.elastic.foreign import view
+from paceline.elastic.foreign import marks_of, view
 from paceline.elastic.parts import as_trained
 from paceline.elastic.state import TrainState
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -25,13 +25,13 @@ from paceline.errors import StepOrderError, UnsupportedOp
 __all__ = ["Watch", "check_complete", "no_other_optimizer"]
 
 _STEPS = 3
-"""So many steps of a loop are looked at: what a script does wrong it does in each, as a rule."""
+"""So many steps of a job are looked at: what a script does wrong it does in each, as a rule."""
 
 _SAMPLE = 4096
 """Elements of an array that are looked at: an update changes all of them. 500 MB in 60 arrays take 16 ms."""
 
-_DEPTH = 2
-"""So deep in an object of a part a scheduler is looked for: what wraps one has it as an attribute."""
+_DEPTH = 3
+"""So deep in a part its optimizer is looked for: what wraps schedulers may have a dict of lists of them."""
 
 
 def check_complete(state: TrainState) -> None:
@@ -42,13 +42,13 @@ def check_complete(state: TrainState) -> None:
     """
     held: set[int] = set()
     for _, part in state.objects.values():
-        if (ids := part.holds()) is None:
+        if (marks := part.holds()) is None:
             break  # nobody knows what is in that one
-        held |= ids
+        held |= marks
     else:
         for name, (_, part) in state.objects.items():
             trained = part.trained()
-            odd = [p for p in trained if id(p) not in held and id(getattr(p, "data", None)) not in held]
+            odd = [parameter for parameter in trained if not held & marks_of(parameter)]
             if odd:
                 raise ValueError(
                     f"{name} ({_kind(part.gated())}) trains {len(odd)} parameters (of {len(trained)}) that are in no "
@@ -83,8 +83,8 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
     """
     torch_has = sys.modules.get("torch.optim.optimizer")
     own = {id(part.gated()) for _, part in state.objects.values()}
-    names = {
-        id(as_trained(parameter)): f"{name} {path!r}"
+    models = {  # with the parameters, so that no stranger gets the id of one that is replaced meanwhile
+        id(as_trained(parameter)): (f"{name} {path!r}", parameter)
         for name, (_, part) in state.objects.items()
         for path, parameter in part.parameters().items()
     }
@@ -93,11 +93,11 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) in own or optimizer in strangers or updating():
             return
-        changed = next((names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names), None)
+        changed = next((models[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in models), None)
         if changed is not None:
             raise StepOrderError(
                 f"an optimizer ({_kind(optimizer)}) that is no part of the training state is about to change "
-                f"{changed}: give it too, TrainState(..., optimizer=optimizer)"
+                f"{changed[0]}: give it too, TrainState(..., optimizer=optimizer)"
             )
         strangers.add(optimizer)
 
@@ -118,7 +118,6 @@ class Watch:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._left = _STEPS
         self._after: dict[str, int] | None = None
         """What the last step has left."""
         self._before: dict[str, int] | None = None
@@ -131,7 +130,8 @@ class Watch:
             StepOrderError: something has changed since the last one.
         """
         after, self._after, self._before = self._after, None, None
-        if not self._left and after is None:
+        is_watched = self._state.step < _STEPS
+        if not is_watched and after is None:
             return
         arrays = _arrays_of(self._state)
         if after is not None and (odd := _differ(after, {**arrays, **_rest_of(self._state)})):
@@ -140,11 +140,11 @@ class Watch:
                 "would be done again: what changes the training state belongs inside `with step:`, behind "
                 "optimizer.step()"
             )
-        if self._left:
+        if is_watched:
             self._before = arrays
 
     def before_update(self) -> None:
-        """The first optimizer of a step that has kept no copy is about to run, or none has.
+        """The first optimizer of a step is about to run, or the step ends without one. Not for steps with a copy.
 
         Raises:
             StepOrderError: something has changed that the step could not put back.
@@ -159,8 +159,7 @@ class Watch:
 
     def applied(self) -> None:
         """A step counts here."""
-        if self._left:
-            self._left -= 1
+        if self._state.step <= _STEPS:
             self._after = {**_arrays_of(self._state), **_rest_of(self._state)}
 
     def forget(self) -> None:
@@ -194,11 +193,17 @@ def _differ(before: Mapping[str, int], now: Mapping[str, int]) -> str:
 
 def _knows(thing: Any, optimizer: Any, depth: int) -> bool:
     """True if an object has the optimizer as an attribute, or something that has."""
-    for value in getattr(thing, "__dict__", {}).values():
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if one is optimizer or (depth and _knows(one, optimizer, depth - 1)):
-                return True
-    return False
+    if isinstance(thing, Mapping):
+        values = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        values = list(thing)
+    else:
+        slots = [getattr(thing, name, None) for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        values = [*getattr(thing, "__dict__", {}).values(), *slots]
+    return any(one is optimizer for one in values) or any(
+        depth and not isinstance(one, str | bytes | int | float | np.ndarray) and _knows(one, optimizer, depth - 1)
+        for one in values
+    )
 
 
 def _kind(thing: Any) -> str:

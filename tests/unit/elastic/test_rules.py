@@ -146,6 +146,27 @@ def test_a_checkpoint_is_loaded_between_two_loops(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(4))
 
 
+def test_the_first_steps_are_those_of_the_job(session: Any) -> None:
+    """A replacement, or a start from a checkpoint, finds no fault in a script that has run for long."""
+    saved = Training().run(session, 5).state.state_dict()
+    training = Training()
+    training.state.load_state_dict(saved)
+
+    def after(step: Any) -> None:
+        if step.number == 7:
+            note(training)  # at the end of an epoch, say
+
+    training.run(session, 9, after=after)
+    assert training.state.step == 9
+
+
+def test_a_dict_of_another_view_of_the_same_memory(session: Any) -> None:
+    training = Training()
+    arrays = {path: parameter.data[:] for path, parameter in training.model.named_parameters()}
+    assert arrays["weight"] is not training.model.weight.data
+    session.steps(paceline.TrainState(optimizer=training.optimizer, arrays=arrays), total=1).close()
+
+
 def test_what_the_state_was_in_another_generation_is_forgotten() -> None:
     """It may be that of others by now."""
     training = Training()
