@@ -47,8 +47,8 @@ _OR_COPY = (
 
 BETWEEN_STEPS = (
     "a collective between two steps: if a worker were lost in it, nothing would run it again. Call it in "
-    "`for attempt in session.retry(): with attempt: ...`, or inside `with step:` before optimizer.step(). If the loop was "
-    "left by `break`, close its iterator first, or let go of it"
+    "`for attempt in session.retry(): with attempt: ...`, or inside `with step:` before optimizer.step(). "
+    "If the loop was left by `break`, close its iterator first, or let go of it"
 )
 """Why none may be called there."""
 

@@ -119,8 +119,8 @@ class Session(abc.ABC):
         the next generation. All state that the block changes must be in `state`; what it prints or writes to files
         happens once for each attempt (`on_commit` hears of committed steps once). Collectives belong before
         `optimizer.step()`, or between steps into `retry()`; in a step with several updates behind `step.keep_copy()`.
-        They are refused elsewhere. In the first three steps of the job it is looked at whether state changes outside of the block,
-        or before `optimizer.step()`; learning rates and `requires_grad` may.
+        They are refused elsewhere. In the first three steps of the job it is looked at whether state changes outside of
+        the block, or before `optimizer.step()`; learning rates and `requires_grad` may.
 
         Whoever comes later is given the state of those who train, and begins with their next step. SIGTERM, and
         `paceline drain`, have a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0.
