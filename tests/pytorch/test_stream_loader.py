@@ -297,6 +297,8 @@ CTRL_C = """
     sys.path.insert(0, sys.argv[1])
     from test_stream_loader import Stream
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do theirs
+
     class Slow(Stream):
         def __iter__(self):
             for count, sample in enumerate(super().__iter__()):
