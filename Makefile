@@ -18,10 +18,10 @@ SLOW         := slow and not exhaustive and not root and not containers and not 
 ROOT         := root and not exhaustive and not containers and not benchmark
 TORCH        := torch and not exhaustive
 
-.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch newest test-newest test-containers fuzz soak mutants bench bench-peers image clean
+.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch test-torch-exhaustive newest test-newest test-containers fuzz soak mutants bench bench-peers image clean
 
 help:            ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -96,6 +96,9 @@ test-peers: $(PEERS)/.installed  ## that Gloo and Open MPI can be measured (need
 test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m '$(TORCH) and alone' tests/pytorch
+
+test-torch-exhaustive: $(PEERS)/.installed  ## by hand: as test-exhaustive, of PyTorch; its own suite with 2, 3 and 4 ranks
+	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m 'exhaustive and torch' tests/pytorch
 
 # The newest PyTorch of the registry, of 5.5 GB with CUDA: in a folder that outlives this clone, where pip fetches nothing
 # if there is no newer one. Another clone may have installed its own code there last, so the path to ours comes first.

@@ -431,6 +431,64 @@ MUTANTS = (
         "        pass",
         ("unit/elastic/test_rules.py",),
     ),
+    Mutant(
+        "a newcomer stays one after its first step",
+        f"{ELASTIC}/line.py",
+        "            self._port.group.vouch()\n",
+        "",
+        ("unit/elastic/test_line_commits.py",),
+    ),
+    # Who is waited for, and who is there.
+    Mutant(
+        "most members that hang are waited for without end",
+        f"{SERVER}/stragglers.py",
+        "patience if late and stopped else None",
+        "None",
+        ("unit/server/test_stragglers.py",),
+    ),
+    Mutant(
+        "members that never stop are given up before a step can have ended",
+        f"{SERVER}/stragglers.py",
+        "patience = max([timeout, *(session.met.step_timeout for session in stopped if session.met is not None)])",
+        "patience = timeout",
+        ("unit/server/test_stragglers.py",),
+    ),
+    Mutant(
+        "a member that waits and could not say so does not say it again",
+        "client/paceline/collectives/exchange.py",
+        "asked = asked or self._tell(link)",
+        "asked = asked or self._tell(link) or True",
+        ("integration/test_reference_defects.py",),
+    ),
+    Mutant(
+        "a host that is silent at one of its addresses is taken for gone",
+        f"{SESSION}/address.py",
+        "None if None in said or not said else False",
+        "False",
+        ("unit/session/test_address.py",),
+    ),
+    Mutant(
+        "workers of torchrun train alone, each for itself",
+        f"{SESSION}/join.py",
+        "        if workers > 1:",
+        "        if workers > 9:",
+        ("unit/session/test_join.py",),
+    ),
+    # Once for each host.
+    Mutant(
+        "a block that has ended well is run again",
+        "client/paceline/once.py",
+        "            os.write(descriptor, _DONE)\n",
+        "",
+        ("unit/test_once.py",),
+    ),
+    Mutant(
+        "a block that raised counts as done",
+        "client/paceline/once.py",
+        "        yield first\n        if first:\n            os.write(descriptor, _DONE)\n",
+        '        os.write(descriptor, _DONE if first else b"")\n        yield first\n        if first:\n',
+        ("unit/test_once.py",),
+    ),
 )
 
 

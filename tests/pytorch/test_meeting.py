@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,20 +83,28 @@ def test_a_second_life_under_torchrun(tmp_path: Path) -> None:
 class Meeting:
     """Rank 1 as it looks for the coordinator of rank 0, under a clock that its pauses move.
 
+    Args:
+        alive_at: when the store has the address of a coordinator that is there.
+        before: what it has until then: "dead" refuses connections, the host of "silent" is off.
+        environment: of torchrun.
+
     Attributes:
         keys: that it has asked torch's store for.
         now: seconds.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, alive_at: float, **environment: str) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, alive_at: float, before: str = "dead", **environment: str
+    ) -> None:
         for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
         monkeypatch.setattr(backend, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        monkeypatch.setattr(backend, "_is_silent", self._is_silent)
         self.keys: list[str] = []
         self.now = 0.0
-        self._alive_at = alive_at
+        self._alive_at, self._before = alive_at, before
 
     def join(self) -> Any:
         """What `init_process_group` does."""
@@ -107,9 +117,16 @@ class Meeting:
 
     def _get(self, key: str) -> bytes:
         self.keys.append(key)
-        return b"alive" if self.now >= self._alive_at else b"dead"
+        return b"alive" if self.now >= self._alive_at else self._before.encode()
+
+    def _is_silent(self, address: str) -> bool:
+        if address != "silent":
+            return False
+        self._sleep(1.0)
+        return True
 
     def _place(self, address: str, **_: object) -> str:
+        assert address != "silent", "it would be dialled for the whole timeout"
         if address == "dead":
             raise CoordinatorUnreachable("nobody listens at dead")
         return address
@@ -136,6 +153,41 @@ def test_under_an_agent_rank_0_has_the_group_s_timeout(
     assert 100.0 <= meeting.now < 101.0
 
 
+@pytest.mark.parametrize("environment", [{}, {"RUN_ID": "run"}], ids=["alone", "agent"])
+def test_an_address_on_a_host_that_is_off_is_read_again(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node is lost, and rank 0 starts on another; or it is slow: silence proves nothing, with or without agent."""
+    assert Meeting(monkeypatch, alive_at=50.0, before="silent", **environment).join() == "alive"
+    (record,) = caplog.records
+    assert "silent does not answer: its host is off" in record.getMessage()
+    meeting = Meeting(monkeypatch, alive_at=1000.0, before="silent", **environment)
+    with pytest.raises(CoordinatorUnreachable, match="silent does not answer"):
+        meeting.join()
+    assert 100.0 <= meeting.now < 103.0
+
+
+@contextlib.contextmanager
+def silent_address() -> Iterator[str]:
+    """Where a connection gets no answer: the kernel has no room for one more that nobody accepts."""
+    with socket.socket() as mute, contextlib.ExitStack() as stack:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(0)
+        for _ in range(4):
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(mute.getsockname())
+        yield f"127.0.0.1:{mute.getsockname()[1]}"
+
+
+def test_a_real_address_that_is_silent_refused_or_answers() -> None:
+    with silent_address() as silent:
+        assert backend._is_silent(silent)
+    assert not backend._is_silent(silent)  # it is refused now
+    with coordinator() as address:
+        assert not backend._is_silent(address)
+
+
 def test_each_restart_has_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """So ranks that start again need not find out that the former one is dead."""
     keys = set()
@@ -144,6 +196,15 @@ def test_each_restart_has_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch)
         meeting.join()
         keys.update(meeting.keys)
     assert len(keys) == 2
+
+
+@contextlib.contextmanager
+def agent_store() -> Iterator[dict[str, str]]:
+    """What torchrun's agent tells two workers, but for their ranks; its store is the test's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"RUN_ID": "run", "RESTART_COUNT": "0", "USE_AGENT_STORE": "True"}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield place | {f"TORCHELASTIC_{name}": value for name, value in agent.items()}
 
 
 LIFE = """
@@ -167,11 +228,7 @@ dist.destroy_process_group()
 
 def test_all_start_again_under_an_agent_that_counts_no_restart() -> None:
     """As when a node joins or leaves: the agent's store has the address of the life before, and rank 0 is slow."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"RUN_ID": "run", "RESTART_COUNT": "0", "USE_AGENT_STORE": "True"}
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    place |= {f"TORCHELASTIC_{name}": value for name, value in agent.items()}
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, agent_store() as place:
 
         def start(rank: int) -> Worker:
             worker = Worker(LIFE, {"RANK": str(rank), **place})
@@ -189,6 +246,72 @@ def test_all_start_again_under_an_agent_that_counts_no_restart() -> None:
         for worker in (early, start(0)):
             assert worker.expect("sum", 60.0)["value"] == 2.0
             worker.go()
+
+
+SHORT = """
+import asyncio, logging
+from paceline.session.member import MemberConnection
+
+class Tells(logging.Handler):
+    def emit(self, record):
+        emit("warned", text=record.getMessage())
+
+logging.getLogger("paceline.session").addHandler(Tells())
+make_links, barrier = MemberConnection._make_links, paceline.Group.barrier
+
+async def late(connection, view):
+    emit("makes links")
+    await asyncio.to_thread(wait_for_go)
+    await make_links(connection, view)
+
+def told(group, *arguments):
+    emit("waits")
+    barrier(group, *arguments)
+
+if {shown}:
+    if os.environ["RANK"] == "1":
+        MemberConnection._make_links = late
+    else:
+        paceline.Group.barrier = told
+with paceline.join() as session:
+    emit("joined", rank=session.rank, size=session.size)
+    for step in {steps}:
+        with step:
+            session.group.all_reduce(np.ones(1))
+emit("left")
+"""
+NO_STEPS, TWO_STEPS = "()", 'session.steps(paceline.TrainState(notes={"any": 0}), total=2)'
+
+
+@contextlib.contextmanager
+def under_torchrun(code: str) -> Iterator[list[Worker]]:
+    """Two workers of torchrun."""
+    with contextlib.ExitStack() as stack, agent_store() as place:
+        started = [Worker(code, {"RANK": str(rank), **place}) for rank in range(2)]
+        for worker in started:
+            stack.callback(worker.close)
+        yield started
+
+
+def test_rank_0_of_a_short_script_does_not_leave_before_all_are_in() -> None:
+    """Its coordinator ends with it: rank 1 would be told so while it still makes its links, out of `join`."""
+    with under_torchrun(SHORT.format(shown=True, steps=NO_STEPS)) as (first, second):
+        second.expect("makes links", 60.0)
+        first.expect("waits")
+        second.go()
+        for rank, worker in enumerate((first, second)):
+            assert worker.expect("joined") | {"at": 0} == {"event": "joined", "at": 0, "rank": rank, "size": 2}
+            worker.expect("left")
+            assert worker.wait() == 0
+
+
+def test_no_warning_of_a_rank_that_is_asked_for_before_the_steps_under_torchrun() -> None:
+    """All start again there when one fails, so nobody is without one."""
+    with under_torchrun(SHORT.format(shown=False, steps=TWO_STEPS)) as started:
+        for worker in started:
+            worker.expect("joined", 60.0)
+            worker.expect("left")
+            assert worker.wait() == 0
 
 
 URL = """

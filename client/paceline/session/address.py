@@ -15,7 +15,7 @@ from paceline._exhausted import is_exhausted
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineError
 from paceline.session.lookup import Found, look_up, look_up_within
 
-__all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "listening_host", "parse_endpoint", "reachable_endpoint"]
+__all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "knock", "listening_host", "parse_endpoint", "reachable_endpoint"]
 
 DEFAULT_PORT = 7400
 """Where a coordinator listens unless told otherwise."""
@@ -149,16 +149,32 @@ async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
     False where nothing is proved: the name does not resolve, the host cannot be reached, or the time is over.
 
     Raises:
+        OSError: as `knock`.
+    """
+    return await knock(endpoint, timeout) is False
+
+
+async def knock(endpoint: Endpoint, timeout: float) -> bool | None:
+    """Whether somebody listens there: True at any of its addresses, False if all of them refuse the connection.
+
+    None where nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
+
+    Args:
+        endpoint: where.
+        timeout: seconds, for its name and its addresses; the addresses have 1 s of it at most.
+
+    Raises:
         OSError: this process has no descriptor left to ask with, which says nothing about the other side.
     """
     try:
         async with asyncio.timeout(timeout):
-            refused = [await _answers(target, endpoint.port) is False for _, target in await look_up(endpoint.host)]
+            found = await look_up(endpoint.host)
+            said = await asyncio.gather(*(_answers(target, endpoint.port) for _, target in found))
     except OSError as error:  # TimeoutError is one
         if is_exhausted(error):
             raise
-        return False
-    return bool(refused) and all(refused)
+        return None
+    return True if True in said else None if None in said or not said else False
 
 
 class _Patience:

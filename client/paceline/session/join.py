@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,8 @@ def join(
         NotAuthenticated, NotPermitted: the coordinator wants a token, or another one.
         OperationTimeout: no view formed in time; the text says what was waited for.
         SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
-        InvalidRank, InvalidWorldSize: of the arguments.
+        InvalidRank, InvalidWorldSize: of the arguments; or torchrun started this worker, and torch, which finds the
+            others, cannot be imported.
         ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed;
             credentials do not go together.
         ForkedSession: this process was forked from one that has joined.
@@ -103,11 +104,10 @@ def join(
             raise InvalidWorldSize(
                 f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
             )
-        if "TORCHELASTIC_RUN_ID" in environ and (rank, min_workers, max_workers) == (None, None, None):
-            from paceline.torch.backend import join_torchruns_world  # here: it loads torch
-
+        workers = _of_torchrun(environ) if (rank, min_workers, max_workers) == (None, None, None) else 1
+        if workers > 1:
             place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
-            return join_torchruns_world(place, config.join_timeout)
+            return _join_torchruns_world(place, workers, config.join_timeout)
         return SoloSession(job, config)
     connection = connect(
         parse_endpoint(coordinator, default_port=DEFAULT_PORT),
@@ -151,6 +151,23 @@ def connect(
         credentials or Credentials.from_environment(os.environ),
         coordinator_returns,
     )
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> int:
+    """Number of workers of the torchrun that started this one; 1 if none did."""
+    return (_first(None, environ, "WORLD_SIZE") or 1) if "TORCHELASTIC_RUN_ID" in environ else 1
+
+
+def _join_torchruns_world(place: Callable[..., Session], workers: int, seconds: float) -> Session:
+    try:
+        from paceline.torch.backend import join_torchruns_world  # here: it loads torch
+    except ImportError as error:
+        raise InvalidWorldSize(
+            f"torchrun has started {workers} workers (TORCHELASTIC_RUN_ID is set), which meet by means of torch, but "
+            f"it cannot be imported here: {error}. Install paceline[torch]; or give a coordinator's address "
+            "(PACELINE_COORDINATOR), or join(rank=0, world_size=1) for a worker that shall train alone"
+        ) from error
+    return join_torchruns_world(place, workers, seconds)
 
 
 def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int | None:

@@ -54,6 +54,7 @@ class Session(abc.ABC):
     job: str
     group: Group
     store: Store
+    all_start_again = False  # once one worker fails, as under torchrun: then none comes later, and has no rank
     _line: Line | None = None
     _asked_early = ""  # which of rank and size was asked for before the first loop over steps
     _on_commit: list[Callable[[int], None]]
@@ -156,7 +157,7 @@ class Session(abc.ABC):
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
-        if self._asked_early and self._line is None:
+        if self._asked_early and self._line is None and not self.all_start_again:
             _log.warning(
                 "session.%s was asked for before session.steps(): a worker that is started again would end there with "
                 "StepOrderError, for it is given a rank in its first step. %s",

@@ -16,8 +16,10 @@ from typing import Any
 from torch.distributed.rendezvous import rendezvous
 
 from paceline import Group, Session, join
+from paceline._loop import loop_thread
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
+from paceline.session.address import knock, parse_endpoint
 from paceline.session.session import CoordinatedSession
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
@@ -33,9 +35,9 @@ _ADDRESS = "paceline/coordinator/{}/{}"
 so both are counted. Torchrun counts failures alone: when a node joins or leaves, all ranks start again with the same
 number, and find the address of the life before until rank 0 has set its own."""
 
-_AGAIN_S, _PAUSE_S = 1.0, 0.1
-"""Seconds after which an address that refuses connections is given up, or under torchrun's agent is logged; and
-from one try to the next."""
+_AGAIN_S, _PAUSE_S, _KNOCK_S = 1.0, 0.1, 1.5
+"""Seconds after which an address that refuses connections is given up, or under torchrun's agent is logged; from one
+try to the next; and for a knock: 1 s for an answer, the rest to look the name up."""
 
 _default: weakref.ref[ProcessGroup] | None = None
 _joined = 0  # default groups that this process has had
@@ -107,17 +109,17 @@ def _join(opts: Any, timeout: float, cleanup: contextlib.ExitStack) -> Session:
     return session
 
 
-def join_torchruns_world(place: Callable[..., Session], seconds: float) -> Session:
+def join_torchruns_world(place: Callable[..., Session], world: int, seconds: float) -> Session:
     """What `paceline.join()` does in a worker of torchrun: all of its workers are one world, of a fixed size.
+
+    As `_join` it returns when all are in and have links.
 
     Args:
         place: `join`, without what torchrun says.
-        seconds: to wait for torchrun's store.
+        world: number of workers, at least 2.
+        seconds: to wait for torchrun's store, and for the others to be in.
     """
     global _joined
-    world = int(os.environ["WORLD_SIZE"])
-    if world == 1:
-        return place(rank=0, world_size=1)
     _joined += 1
     timeout = timedelta(seconds=seconds)
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
@@ -126,14 +128,26 @@ def join_torchruns_world(place: Callable[..., Session], seconds: float) -> Sessi
         session = _join_rank_0(opts, functools.partial(place, rank=rank, world_size=world), cleanup)
         assert isinstance(session, CoordinatedSession)
         session.after = cleanup.pop_all().close
+    try:
+        session.group.barrier(seconds)
+    except BaseException as error:
+        session.leave(error)
+        raise
+    session.all_start_again = True
     return session
+
+
+def _is_silent(address: str) -> bool:
+    """True if neither an answer nor a refusal comes from there: the host is off, out of reach, or slow."""
+    return loop_thread().run(knock(parse_endpoint(address), _KNOCK_S)) is None
 
 
 def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.ExitStack) -> Session:
     """Joins at a coordinator that rank 0 has, and that ends with it.
 
     An address that refuses connections is that of a rank 0 that has ended. Under torchrun's agent there will be another
-    one: the agent ends all ranks once one has failed, and starts them again.
+    one: the agent ends all ranks once one has failed, and starts them again. An address that is silent proves nothing:
+    its host may be off or slow. It is not dialled, which would take the whole timeout; it is read and knocked at again.
     """
     place = functools.partial(place, coordinator_returns=False)
     key = _ADDRESS.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _joined)
@@ -143,13 +157,18 @@ def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.E
         opts.store.set(key, address)  # it listens: whoever finds this address refused need not wait
         return place(address)
     has_agent, began, told = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False
-    patience = opts.timeout.total_seconds() if has_agent else _AGAIN_S
     while True:
         address = opts.store.get(key).decode()
+        silent = _is_silent(address)
         try:
+            if silent:
+                raise CoordinatorUnreachable(
+                    f"{address} does not answer: its host is off, or cannot be reached or found by name from here"
+                )
             return place(address)
         except (CoordinatorUnreachable, OrphanedError) as error:
             waited = time.monotonic() - began
+            patience = opts.timeout.total_seconds() if has_agent or silent else _AGAIN_S
             if isinstance(error, OrphanedError) or waited > patience:
                 raise type(error)(
                     f"rank {opts.group_rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -225,3 +226,50 @@ def test_a_process_without_descriptors_says_nothing_about_the_other_side(monkeyp
     monkeypatch.setattr(asyncio, "open_connection", connect)
     with pytest.raises(OSError, match="too many files"):
         asyncio.run(address.is_refused(Endpoint("127.0.0.1", 1), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (("refuses",), False),
+        (("refuses", "refuses"), False),
+        (("answers",), True),
+        (("silent", "answers"), True),
+        (("refuses", "answers"), True),
+        (("silent",), None),
+        (("refuses", "silent"), None),
+        (("no route",), None),
+    ],
+)
+def test_what_a_knock_at_all_addresses_of_a_host_says(
+    ends: tuple[str, ...], said: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is silent hides none of the others, and only refusals of all prove that nobody is there."""
+    family = socket.AF_INET
+
+    async def look_up(_: str) -> Any:
+        return [(family, (f"{number}", 0)) for number in range(len(ends))]
+
+    async def connect(host: str, _: int) -> Any:
+        end = ends[int(host)]
+        if end == "refuses":
+            raise ConnectionRefusedError
+        if end == "no route":
+            raise OSError(errno.EHOSTUNREACH, "no route to host")
+        if end == "silent":
+            await asyncio.Event().wait()
+        return None, mock.Mock()
+
+    monkeypatch.setattr(address, "look_up", look_up)
+    monkeypatch.setattr(address, "_KNOCK", 0.01)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    assert asyncio.run(address.knock(Endpoint("node", 1), 60.0)) is said
+    assert asyncio.run(address.is_refused(Endpoint("node", 1), 60.0)) is (said is False)
+
+
+def test_a_knock_waits_for_a_name_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stalled(_: str) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(address, "look_up", stalled)
+    assert asyncio.run(address.knock(Endpoint("node", 1), 0.01)) is None
