@@ -91,7 +91,6 @@ class Line:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self._is_new = False
         self._watch = Watch(state)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -276,9 +275,6 @@ class Line:
 
     def applied(self, step: int) -> None:
         """The step counts here."""
-        if self._is_new:
-            self._is_new = False
-            self._port.group.vouch()
         self._watch.applied()
         self._blocks.forget()
         self._place.applied(step)
@@ -395,8 +391,7 @@ class Line:
         self._last_update = 0
         if view.base is not None:
             self._taking.has_a_base()
-            self._is_new = view.rank in view.newcomers or self._is_new
-            self._port.group.vouch(is_new=self._is_new)
+            self._port.group.vouch()
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._taking.read_a_checkpoint:
