@@ -426,16 +426,16 @@ MUTANTS = (
     ),
     Mutant(
         "a state that was changed between steps can be trained on",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/guard.py",
         "        except StepOrderError:\n            self.spoil()\n",
         "        except StepOrderError:\n",
         ("unit/elastic/test_rules.py",),
     ),
     Mutant(
         "a step that keeps a copy may not change anything before its update",
-        f"{ELASTIC}/line.py",
-        "        if self._step is not None and not self._step.keeps_copy:\n            self._heed",
-        "        if self._step is not None:\n            self._heed",
+        f"{ELASTIC}/guard.py",
+        "        if self.step is not None and not self.step.keeps_copy:\n            self._heed",
+        "        if self.step is not None:\n            self._heed",
         ("unit/elastic/test_rules.py",),
     ),
     Mutant(
