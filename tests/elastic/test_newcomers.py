@@ -13,17 +13,20 @@ pytestmark = pytest.mark.slow
 
 WORKER = """
 rng = np.random.default_rng(0)
-hidden, compression, wrapped = PLAN
+hidden, compression, wrapped, of_critic = PLAN
 model, other = (paceline.nn.Linear(4, width, rng=rng) for width in (hidden, wrapped))
 x = np.ones((4, 4), np.float32)
 stop, undone = threading.Event(), 0
 try:
     with paceline.join() as session:
         ddp = paceline.DDP(model if wrapped == hidden else other, session.group, compression=compression)
+        critic = paceline.DDP(paceline.nn.Linear(4, 1, rng=rng), session.group, compression=of_critic)
         optimizer = paceline.optim.SGD(model, lr=0.01)
         for step in session.steps(paceline.TrainState(model=model, optimizer=optimizer), total=1_000_000):
             with step:
                 y = ddp(x)
+                if step.number % 50 == 1:  # first used by a newcomer when it has long trained
+                    critic(x)
                 optimizer.zero_grad()
                 ddp.backward(y)
                 optimizer.step()
@@ -43,16 +46,17 @@ except paceline.PacelineError as error:
 @pytest.mark.parametrize(
     ("plan", "kind", "text", "undone"),
     [
-        ((5, None, 5), "SizeMismatch", "model: 'weight' is float32[5, 4] here but float32[4, 4] on rank 0", 0),
-        ((4, "bf16", 4), "SettingsMismatch", "compression is bf16 on rank 1 and None on rank 0", 1),
-        ((4, None, 5), "SizeMismatch", "differs from rank 0's: it has trained 'weight' float32 [5, 4]", 1),
+        ((5, None, 5, None), "SizeMismatch", "model: 'weight' is float32[5, 4] here but float32[4, 4] on rank 0", 0),
+        ((4, "bf16", 4, None), "SettingsMismatch", "compression is bf16 on rank 1 and None on rank 0", 1),
+        ((4, None, 4, "bf16"), "SettingsMismatch", "compression is bf16 on rank 1 and None on rank 0", 1),
+        ((4, None, 5, None), "SizeMismatch", "differs from rank 0's: it has trained 'weight' float32 [5, 4]", 1),
     ],
 )
 def test_whoever_trains_does_not_end(plan: Any, kind: str, text: str, undone: int) -> None:
     environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
     with (
         coordinator() as address,
-        workers(1, f"PLAN = (4, None, 4)\n{WORKER}", COORDINATOR=address, **environment) as (veteran,),
+        workers(1, f"PLAN = (4, None, 4, None)\n{WORKER}", COORDINATOR=address, **environment) as (veteran,),
     ):
         veteran.expect("trains")
         with workers(1, f"PLAN = {plan!r}\n{WORKER}", COORDINATOR=address, **environment) as (odd,):

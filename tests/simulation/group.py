@@ -300,7 +300,7 @@ class Group:
     def vouched(self) -> bool:
         return self._vouched == self.generation
 
-    def vouch(self, *, is_new: bool = False) -> None:
+    def vouch(self) -> None:
         self._vouched = self.generation
 
     @property

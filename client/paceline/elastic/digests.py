@@ -1,7 +1,8 @@
-"""Where the states of members differ, in words."""
+"""Where the states of members differ, in words, and who differs from the others."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.tree import split
 from paceline.elastic.state import TrainState
+from paceline.errors import DivergenceError, PacelineError
+from paceline.group import Group
 
-__all__ = ["crc_of", "digests_of", "where_they_differ"]
+__all__ = ["crc_of", "digests_of", "find_minority", "where_they_differ"]
 
 _MOST_NAMES = 6
 """Names in a text: of so many of a model's arrays one sees which part it is."""
@@ -37,6 +40,34 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
         return "optimizer.step() ran in the step before at some of them only"
     more = f" and {len(odd) - _MOST_NAMES} more" if len(odd) > _MOST_NAMES else ""
     return f"they differ in {', '.join(odd[:_MOST_NAMES])}{more}"
+
+
+def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tuple[list[int], str]:
+    """The ranks that do not hold what most members hold, and where they differ, in a sentence. A collective.
+
+    Args:
+        group: all members, of which some differ.
+        state: this member's.
+        step: the next one; of some members it may be another one.
+        digest: of this member's state.
+
+    Raises:
+        DivergenceError: there is no majority, so nobody can tell who is right.
+        PacelineError: the generation has failed.
+    """
+    found: Any = group.all_gather(np.array([step << 32 | digest], np.uint64))
+    digests = digests_of(state)
+    theirs: Any = group.all_gather(np.array([[*digests.values()]], np.uint32))
+    where = where_they_differ(list(digests), theirs)
+    with contextlib.suppress(PacelineError):
+        group.barrier()  # so that nobody ends the generation before all have heard
+    values, counts = np.unique(found, return_counts=True)
+    if 2 * counts.max() <= group.size:
+        text = f"before step {step}, members did not hold the same bits: {where}"
+        raise DivergenceError(text, generation=group.generation)
+    odd = [int(rank) for rank in np.flatnonzero(found != values[np.argmax(counts)])]
+    members = ", ".join(str(group.members[rank]) for rank in odd)
+    return odd, f"before step {step}, {members} did not hold the same bits as the others: {where}"
 
 
 def crc_of(tree: Any) -> int:

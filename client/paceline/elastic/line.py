@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from paceline.elastic.compare import difference
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.errand import Errand
 from paceline.elastic.failures import Failures
+from paceline.elastic.guard import StateGuard
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
-from paceline.elastic.rules import Watch
 from paceline.elastic.saver import Saver
 from paceline.elastic.share import WHOLE
 from paceline.elastic.state import TrainState
@@ -33,7 +33,7 @@ from paceline.elastic.take_shards import Holder
 from paceline.elastic.taking import Taking
 from paceline.elastic.waiting import Waiting, await_finish
 from paceline.elastic.word import Flag, partial_digest, word
-from paceline.errors import CheckpointFailed, DivergenceError, OrphanedError, PacelineError, StepOrderError
+from paceline.errors import CheckpointFailed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -44,10 +44,6 @@ _log = logging.getLogger("paceline.elastic")
 
 _UPDATED = 0x9E3779B9
 """What a word's digest is changed by if the optimizer ran in the step before: any number but 0."""
-
-
-_MOST_DIVERGENCES = 3
-"""A member that differs from the others so often leaves: once is a flipped bit, three times is a cause that stays."""
 
 
 class Line:
@@ -65,6 +61,7 @@ class Line:
     Attributes:
         done: True once the last step is committed.
         left: True once the loop over the steps is over.
+        guard: of what is trained.
     """
 
     def __init__(
@@ -82,17 +79,14 @@ class Line:
         self._place = place
         self._taking = Taking(port, place, state, saver)
         self._waiting = Waiting(port, place, self._say)
-        self._step: Step | None = None
         self._committed = place.held.step if place.held is not None else 0
         self._failures = Failures()
-        self._divergences = 0
         self._blocks = Blocks()
         self._overtaken = False
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self._is_new = False
-        self._watch = Watch(state)
+        self.guard = StateGuard(port, state, place, saver, self._taking, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
         """The tag of a state, if it is this line's; None if it is another, or does not count."""
@@ -139,7 +133,7 @@ class Line:
             StepVoid: the step has failed too often.
             StepOrderError: the state has changed since the step before.
         """
-        self._heed(self._watch.begin)
+        self.guard.begin()
         if self._port.mail.draining and not self._place.leaving:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
@@ -154,9 +148,9 @@ class Line:
         except PacelineError as error:
             self._failed(error)
             return None
-        self._step = Step(number, attempt, group, self._state, self, errand, digest, self._seed)
+        step = self.guard.step = Step(number, attempt, group, self._state, self.guard, errand, digest, self._seed)
         group.bar(BETWEEN_STEPS)
-        return self._step
+        return step
 
     def end(self, step: Step) -> None:
         """After the block of a step: on to the next one, or to a meeting.
@@ -165,9 +159,9 @@ class Line:
             StepOrderError: the block was not entered.
         """
         self._port.group.bar("")
-        self._step = None
+        self.guard.step = None
         if not step.entered:
-            self.spoiled()
+            self.guard.spoiled()
             raise not_entered(step)
         over = step.generation != self._place.generation  # a block between the steps was cut short since, and run again
         if not over:
@@ -187,7 +181,7 @@ class Line:
         group = self._port.group
         try:
             group.all_reduce(word(Flag(0), 0, 0), label="closing")
-            self.word_completed(self._state.step + 1)
+            self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._place.held, self._state, group)
         except CheckpointFailed:
             raise
@@ -232,103 +226,12 @@ class Line:
         """A block between two steps is through."""
         self._blocks.done()
 
-    # What a step asks -------------------------------------------------------------------------------------------------
-
-    def word_completed(self, step: int) -> None:
-        """Every member has entered `step`, so all have applied the one before: it is committed."""
-        self._port.word_completed(step)
-        self._saver.commit(step - 1)
-        self._tell_committed(step - 1)
-        self._place.all_began()
-        self._state.keep_live_share()
-
     def _tell_committed(self, step: int) -> None:
         """Calls what listens for commits, once for each step up to this one."""
         while self._committed < step:
             self._committed += 1
             for hear in self.on_commit:
                 hear(self._committed)
-
-    def about_to_change(self) -> None:
-        """Nobody may take the state any more.
-
-        Raises:
-            StepOrderError: it has changed already.
-        """
-        if self._step is not None and not self._step.keeps_copy:
-            self._heed(self._watch.before_update)
-        self._port.shelf.withdraw()
-        self._saver.settle()
-
-    def diverged(self, text: str) -> None:
-        """See `step.Steward`."""
-        if self._step is not None:
-            self._step.spoiled = True
-        self.spoiled()
-        self._divergences += 1
-        if self._divergences >= _MOST_DIVERGENCES:
-            raise DivergenceError(f"{text}, {self._divergences} times by now: its memory or its script is to blame")
-
-    def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
-        """See `step.Steward`."""
-        self._place.prepare(step.number)
-        self._taking.keep_gradients(small, updated=step.updates)
-
-    def applied(self, step: int) -> None:
-        """The step counts here."""
-        if self._is_new:
-            self._is_new = False
-            self._port.group.vouch()
-        self._watch.applied()
-        self._blocks.forget()
-        self._place.applied(step)
-
-    def _heed(self, look: Callable[[], None]) -> None:
-        """Looks whether the state has changed where it must not; if so it is the state of no step."""
-        try:
-            look()
-        except StepOrderError:
-            self.spoil()
-            raise
-
-    @property
-    def is_updating(self) -> bool:
-        """True while an optimizer of the state runs."""
-        return self._step is not None and self._step.updating
-
-    # The gate of the training state.
-
-    def open(self) -> None:
-        """See `state.Gate`."""
-        step = self._step
-        if step is None or not step.entered or step.left:
-            raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
-        if step.updated and self._state.spreads:  # who finishes a step for others runs the optimizer once
-            raise StepOrderError("a second optimizer.step() in one step, of a state that is spread over workers")
-        step.updates = step.updating = True  # first: whatever interrupts this behind the gate has spoiled the state
-        try:
-            step.open_gate()
-        except BaseException:
-            step.updating = step.is_open
-            raise
-        step.updated = True
-
-    def changed(self) -> None:
-        """See `state.Gate`."""
-        if self._step is not None:
-            self._step.updating = False
-
-    def spoil(self) -> None:
-        """See `state.Gate`."""
-        if self._step is not None:
-            self._step.spoil()
-        else:
-            self.spoiled()
-
-    def spoiled(self) -> None:
-        """Marks the state that this member holds as unusable: it leads nothing until it has taken the base."""
-        self._state.is_whole = False
-        self._place.spoiled()
 
     # Letters ----------------------------------------------------------------------------------------------------------
 
@@ -391,12 +294,11 @@ class Line:
         if self._place.phase is Phase.READY:
             self._taking.train_on(self._place.shares[0])
         self._large = self._state.large()
-        self._watch.forget()
+        self.guard.forget()
         self._last_update = 0
         if view.base is not None:
             self._taking.has_a_base()
-            self._is_new = view.rank in view.newcomers or self._is_new
-            self._port.group.vouch(is_new=self._is_new)
+            self._port.group.vouch()
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._taking.read_a_checkpoint:

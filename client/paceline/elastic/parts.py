@@ -37,7 +37,7 @@ from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding
 
-__all__ = ["Part", "as_trained", "opaque", "part_of"]
+__all__ = ["Part", "as_trained", "opaque", "part_of", "trains"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -119,8 +119,8 @@ class Part(abc.ABC):
         return ()
 
     def holds(self) -> set[int] | None:
-        """Marks (`marks_of`) of the parameters and arrays that it gives and takes; None if there may be others."""
-        return {mark for parameter in self.parameters().values() for mark in marks_of(as_trained(parameter))}
+        """Marks (`marks_of`) of the parameters and arrays that it gives and takes; None if nobody knows."""
+        return None
 
     def gated(self) -> Any:
         """The object whose `step` changes large state; None if there is none."""
@@ -162,6 +162,9 @@ class _Model(Part):
                 found[path] = parameter
         return found
 
+    def holds(self) -> set[int] | None:
+        return {mark for parameter in self.parameters().values() for mark in marks_of(as_trained(parameter))}
+
     def _buffers(self) -> dict[str, NDArray[Any]]:
         named = getattr(self._model, "named_buffers", None)
         return {} if named is None else {path: view(buffer) for path, buffer in named()}
@@ -170,14 +173,14 @@ class _Model(Part):
         return self._rest(self.parameters())
 
     def _rest(self, parameters: Mapping[str, Any]) -> Tree:
-        return {"buffers": self.fixed(), "frozen": [path for path, p in parameters.items() if not _trains(p)]}
+        return {"buffers": self.fixed(), "frozen": [path for path, p in parameters.items() if not trains(p)]}
 
     def load_rest(self, rest: Tree) -> None:
         old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
         write(self._buffers(), rest if old else rest["buffers"])
         for path, parameter in {} if old else self.parameters().items():
-            if _trains(parameter) == (path in rest["frozen"]):
-                parameter.requires_grad = not _trains(parameter)
+            if trains(parameter) == (path in rest["frozen"]):
+                parameter.requires_grad = not trains(parameter)
 
     def fixed(self) -> Tree:
         return {path: buffer.copy() for path, buffer in self._buffers().items()}
@@ -241,6 +244,9 @@ class _Optimizer(Part):
 
     def trained(self) -> Sequence[Any]:
         return [as_trained(parameter) for parameter in self._optimizer.parameters.values()]
+
+    def holds(self) -> set[int] | None:
+        return set()
 
     def gated(self) -> Any:
         return self._optimizer.stepper
@@ -374,7 +380,7 @@ def as_trained(parameter: Any) -> Any:
     return getattr(parameter, "tensor", parameter)
 
 
-def _trains(parameter: Any) -> bool:
+def trains(parameter: Any) -> bool:
     """False if it is frozen."""
     return bool(getattr(parameter, "requires_grad", True))
 

@@ -6,13 +6,14 @@ same name, and a host that finds that folder there leaves the checkpoint to the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from paceline import checkpoint
 from paceline.checkpoint.folder import fingerprint, is_there
 from paceline.checkpoint.keep import save_once
 from paceline.checkpoint.tag import Tag
+from paceline.elastic.parts import trains
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline.group import Group
 
-__all__ = ["VISIBLE_S", "Saver"]
+__all__ = ["VISIBLE_S", "Saver", "warning_of_frozen"]
 
 VISIBLE_S = 70.0
 """Seconds after which whatever one host has written is seen by others: a network file system keeps what it knows of a
@@ -43,6 +45,41 @@ _log = logging.getLogger("paceline.elastic")
 
 def _elsewhere(tag: Tag, where: object) -> str:
     return f"others go on from the checkpoint {tag}, which is not in {where} here"
+
+
+@contextlib.contextmanager
+def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
+    """Logs a warning if a checkpoint that is loaded inside the block freezes or unfreezes parameters.
+
+    A run that goes on wants that. The second stage of a fine-tuning, which begins with what the first left, does not.
+
+    Args:
+        state: what it is loaded into.
+        step: the checkpoint's.
+    """
+    before = _trained(state)
+    yield
+    changed = [(name, is_trained) for name, is_trained in _trained(state).items() if before.get(name) != is_trained]
+    if changed:
+        frozen = sum(not is_trained for _, is_trained in changed)
+        _log.warning(
+            "the checkpoint of step %d has frozen %d parameters that the script trains, and trains %d that it froze "
+            "(the first: %s). If that is not what you want, set requires_grad inside the block of the first step, or "
+            "load the weights alone and use another checkpoint_dir",
+            step,
+            frozen,
+            len(changed) - frozen,
+            changed[0][0],
+        )
+
+
+def _trained(state: TrainState) -> dict[str, bool]:
+    """Of each model's parameters whether it is trained."""
+    return {
+        f"{name} {path!r}": trains(parameter)
+        for name, (_, part) in state.objects.items()
+        for path, parameter in part.parameters().items()
+    }
 
 
 class Saver:
@@ -88,7 +125,8 @@ class Saver:
         found = checkpoint.load(self._directory)
         if found is None:
             return
-        state.load_state_dict(found.state)
+        with warning_of_frozen(state, found.tag.step):
+            state.load_state_dict(found.state)
         self.tag = self._last = found.tag
         self.fingerprint = fingerprint(found.folder)
         _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)

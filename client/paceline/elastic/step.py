@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.elastic.digests import digests_of, where_they_differ
+from paceline.elastic.digests import find_minority
 from paceline.elastic.errand import Errand
 from paceline.elastic.foreign import seed_frameworks
 from paceline.elastic.sampler import ElasticSampler
@@ -19,8 +18,6 @@ from paceline.elastic.state import TrainState
 from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import (
     DivergenceError,
-    PacelineError,
-    PeerRaised,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
@@ -28,6 +25,7 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
+from paceline.parallel.agreement import NewcomerDiffers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["BETWEEN_STEPS", "Step", "Steward"]
@@ -327,7 +325,7 @@ class Step:
                 self._state.undo_updates(self._small)
             elif not self.spoiled:
                 self._state.undo(self._small)
-        if isinstance(error, PeerRaised):  # or a newcomer trains something else: it ends, and says so
+        if isinstance(error, NewcomerDiffers) and error.newcomer in self._mesh.peers:  # it ends, and says so
             failed = True
         # What members disagree on they would disagree on again.
         stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
@@ -377,21 +375,7 @@ class Step:
                 and again.
             PacelineError: the generation is over, for a few members differ from the others.
         """
-        mine = np.array([self.number << 32 | self._digest], np.uint64)
-        found: Any = self._group.all_gather(mine)
-        digests = digests_of(self._state)
-        theirs: Any = self._group.all_gather(np.array([[*digests.values()]], np.uint32))
-        where = where_they_differ(list(digests), theirs)
-        with contextlib.suppress(PacelineError):
-            self._group.barrier()  # so that nobody ends the generation before all have heard
-        values, counts = np.unique(found, return_counts=True)
-        text = f"before step {self.number}, members did not hold the same bits: {where}"
-        if 2 * counts.max() <= self.world:
-            raise DivergenceError(text, generation=self.generation)
-        most = values[np.argmax(counts)]
-        odd = [int(rank) for rank in np.flatnonzero(found != most)]
-        members = ", ".join(str(self._mesh.peers[rank]) for rank in odd)
-        text = f"before step {self.number}, {members} did not hold the same bits as the others: {where}"
+        odd, text = find_minority(self._group, self._state, self.number, self._digest)
         _log.error("%s", text)
         operation = self._group.progress().operation
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))

@@ -72,8 +72,8 @@ def line_of(
 def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
     """Yields the steps, each until it is applied; see `Session.steps`."""
     try:
-        state.guard(line)
-        with _draining_on_sigterm(line), no_other_optimizer(state, lambda: line.is_updating):
+        state.guard(line.guard)
+        with _draining_on_sigterm(line), no_other_optimizer(state, lambda: line.guard.is_updating):
             line.enter()
             while True:
                 line.wait_until_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.elastic.place import Meet, Place, Take
 from paceline.elastic.port import Port
 from paceline.elastic.resharding import Resharding
-from paceline.elastic.saver import Saver
+from paceline.elastic.saver import Saver, warning_of_frozen
 from paceline.elastic.share import Share
 from paceline.elastic.state import TrainState
 from paceline.elastic.take_shards import Holder
@@ -227,7 +228,9 @@ class Taking:
         rest = self._fill(plan, order) if plan.wanted or not order.own else None
         if not order.own:
             self._port.shelf.withdraw()
-        self._state.switch(plan, rest)
+        from_disk = self.read_a_checkpoint and rest is not None
+        with warning_of_frozen(self._state, order.base.step) if from_disk else contextlib.nullcontext():
+            self._state.switch(plan, rest)
 
     def _fill(self, plan: Resharding, order: Take) -> Any:
         """From members, or where none has it out of a checkpoint; returns the rest, None to stay with one's own."""

@@ -36,7 +36,6 @@ class LineMarks:
     Attributes:
         barred: why no collective may be called now, empty if it may.
         vouched: the last generation of which it is known that all members hold the same state.
-        is_new: the others have given this member the state, and it has made no step with them yet.
         passenger: numbers that wait for a bucket of gradients to ride in.
         boarded: the last generation in which somebody asked for a passenger.
         most: members that another generation may have at most; None if all have as many as this one.
@@ -46,7 +45,6 @@ class LineMarks:
     def __init__(self) -> None:
         self.barred = ""
         self.vouched = 0
-        self.is_new = False
         self.passenger: Passenger | None = None
         self.boarded = 0
         self.most: int | None = None
@@ -116,18 +114,9 @@ class GroupCore:
         """True if all members are known to hold the same state (`session.steps` has seen to it)."""
         return self._line.vouched == self.generation
 
-    def vouch(self, *, is_new: bool = False) -> None:
-        """All members of this generation hold the same state: for whoever owns the group.
-
-        Args:
-            is_new: the others have given it to this member, which has made no step with them yet.
-        """
-        self._line.vouched, self._line.is_new = self.generation, is_new
-
-    @property
-    def is_new(self) -> bool:
-        """True if the others have given this member the state, and it has made no step with them yet."""
-        return self._line.is_new
+    def vouch(self) -> None:
+        """All members of this generation hold the same state: for whoever owns the group."""
+        self._line.vouched = self.generation
 
     @property
     def is_elastic(self) -> bool:

@@ -14,13 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DivergenceError, PacelineError, PeerRaised, StepOrderError
+from paceline.links.base import Peer
 from paceline.parallel.manifest import Manifest, first_difference
 from paceline.parallel.ranks import Ranks
 
-__all__ = ["agree", "give"]
+__all__ = ["NewcomerDiffers", "agree", "give"]
 
 
-def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool) -> int:
+class NewcomerDiffers(PeerRaised):
+    """A member has come in that does not train what is trained; it raises what differs, and the others raise this.
+
+    Attributes:
+        newcomer: the first of those that differ.
+    """
+
+    def __init__(self, message: str, newcomer: Peer, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message, ranks=ranks)
+        self.newcomer = newcomer
+
+
+def agree(
+    group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool, agreed_in: int = 0
+) -> int:
     """Compares manifests, then gives rank 0's values to all, unless all hold them already or are known to (`vouched`).
 
     Args:
@@ -28,6 +43,7 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
         manifest: this rank's.
         arrays: this rank's parameters and buffers, in the manifest's order; written in place.
         may_change: False where gradients have been computed from this rank's own values.
+        agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
 
     Returns:
         The fingerprint of what all hold; 0 where nothing was compared.
@@ -35,15 +51,16 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
-        PeerRaised: in place of these where newcomers alone differ from those who were training: it is their error.
+        NewcomerDiffers: in place of these, on the others, where only ranks differ that were not there when the others
+            last agreed: it is their error.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
         return 0
     description = manifest.encode()
-    table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description), group.is_new])
-    new = table[:, 2].astype(bool)
-    reference = int(np.argmin(new))  # the first who is not, if there is one
+    table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description), agreed_in])
+    reference = int(np.argmax(table[:, 2]))  # the first of those who have agreed last; rank 0 if nobody has
+    new = table[:, 2] < table[reference, 2]
     if odd := _differ(table[:, :2], reference):
         usual = _show(group, description, root=reference, nbytes=int(table[reference, 1]))
         example = _show(group, description, root=odd[0], nbytes=int(table[odd[0], 1]))
@@ -51,9 +68,10 @@ def agree(group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, m
         error.ranks = tuple(group.members[rank].rank for rank in odd)  # of a part of the view too
         with contextlib.suppress(PacelineError):
             _tell_all(group, [0])  # whoever raises may end the generation: all have heard by then
-        if group.rank not in odd and new[list(odd)].all() and not new.all():
-            text = f"{group.members[odd[0]]} came in, and does not train what is trained: {error}"
-            raise PeerRaised(text, ranks=error.ranks) from error
+        if group.rank not in odd and new[list(odd)].all():
+            newcomer = group.members[odd[0]]
+            text = f"{newcomer} came in, and does not train what is trained: {error}"
+            raise NewcomerDiffers(text, newcomer, ranks=error.ranks) from error
         raise error
 
     if group.vouched:

@@ -123,7 +123,8 @@ class DDP(Wrapper):
         arrays = [*(p.data for p in parameters.values()), *buffers.values()]
         asked = "left out" if self._bucket_mb is None else f"{self._bucket_mb:g}"
         settings = {"bucket_mb": asked, "compression": self._codec or self._low_rank}
-        agree(self.group, Manifest.of(parameters, buffers, **settings), arrays, may_change=may_change)
+        manifest = Manifest.of(parameters, buffers, **settings)
+        agree(self.group, manifest, arrays, may_change=may_change, agreed_in=self._generation)
         cap_bytes = (self._usual_mb() if self._bucket_mb is None else self._bucket_mb) * 2**20
         if self._reducer is not None and self._reducer.serves(parameters, cap_bytes):
             self._reducer.new_generation()  # memory and what error feedback has kept stay

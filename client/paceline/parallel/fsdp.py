@@ -270,7 +270,7 @@ class FSDP(Wrapper, ShardedState):
         )
         begins = self._units is None or not all(unit.is_settled for unit in units)
         buffers = buffers_of(self.module) if begins else {}
-        join_units(units, self.group, manifest, buffers, may_change=may_change)
+        join_units(units, self.group, manifest, buffers, may_change=may_change, agreed_in=self._generation)
         if self._units is None:
             self._units = Units(units, paths, self.group, self._ahead)
         self._units.refit()

@@ -47,10 +47,6 @@ class Ranks(Protocol):
         """True if all members are known to hold the same state."""
 
     @property
-    def is_new(self) -> bool:
-        """True if the others have given this member that, and it has made no step with them yet."""
-
-    @property
     def share(self) -> float:
         """What this rank's gradients count now, beside the other ranks'."""
 

@@ -65,7 +65,7 @@ class Wrapper(abc.ABC):
         self._round = Accumulation({})
         self._syncing = True
         self._generation = 0
-        """The one in which `_reducer` was made."""
+        """The last in which all ranks have agreed on the model, and `_reducer` was made; 0 for none."""
         self._rows: int | None = None
         """B of the last forward pass, where its input had a first axis."""
 

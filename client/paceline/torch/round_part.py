@@ -101,6 +101,10 @@ class RoundPart(Part):
             part.clear_gradients()
         self._worker.drop_gradients()
 
+    def holds(self) -> set[int] | None:
+        """The global parameters."""
+        return self._shared["model"].holds()
+
     def gated(self) -> Any:
         """The outer optimizer."""
         return self._outer

@@ -19,10 +19,8 @@ from paceline.elastic.state import TrainState
 from paceline.elastic.steps import line_of, run_steps
 from paceline.group import Group
 from paceline.links.base import Peer
-from paceline.links.fault import Suspicion
 from paceline.links.local import next_meshes
 from paceline.session.mail import ViewCame
-from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import local_mesh, world_of
 
 BASE = Tag(4, 6)
@@ -89,19 +87,6 @@ def test_a_newcomer_announces_commits_from_the_step_that_it_began_with(alone: Gr
     line.on_commit.append(heard.append)
     assert trained(line, state, 8) == [7, 8]
     assert heard == [7, 8]
-
-
-def test_a_newcomer_is_new_until_it_has_made_a_step_with_the_others(alone: Group) -> None:
-    """In its second view too, if the first ended before: it has agreed on nothing with them yet."""
-    state, found = state_at(0, 0.0), []
-    port = NewcomersPort("job", alone, Config())
-    line = line_of(port, state, 9, checkpoint_dir=None, checkpoint_every=None, seed=0, before=None)
-    for step in run_steps(line, state, 9):
-        with step:
-            found.append((step.number, step.attempt, alone.is_new))
-            if step.number in (7, 8) and step.attempt == 1:
-                alone.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "a peer is gone"))
-    assert found == [(7, 1, True), (7, 2, True), (8, 1, False), (8, 2, False), (9, 1, False)]
 
 
 @pytest.mark.parametrize("every", [None, 2])

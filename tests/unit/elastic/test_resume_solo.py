@@ -43,6 +43,23 @@ def test_second_run_goes_on_where_the_first_ended(session: Any, tmp_path: Path) 
     assert found.tag.generation > 1, "tags grow with the runs"
 
 
+def test_a_checkpoint_that_freezes_what_the_script_trains(
+    session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with paceline.join() as first:
+        earlier = Training()
+        earlier.model.bias.requires_grad = False
+        earlier.run(first, 2, checkpoint_dir=tmp_path)
+        assert "requires_grad" not in caplog.text
+    later = Training()
+    later.run(session, 3, checkpoint_dir=tmp_path)
+    (told,) = [record for record in caplog.records if "requires_grad" in record.message]
+    assert told.levelname == "WARNING"
+    assert "step 2 has frozen 1 parameters that the script trains, and trains 0 that it froze" in told.message
+    assert "(the first: model 'bias')" in told.message
+    assert not later.model.bias.requires_grad
+
+
 def test_run_that_was_cut_off_goes_on_from_the_last_committed(session: Any, tmp_path: Path) -> None:
     training = Training()
 

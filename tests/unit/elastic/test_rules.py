@@ -12,6 +12,8 @@ from unit.elastic.solo import ENVIRONMENT, Training, fail, undisturbed
 
 import paceline
 from paceline.elastic import rules
+from paceline.elastic.parts import Part
+from paceline.elastic.state import TrainState
 from paceline.errors import StepOrderError
 
 
@@ -39,9 +41,30 @@ def test_parameters_that_some_part_has(session: Any) -> None:
         for part in (model, {"nested": [model.weight]}, Counter(np.ones(2))):  # the last might have it, for all we know
             session.steps(paceline.TrainState(optimizer=ForeignOptimizer(model), part=part), total=1).close()
             session._line.leave()
+    with framework():  # a part of the user's own that says nothing of it
+        bare = TrainState(optimizer=ForeignOptimizer(model), part=Own())
+        session.steps(bare, total=1).close()
+        session._line.leave()
     training = Training()
     arrays = {path: parameter.data for path, parameter in training.model.named_parameters()}
     session.steps(paceline.TrainState(optimizer=training.optimizer, arrays=arrays), total=1).close()
+
+
+class Own:
+    """Gives its part itself, as a custom model would."""
+
+    def as_part(self) -> Part:
+        return OwnPart()
+
+
+class OwnPart(Part):
+    kind = "own"
+
+    def rest(self) -> Any:
+        return {}
+
+    def load_rest(self, rest: Any) -> None:
+        pass
 
 
 def shift(training: Training) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from paceline.elastic.word import Flag, word
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
+from paceline.parallel.agreement import NewcomerDiffers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
 
@@ -99,7 +101,7 @@ def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_w
 @pytest.mark.parametrize("error", [SettingsMismatch("compression is bf16", ranks=(1,)), DivergenceError("it differs")])
 def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, groups: list[Group]) -> None:
     """What `agree` raises there; whoever is first ends the generation, and nobody takes another's error for its own."""
-    both, heard = threading.Barrier(2), PeerRaised("rank 1 came in", ranks=(1,))
+    both, heard = threading.Barrier(2), NewcomerDiffers("rank 1 came in", groups[0].members[1], ranks=(1,))
 
     def enter(rank: int) -> Step:
         step = step_of(groups[rank], Steward())
@@ -114,3 +116,13 @@ def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, grou
     assert not step.applied
     assert isinstance(step.cause, PeerRaised)
     assert groups[0].mesh.fault.failed
+
+
+@pytest.mark.parametrize("kind", [PeerRaised, NewcomerDiffers])
+def test_an_error_of_another_session_is_the_blocks_own(kind: Any, groups: list[Group]) -> None:
+    """It is raised, and ends the loop: to run the step again would change nothing over there."""
+    elsewhere = replace(groups[0].members[1], member_id="of another session")
+    error = PeerRaised("raised") if kind is PeerRaised else NewcomerDiffers("came in", elsewhere, ranks=(1,))
+    with pytest.raises(kind) as caught, step_of(groups[0], Steward()):
+        raise error
+    assert caught.value is error

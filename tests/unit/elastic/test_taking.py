@@ -30,6 +30,7 @@ class Scene:
         self.breaks = False  # an update that is interrupted
         self.latest = Tag(0, 0)
         self.has = False
+        self.parameter = SimpleNamespace(requires_grad=True)  # and frozen in every other state
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
         monkeypatch.setattr(taking, "time", clock)
         self.place = Place(Tag(0, 0), 0, (FIRST,))
@@ -45,7 +46,8 @@ class Scene:
             spreads=True,
             shares=lambda: self.place.shares,
             resharding=lambda share, own=True: self._note("plan", plan),
-            switch=lambda plan, rest: self._note(f"switch {rest}"),
+            switch=lambda plan, rest: self._switch(rest),
+            objects={"model": (None, SimpleNamespace(parameters=lambda: {"w": self.parameter}))},
             offered=lambda: None,
             put_back=lambda small: self._note(f"put back {small['lr']}"),
             take_gradients=lambda: ["gradients"],
@@ -75,6 +77,10 @@ class Scene:
     def _note(self, what: str, result: Any = None) -> Any:
         self.did.append(what)
         return result
+
+    def _switch(self, rest: Any) -> None:
+        self.parameter.requires_grad = rest is None
+        self._note(f"switch {rest}")
 
     def _take(self, *_: Any) -> Any:
         self._fail_perhaps()
@@ -111,16 +117,18 @@ def test_what_is_own_is_completed_and_the_rest_of_it_stays(scene: Scene) -> None
     assert meet.shares == (Share(1, 3), FIRST)
 
 
-def test_of_another_state_everything_is_taken(scene: Scene) -> None:
+def test_of_another_state_everything_is_taken(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     assert scene.order(Tag(2, 4)).tag == Tag(2, 4)
     assert scene.did == ["plan", "withdraw", "switch the rest"]
+    assert "frozen" not in caplog.text
 
 
-def test_what_nobody_gives_is_read_from_a_checkpoint(scene: Scene) -> None:
+def test_what_nobody_gives_is_read_from_a_checkpoint(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.fails, scene.has = 1, True
     assert scene.order(Tag(2, 4)).tag == Tag(2, 4)
     assert scene.did == ["plan", "read 4", "withdraw", "switch the disk's"]
     assert scene.taking.read_a_checkpoint
+    assert "the checkpoint of step 4 has frozen 1 parameters" in caplog.text
 
 
 def test_who_is_given_nothing_again_and_again_leaves(scene: Scene) -> None:

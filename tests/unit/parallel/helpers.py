@@ -164,7 +164,6 @@ class RecordingGroup:
     """Number, from 1, of the all_reduce of gradients that fails; 0 for none."""
     generation: int = 1
     vouched: bool = False
-    is_new: bool = False
     members: tuple[Peer, ...] = ()
     barred: str = ""
     board: Callable[[], None] = lambda: None  # nobody rides

@@ -14,7 +14,6 @@ from unit.parallel.helpers import Array, Branches, mlp, scale, weights
 from paceline.errors import (
     DivergenceError,
     PacelineError,
-    PeerRaised,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
@@ -22,11 +21,14 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel import DDP
-from paceline.parallel.agreement import agree
+from paceline.links.local import local_meshes
+from paceline.links.nowhere import NoMesh
+from paceline.parallel import DDP, FSDP, ShardingStrategy
+from paceline.parallel.agreement import NewcomerDiffers, agree
 from paceline.parallel.manifest import Manifest
 from paceline.testing import run_ranks
 from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.parts import SOON, each
 
 
 class Buffered(Branches):
@@ -138,6 +140,10 @@ def test_all_hear_of_it_before_one_ends_the_generation() -> None:
     run_ranks(3, rank)
 
 
+def manifest_of(*values: float) -> Manifest:
+    return Manifest.of({"a": scale(*values)}, {}, bucket_mb=25)
+
+
 @pytest.mark.parametrize(
     ("new", "odd", "blamed", "hear"),
     [
@@ -148,14 +154,14 @@ def test_all_hear_of_it_before_one_ends_the_generation() -> None:
         ((0, 1, 2, 3), (3,), (3,), (0, 1, 2, 3)),  # nobody was there
     ],
 )
-def test_newcomers_are_the_ones_who_differ(new: Any, odd: Any, blamed: Any, hear: Any) -> None:
+@pytest.mark.parametrize("before", [0, 5])  # it has come in, or was away when the others agreed last
+def test_newcomers_are_the_ones_who_differ(before: int, new: Any, odd: Any, blamed: Any, hear: Any) -> None:
     """It is their error alone: `hear` are the ranks for which it is a SizeMismatch."""
 
     def rank(g: Group) -> None:
-        g.vouch(is_new=g.rank in new)
-        kind = SizeMismatch if g.rank in hear else PeerRaised
+        kind, mine = SizeMismatch if g.rank in hear else NewcomerDiffers, (1.0, 2.0) if g.rank in odd else (1.0,)
         with pytest.raises(kind, match=f"the model of rank {blamed[0]}") as caught:
-            DDP(Branches("a", a=scale(1.0, 2.0) if g.rank in odd else scale(1.0)), g)(np.ones((1, 1)))
+            agree(g, manifest_of(*mine), [], may_change=True, agreed_in=before if g.rank in new else 7)
         assert caught.value.ranks == blamed
 
     run_ranks(4, rank)
@@ -163,13 +169,33 @@ def test_newcomers_are_the_ones_who_differ(new: Any, odd: Any, blamed: Any, hear
 
 def test_newcomers_in_a_part_of_the_view() -> None:
     def rank(g: Group) -> None:
-        g.vouch(is_new=g.rank == 3)
         if g.rank >= 2:
-            with pytest.raises(SizeMismatch if g.rank == 3 else PeerRaised, match="the model of rank 1") as caught:
-                DDP(Branches("a", a=scale(*[1.0] * g.rank)), g.subgroup([2, 3]))(np.ones((1, 1)))
+            kind, agreed_in = (SizeMismatch, 0) if g.rank == 3 else (NewcomerDiffers, 1)
+            with pytest.raises(kind, match="the model of rank 1") as caught:
+                agree(g.subgroup([2, 3]), manifest_of(*[1.0] * g.rank), [], may_change=True, agreed_in=agreed_in)
             assert caught.value.ranks == (3,), "in the view"
 
     run_ranks(4, rank)
+
+
+@pytest.mark.parametrize("wrap", [DDP, lambda model, g: FSDP(model, g, ShardingStrategy.NO_SHARD)])
+def test_a_newcomer_is_new_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
+    """However many steps and views the two have trained with another wrapper meanwhile."""
+    old, new = Group(local_meshes(1)[0], SOON), Group(NoMesh("waits"), SOON)
+    models = {g: (Branches("a", a=scale(1.0)), Branches("a", a=scale(*[1.0] * n))) for g, n in ((old, 1), (new, 2))}
+    wrappers = {g: [wrap(model, g) for model in both] for g, both in models.items()}
+    for wrapper in wrappers[old]:
+        wrapper.prepare()
+    for generation in (2, 3):
+        for group, mesh in zip((new, old), local_meshes(2, generation=generation), strict=True):
+            group.move(mesh)
+            group.vouch()
+        assert each([new, old], lambda g: wrappers[g][0].prepare()) == [None, None]
+    ends = each([new, old], lambda g: wrappers[g][1].prepare())
+    assert [type(error) for error in ends] == [SizeMismatch, NewcomerDiffers]
+    assert ends[1].newcomer == old.members[0]
+    for group in (old, new):
+        group.close(0.2)
 
 
 def test_parameters_tied_on_one_rank_only() -> None:

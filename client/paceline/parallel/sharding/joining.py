@@ -23,6 +23,7 @@ def join_units(
     buffers: Mapping[str, NDArray[Any]],
     *,
     may_change: bool,
+    agreed_in: int,
 ) -> None:
     """Agrees on the model; settles the units that are new, and gives those their ranks that lack them. A collective.
 
@@ -32,6 +33,7 @@ def join_units(
         manifest: of the model.
         buffers: those that are to be rank 0's.
         may_change: False where gradients have been computed from this rank's own values.
+        agreed_in: the last generation in which this rank has agreed on the model; 0 for none.
 
     Raises:
         PacelineError: as `agree`.
@@ -40,7 +42,7 @@ def join_units(
     flats = [flat for unit in new for flat in unit.flats]
     given = [(flat, flat.part.copy()) for flat in flats if flat.given and flat.is_spread]
     values = [view for flat in flats for view in flat.initial()]
-    agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change)
+    agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change, agreed_in=agreed_in)
     for unit in new:
         unit.agreed = agreed
     for flat, part in given:  # loaded on purpose, on each rank its own
