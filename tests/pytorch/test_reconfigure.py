@@ -403,10 +403,10 @@ def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_i
                 assert c.handle.split("/")[2] in told["text"]
 
         refused(2, [a.handle, b.handle, c.handle])
-        for word in (b"f" * 16, b""):
+        for uuid, word in ((3, b"f" * 16), (4, b"")):
             with stranger(c.door, word):
-                refused(3, [c.handle, a.handle, b.handle])
-        gather([a, b], 4)
+                refused(uuid, [c.handle, a.handle, b.handle])
+        gather([a, b], 5)
 
 
 @pytest.mark.parametrize("place", [0, 2])
