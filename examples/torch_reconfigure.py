@@ -17,7 +17,8 @@ pause = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0  # seconds in each step
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29400"))
 
-store = dist.TCPStore(host, port, world, is_master=rank == 0)  # for the handles; nobody needs it afterwards
+# For the handles; nobody needs it afterwards.
+store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False)
 dist.init_process_group("paceline", store=store, rank=rank, world_size=world, enable_reconfigure=True)
 store.set(f"handle/{rank}", dist._get_reconfigure_handle())
 handles = [store.get(f"handle/{other}").decode() for other in range(world)]  # of those who train, in rank order

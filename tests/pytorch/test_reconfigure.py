@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from paceline._loop import loop_thread
+from paceline.embedded import coordinator
 from paceline.session.address import Endpoint
-from paceline.torch.process_group.handles import Handle, Presence, Watch
+from paceline.session.lookup import Found
+from paceline.torch.process_group import handles as handles_of_members
+from paceline.torch.process_group.handles import Handle, Lookout, Presence
 from support.processes import Worker
-from support.python_process import start_python
+from support.python_process import Process, start_python
 
 pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
 
@@ -39,13 +45,22 @@ OTHER_NEWS = ("the last ", "the coordinator did not run for ")
 """Where the record of a failure is, and that this machine was busy."""
 
 MEMBER = f"""
-import asyncio, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from datetime import timedelta
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from paceline.session.control import ControlStream
 torch.set_num_threads(1)
 dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True,
                         timeout=timedelta(seconds={TIMEOUT_S}))
 group = dist.group.WORLD
+
+class Asking(set):  # those who have asked for this member's name and wait for its end
+    came = threading.Semaphore(0)
+    def add(self, who):
+        super().add(who)
+        self.came.release()
+
+group._presence._asking = Asking()
 
 def reconfigure(uuid, handles, timeout={TIMEOUT_S}, as_set=False):
     chosen = set(handles) if as_set else handles
@@ -108,17 +123,24 @@ def destroy():
     return time.monotonic() - began
 
 def wait_until_watched(watchers):
-    from paceline._loop import loop_thread
-    async def watched():
-        while len(group._presence._asking) < watchers:
-            await asyncio.sleep(0)
-    loop_thread().run(watched())
+    for _ in range(watchers):
+        group._presence._asking.came.acquire()
+
+def say_when_it_registers():
+    opened = ControlStream.open
+    async def open(stream, timeout):
+        emit("registers")
+        await opened(stream, timeout)
+    ControlStream.open = open
 
 def fork():
     pid = os.fork()
     if not pid:
         signal.pause()
     return pid
+
+def leave_as_it_is():
+    sys.exit()
 
 def get_error():
     return group.get_error().name
@@ -381,10 +403,10 @@ def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_i
                 assert c.handle.split("/")[2] in told["text"]
 
         refused(2, [a.handle, b.handle, c.handle])
-        for word in (b"f" * 16, b""):
+        for uuid, word in ((3, b"f" * 16), (4, b"")):
             with stranger(c.door, word):
-                refused(3, [c.handle, a.handle, b.handle])
-        gather([a, b], 4)
+                refused(uuid, [c.handle, a.handle, b.handle])
+        gather([a, b], 5)
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -414,6 +436,45 @@ def test_abort_ends_a_reconfiguration_for_which_a_member_does_not_come() -> None
         gather([a, b], 2)
 
 
+def test_a_frozen_first_member_holds_up_neither_an_abort_nor_the_news_of_a_death() -> None:
+    """It would coordinate, so nobody can register."""
+    with members(3) as (first, b, c):
+        handles = [first.handle, b.handle, c.handle]
+        first.worker.signal(signal.SIGSTOP)
+        b.ask("say_when_it_registers")
+        b.tell("abort_from_another_thread", then="reconfigure", uuid=1, handles=handles)
+        b.worker.expect("registers")
+        b.worker.go()
+        b.worker.expect("hook")
+        found = {found["event"]: found for found in (b.worker.expect_any(), b.worker.expect_any())}
+        assert found["error"]["type"] == "PeerRaised", found
+        b.tell("reconfigure", uuid=2, handles=handles)
+        b.worker.expect("registers")
+        c.kill()
+        told = b.error()
+        assert (told["type"], told["ranks"]) == ("PeerLost", [2]), told
+        first.kill()
+
+
+def test_a_member_that_is_silent_and_then_dies_is_told_of() -> None:
+    with members(2) as (a, b):
+        b.worker.signal(signal.SIGSTOP)
+        a.ask("say_when_it_registers")
+        a.tell("reconfigure", uuid=1, handles=[a.handle, b.handle])
+        a.worker.expect("registers")
+        b.kill()
+        told = a.error()
+        assert (told["type"], told["ranks"]) == ("PeerLost", [1]), told
+
+
+def test_a_group_that_nobody_destroys_ends_quietly() -> None:
+    with members(3) as (a, b, _):
+        gather([a, b], 1)
+        for member in (a, b):
+            member.tell("leave_as_it_is")
+        assert [member.worker.wait() for member in (a, b)] == [0, 0]
+
+
 def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> None:
     with members(2) as (a, b):
         gather([a, b], 1)
@@ -424,6 +485,8 @@ def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> 
             (2, [a.handle, a.handle], "InvalidRank", "must be there once"),
             (2, [a.handle, "nonsense"], "ValueError", "no handle of this backend"),
             (2, [a.handle, "paceline://127.0.0.1:99999999/1/0123456789abcdef"], "ValueError", "port"),
+            (2, [a.handle, "paceline://127.0.0.1:1/99999999/0123456789abcdef"], "ValueError", "no handle of this"),
+            (2, [a.handle, "paceline://192.0.2.1:1/1/0123456789abcdef"], "LinkUnavailable", "MASTER_ADDR"),
         ]
         for uuid, given, kind, words in wrong:
             a.tell("reconfigure", uuid=uuid, handles=given)
@@ -485,6 +548,8 @@ def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
     """Rank 0, which coordinates, within a backward pass; then another after a step that the rest may not have taken."""
     script = (Path(__file__).parents[2] / "examples" / "torch_reconfigure.py").read_text()
     assert script.count("        loss.backward()\n        optimizer.step()\n") == 1
+    assert script.count("wait_for_workers=False)\n") == 1
+    script = script.replace("=False)\n", "=False)\nif rank == 0:\n    print(store.port, flush=True)\n")
     script = script.replace(
         "        loss.backward()\n        optimizer.step()\n",
         "        if (rank, step) == (0, 60):\n"
@@ -493,16 +558,20 @@ def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
         "        if (rank, step) == (2, 120):\n            os.kill(os.getpid(), 9)\n",
     )
     (tmp_path / "train.py").write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"WORLD_SIZE": "4", "MASTER_PORT": str(probe.getsockname()[1])}
     with ExitStack() as cleanup:
-        started = [start_python([str(tmp_path / "train.py")], {"RANK": str(rank), **meeting}) for rank in range(4)]
-        for process in started:
+        started: list[Process] = []
+        port = "0"
+        for rank in range(4):
+            meeting = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_PORT": port}
+            process = start_python([str(tmp_path / "train.py")], meeting)
             for pipe in (process.stdin, process.stdout, process.stderr):
                 assert pipe is not None
                 cleanup.enter_context(pipe)
             cleanup.callback(process.kill)
+            if not started:
+                assert process.stdout is not None
+                port = process.stdout.readline().strip()
+            started.append(process)
         codes = [process.wait(120) for process in started]
         printed = [process.stdout.read() for process in started if process.stdout]
         said = [process.stderr.read() for process in started if process.stderr]
@@ -521,10 +590,138 @@ def test_a_door_answers_by_the_addresses_that_it_has(host: str) -> None:
     thread.run(presence.open(host))
     for asked in {"::": ["127.0.0.1", "::1"]}.get(host, [host]):
         right, wrong = (Handle(Endpoint(asked, 1), presence.door, name) for name in (presence.member, "f" * 16))
-        watch = Watch([right, wrong])
-        assert thread.run(watch.find_gone()) == [1]
-        thread.run(watch.close())
+        gone: queue.SimpleQueue[int] = queue.SimpleQueue()
+        lookout = Lookout([right, wrong])
+        assert 0 not in thread.run(lookout.find_gone())
+        thread.run(lookout.begin(gone.put))
+        assert gone.get(timeout=SOON_S) == 1
+        if asked == host:
+            thread.run(presence.close())
+            assert gone.get(timeout=SOON_S) == 0
+        thread.run(lookout.close())
     thread.run(presence.close())
+
+
+def test_a_member_with_two_addresses_is_watched_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look_up(host: str) -> Found:
+        assert host == "twice"
+        return [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0))]
+
+    monkeypatch.setattr(handles_of_members, "look_up", look_up)
+    thread = loop_thread()
+    presence = Presence()
+    thread.run(presence.open("::"))
+    lookout = Lookout([Handle(Endpoint("twice", 1), presence.door, presence.member)])
+    assert thread.run(lookout.find_gone()) == []
+    assert len(presence._asking) <= 1
+    thread.run(lookout.close())
+    thread.run(presence.close())
+
+
+def test_a_member_that_dies_before_it_has_said_its_name_has_gone() -> None:
+    thread = loop_thread()
+    gone: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def die() -> None:
+            connection, _ = server.accept()
+            server.close()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it is reset
+            connection.close()
+
+        dying = threading.Thread(target=die)
+        dying.start()
+        lookout = Lookout([Handle(Endpoint("127.0.0.1", 1), server.getsockname()[1], "f" * 16)])
+        thread.run(lookout.find_gone())
+        thread.run(lookout.begin(gone.put))
+        assert gone.get(timeout=SOON_S) == 0
+        dying.join()
+    thread.run(lookout.close())
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """The group of a process that is its only member."""
+    from paceline.torch.process_group.reconfigurable import Reconfigurable
+
+    group = Reconfigurable(0, 1, float(TIMEOUT_S), Endpoint("127.0.0.1", 1))
+    yield group
+    group.shutdown()
+
+
+def test_a_door_that_does_not_open_leaves_no_coordinator_behind(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.torch.process_group import reconfigurable
+
+    running: list[str] = []
+
+    @contextmanager
+    def counted(**settings: Any) -> Iterator[str]:
+        with coordinator(**settings) as address:
+            running.append(address)
+            try:
+                yield address
+            finally:
+                running.remove(address)
+
+    async def broken(presence: Presence, host: str) -> None:
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(reconfigurable, "coordinator", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Presence, "open", broken)
+        with pytest.raises(OSError, match="no descriptor"):
+            alone.get_reconfigure_handle()
+    assert running == []
+    alone.get_reconfigure_handle()
+    assert len(running) == 1
+
+
+def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`abort` in one, while `reconfigure` leaves them in the other."""
+    from paceline.torch.process_group import reconfigurable
+
+    options = reconfigurable.c10d.ReconfigureOptions()
+    options.uuid, options.handles = 1, [alone.get_reconfigure_handle()]
+    alone.reconfigure(options)
+    end, nowhere, other = reconfigurable.end, alone._nowhere, threading.Thread(target=alone._abort)
+    left: list[str] = []
+
+    def counted(*members: Any) -> None:
+        left.append("once")
+        end(*members)
+
+    def held_up(reason: str) -> Any:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it would be through by then, were there no lock
+        return nowhere(reason)
+
+    monkeypatch.setattr(reconfigurable, "end", counted)
+    monkeypatch.setattr(alone, "_nowhere", held_up)
+    alone._part("over")
+    other.join()
+    alone.shutdown()
+    assert left == ["once"]
+
+
+class Elsewhere(dist.TCPStore):  # type: ignore[misc]
+    """On a host that has this address; RFC 5737 keeps it for examples."""
+
+    host = "192.0.2.1"
+
+
+def test_members_meet_at_torch_s_store_unless_its_address_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.torch.process_group.reconfigurable import meeting_point
+
+    near, far = (kind("127.0.0.1", 0, is_master=True, wait_for_workers=False) for kind in (dist.TCPStore, Elsewhere))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert meeting_point(dist.PrefixStore("0/", far)) == Endpoint("192.0.2.1", far.port)
+    assert meeting_point(near) == Endpoint("127.0.0.1", near.port)
+    assert meeting_point(dist.HashStore()) == Endpoint("127.0.0.1", 1)
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.2")
+    assert meeting_point(far).host == "192.0.2.1"
+    assert [meeting_point(store).host for store in (near, dist.HashStore())] == ["192.0.2.2"] * 2
 
 
 def test_a_group_without_members_says_what_to_call() -> None:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Coroutine
+from concurrent import futures
 from typing import Any, TypeVar
 
 from paceline import errors
@@ -111,6 +112,7 @@ class MemberConnection:
         self._reason = f"no coordinator answers at {coordinator} yet"
         self._opened = time.monotonic()
         self._control: ControlStream | None = None
+        self._registering: asyncio.Task[Any] | None = None
         self._closed = self._broken = False
         self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
         self._flight: FlightLog | None = None
@@ -149,7 +151,11 @@ class MemberConnection:
         deadline = time.monotonic() + timeout
         self._thread.on_failure(self.on_broken)
         try:
-            self._thread.run(self._register(timeout))
+            try:
+                self._thread.run(self._register(timeout))
+            except futures.CancelledError:
+                if not self._joined.done():  # else `give_up` did that, and its error is raised below
+                    raise
             left = max(0.0, deadline - time.monotonic())
             if not self._joined.wait(left):
                 text = f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
@@ -166,8 +172,10 @@ class MemberConnection:
             raise
 
     def give_up(self, error: errors.PacelineError) -> None:
-        """Ends `open` with this error, unless it is over. On the loop."""
+        """Ends `open` with this error, unless it is over, also while no coordinator answers. On the loop."""
         self._fail_join(error)
+        if self._registering is not None:
+            self._registering.cancel()
 
     def barrier(self, name: str, timeout: float) -> None:
         """Enters a named barrier and waits."""
@@ -256,7 +264,10 @@ class MemberConnection:
         self._tell_waiting()
 
     async def _register(self, timeout: float) -> None:
-        self._tasks.update(filter(None, [asyncio.current_task()]))  # an interrupted `open` does not wait for its end
+        if self._joined.done():  # given up already
+            return
+        self._registering = asyncio.current_task()
+        self._tasks.update(filter(None, [self._registering]))  # an interrupted `open` does not wait for its end
         self._opened = time.monotonic()
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         unanswered = self._reason

@@ -68,9 +68,9 @@ def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
 def _reconfigurable(opts: Any, timeout: float) -> ProcessGroup:
     """A group that gets its members later, and again and again."""
     global _default
-    from paceline.torch.process_group.reconfigurable import Reconfigurable
+    from paceline.torch.process_group.reconfigurable import Reconfigurable, meeting_point
 
-    group = Reconfigurable(opts.group_rank, opts.group_size, timeout)
+    group = Reconfigurable(opts.group_rank, opts.group_size, timeout, meeting_point(opts.store))
     if not opts.global_ranks_in_group:
         _default = weakref.ref(group)
     return group

@@ -20,12 +20,12 @@ from paceline._fork import protect
 from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.lookup import look_up
 
-__all__ = ["Handle", "Presence", "Watch"]
+__all__ = ["Handle", "Lookout", "Presence"]
 
 _SCHEME = "paceline://"
 
 _PROBE_S = 1.0
-"""For a member to say its name. Silence counts against nobody: it may be frozen, or far away."""
+"""To wait for a member's name. Silence counts against nobody: it may be frozen, or far away."""
 
 _AT_ONCE = 64
 """Members that are asked at a time."""
@@ -61,8 +61,9 @@ class Handle(NamedTuple):
         """
         parts = text.removeprefix(_SCHEME).split("/")
         if text.startswith(_SCHEME) and len(parts) == 3 and len(parts[2]) == 2 * _MEMBER_BYTES and parts[2].isalnum():
-            address, door = parse_endpoint(parts[0]), parse_endpoint(f"door:{parts[1]}").port
-            return cls(address, door, parts[2])
+            address, door = parse_endpoint(parts[0]), parts[1]
+            if door.isascii() and door.isdigit() and int(door) < 1 << 16:
+                return cls(address, int(door), parts[2])
         raise ValueError(f"{text!r:.100} is no handle of this backend: those are {_SCHEME}host:port/door/member")
 
 
@@ -122,7 +123,7 @@ class _Answer(asyncio.Protocol):
         self._asking.discard(self._transport)
 
 
-class Watch:
+class Lookout:
     """Looks whether members are there, and notices when one goes; on the loop.
 
     Args:
@@ -132,8 +133,7 @@ class Watch:
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
         self._turn = asyncio.Semaphore(_AT_ONCE)
-        self._open: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._ends: dict[int, asyncio.Task[bool]] = {}
 
     async def find_gone(self) -> list[int]:
         """Which have surely gone, by position: nobody listens at their door, or another process does.
@@ -145,51 +145,68 @@ class Watch:
         return [rank for rank, gone in enumerate(answers) if gone]
 
     async def begin(self, on_gone: Callable[[int], None]) -> None:
-        """From now on calls a function with the position of a member whose process ends."""
-        self._task = asyncio.create_task(self._wait(on_gone))
+        """From now on calls a function with the position of a member whose process ends.
+
+        One that was silent in `find_gone` is still being asked: what it says then, or its end, counts as well.
+        """
+
+        def tell(rank: int, end: asyncio.Task[bool]) -> None:
+            if not end.cancelled() and end.exception() is None and end.result():
+                on_gone(rank)
+
+        for rank, end in self._ends.items():
+            end.add_done_callback(functools.partial(tell, rank))
 
     async def close(self) -> None:
         """Nobody is interested any more."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for _, writer in self._open.values():
-            writer.close()
+        for end in self._ends.values():
+            end.cancel()
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)
 
     async def _is_gone(self, rank: int) -> bool:
-        handle = self._handles[rank]
-        try:
-            async with self._turn, asyncio.timeout(_PROBE_S):
-                targets = await look_up(handle.address.host)
-                return all([not await self._is_there(str(target[0]), rank) for _, target in targets])
-        except OSError as error:  # TimeoutError is one
-            if is_exhausted(error):
-                raise
-            return False
+        there = asyncio.get_running_loop().create_future()
+        async with self._turn:
+            end = self._ends[rank] = asyncio.create_task(_end_of(self._handles[rank], there))
+            await asyncio.wait([end, there], timeout=_PROBE_S, return_when=asyncio.FIRST_COMPLETED)
+        return end.done() and end.result()
 
-    async def _is_there(self, host: str, rank: int) -> bool:
-        handle = self._handles[rank]
-        try:
-            reader, writer = await asyncio.open_connection(host, handle.door)
-        except ConnectionRefusedError:
-            return False
-        try:
-            said = await reader.readexactly(len(handle.member))
-        except asyncio.IncompleteReadError:
-            said = b""
-        except BaseException:
-            writer.close()
+
+async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
+    """True when the member has gone, at once or later; False if that cannot be known, as where no way leads there.
+
+    Args:
+        handle: the member's.
+        there: is told when it has said its name.
+    """
+    try:
+        for _, target in await look_up(handle.address.host):
+            try:
+                was_there = await _follow(str(target[0]), handle, there)
+            except ConnectionResetError:  # it ended before it had said its name: nobody listens there any more
+                was_there = await _follow(str(target[0]), handle, there)
+            if was_there:
+                break
+    except OSError as error:
+        if is_exhausted(error):
             raise
-        if said != handle.member.encode():
-            writer.close()
+        return False
+    return True
+
+
+async def _follow(host: str, handle: Handle, there: asyncio.Future[None]) -> bool:
+    """Asks for the name, and returns when that process has ended; False if it is another's, or there is none."""
+    try:
+        reader, writer = await asyncio.open_connection(host, handle.door)
+    except ConnectionRefusedError:
+        return False
+    try:
+        if await reader.readexactly(len(handle.member)) != handle.member.encode():
             return False
-        self._open[rank] = reader, writer
+        there.set_result(None)
+        with contextlib.suppress(OSError):  # it was reset: an end, too
+            await reader.read()
         return True
-
-    async def _wait(self, on_gone: Callable[[int], None]) -> None:
-        async def end_of(rank: int, reader: asyncio.StreamReader) -> None:
-            with contextlib.suppress(OSError):  # it was reset: an end, too
-                await reader.read()
-            on_gone(rank)
-
-        await asyncio.gather(*(end_of(rank, reader) for rank, (reader, _) in self._open.items()))
+    except asyncio.IncompleteReadError:
+        return False
+    finally:
+        writer.close()

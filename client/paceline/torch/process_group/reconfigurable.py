@@ -28,6 +28,7 @@ from paceline.embedded import coordinator
 from paceline.errors import (
     CoordinatorUnreachable,
     InvalidRank,
+    LinkUnavailable,
     OperationTimeout,
     OrphanedError,
     PacelineError,
@@ -45,11 +46,12 @@ from paceline.session.session import CoordinatedSession
 from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import end
-from paceline.torch.process_group.handles import Handle, Presence, Watch
+from paceline.torch.process_group.handles import Handle, Lookout, Presence
+from paceline.torch.store import underlying
 from paceline.torch.work import Operation, seconds_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Reconfigurable"]
+__all__ = ["Reconfigurable", "meeting_point"]
 
 _FIRST = "this process group has no members yet: call torch.distributed._reconfigure() first"
 _ABORTED = "this process group was aborted: call torch.distributed._reconfigure() to go on"
@@ -69,11 +71,14 @@ class Reconfigurable(ProcessGroup):
         rank: what `rank()` says until then.
         size: what `size()` says until then.
         timeout: seconds for operations that name none.
+        meeting: an address that all members reach: this host's on the way there is where they reach this one.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, meeting: Endpoint) -> None:
         self._before = (rank, size)
+        self._meeting = meeting
         self._config = Config.from_environment()
+        self._changing = threading.RLock()  # `reconfigure` and `abort` may be called at once, and both part
         super().__init__(self._nowhere(_FIRST), timeout, _nothing)
         self._presence = Presence()
         self._own: Handle | None = None
@@ -107,21 +112,23 @@ class Reconfigurable(ProcessGroup):
         """This member and its address, for the others to give to `reconfigure`; the same until `shutdown`.
 
         Raises:
-            CoordinatorUnreachable: no way leads to MASTER_ADDR, so this host's address towards others is not known.
+            CoordinatorUnreachable: no way leads to torch's store or MASTER_ADDR, so this host's address towards others
+                is not known.
         """
         if self._own is None:
-            near = Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
             advertise = os.environ.get("PACELINE_ADVERTISE")
-            here = loop_thread().run(reachable_endpoint(near, advertise, self._timeout))
+            here = loop_thread().run(reachable_endpoint(self._meeting, advertise, self._timeout))
             host = listening_host(here, advertise)
             # No job here is ever taken up again, and no other coordinator takes the place of this one.
             own = coordinator(listen=str(Endpoint(host, 0)), for_good=True, keep_numbers=False)
-            port = parse_endpoint(self._cleanup.enter_context(own)).port
-            protect(id(self), listening_port=port, dialled=set())
-            self._cleanup.callback(lambda: protect(id(self), listening_port=0, dialled=set()))
-            loop_thread().run(self._presence.open(host))
-            self._cleanup.callback(lambda: loop_thread().run(self._presence.close()))
-            self._own = Handle(Endpoint(here.host, port), self._presence.door, self._presence.member)
+            with contextlib.ExitStack() as opened:
+                port = parse_endpoint(opened.enter_context(own)).port
+                protect(id(self), listening_port=port, dialled=set())
+                opened.callback(lambda: protect(id(self), listening_port=0, dialled=set()))
+                loop_thread().run(self._presence.open(host))
+                opened.callback(lambda: loop_thread().run(self._presence.close()))
+                self._own = Handle(Endpoint(here.host, port), self._presence.door, self._presence.member)
+                self._cleanup = opened.pop_all()
         return str(self._own)
 
     @told_to_torch()
@@ -134,6 +141,7 @@ class Reconfigurable(ProcessGroup):
 
         Raises:
             InvalidRank: this member's handle is not among them, or one is there twice.
+            LinkUnavailable: some have an address of loopback, and others do not.
             ValueError: one is malformed.
             StaleGeneration: the uuid was used before.
             PeerLost: the process of a handle has gone, before or meanwhile; `ranks` are their positions.
@@ -146,17 +154,18 @@ class Reconfigurable(ProcessGroup):
             raise StaleGeneration(f"uuid {opts.uuid} was already used by this process group: take a fresh one")
         if handles.count(own) != 1 or len(set(handles)) != len(handles):
             raise InvalidRank(f"each handle must be there once, and {own}, this member's, among them: {opts.handles}")
+        _check_hosts(handles)
         deadline = time.monotonic() + (seconds_of(opts.timeout) or self._timeout)
-        watch, aborts = Watch(handles), self._aborts
+        lookout, aborts = Lookout(handles), self._aborts
         try:
-            gone = loop_thread().run(watch.find_gone())
+            gone = loop_thread().run(lookout.find_gone())
             if gone:
                 raise _lost(opts.uuid, handles, gone)
             self._used.add(opts.uuid)
             self._part(_FIRST)  # what was sent to the members of before is still delivered
-            self._meet(opts.uuid, handles, handles.index(own), watch, deadline, aborts)
+            self._meet(opts.uuid, handles, handles.index(own), lookout, deadline, aborts)
         finally:
-            loop_thread().run(watch.close())
+            loop_thread().run(lookout.close())
         try:
             self._end_if_aborted(aborts)
             self._group.barrier(max(_LEAST_S, deadline - time.monotonic()))
@@ -165,7 +174,9 @@ class Reconfigurable(ProcessGroup):
             raise
         return Operation([], [], [], self._futures)
 
-    def _meet(self, uuid: int, handles: list[Handle], rank: int, watch: Watch, deadline: float, aborts: int) -> None:
+    def _meet(
+        self, uuid: int, handles: list[Handle], rank: int, lookout: Lookout, deadline: float, aborts: int
+    ) -> None:
         """Joins the job of this generation, at the coordinator of the first member."""
         config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
         wanted = Membership(_job(uuid, handles), len(handles), len(handles), rank, rules_of(config))
@@ -173,7 +184,7 @@ class Reconfigurable(ProcessGroup):
         self._joining = connection.give_up
         try:
             self._end_if_aborted(aborts)
-            loop_thread().run(watch.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
+            loop_thread().run(lookout.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
             connection.open(config.join_timeout)
             session = CoordinatedSession(connection, config)
             self._take(session.group, session.leave)
@@ -237,34 +248,51 @@ class Reconfigurable(ProcessGroup):
         """Leaves for good. Idempotent."""
         super().shutdown()
         deadline = time.monotonic() + _GOODBYE_S
-        for thread, fault in self._leaving:
+        with self._changing:
+            leaving, self._leaving = self._leaving, []
+        for thread, fault in leaving:
             thread.join(max(0.0, deadline - time.monotonic()))
             text = "this member has left the process group"
             fault.settle(Verdict(fault.generation, ErrorReason.ERROR_REASON_SESSION_ENDED, (), 0, text))
             thread.join()
-        self._leaving.clear()
         self._cleanup.close()
 
     def _take(self, group: Group, on_shutdown: Callable[[], None]) -> None:
-        super()._take(group, on_shutdown)
+        with self._changing:
+            super()._take(group, on_shutdown)
         ranks = distributed_c10d._world.pg_group_ranks
         if self in ranks:  # what DeviceMesh.from_group goes by; torch itself leaves it as it was
             ranks[self] = {rank: rank for rank in range(self.size())}
 
     def _part(self, reason: str) -> None:
         """Leaves the members of now, in a thread: nobody waits for what is left to say to those who have gone."""
-        leave = self._on_shutdown
-        if leave is None or not self._group.size:
-            return
-        thread = threading.Thread(
-            target=end, args=(self._messenger, leave, self._futures), name="paceline-leaving", daemon=True
-        )
-        thread.start()
-        self._leaving = [*(other for other in self._leaving if other[0].is_alive()), (thread, self._group.mesh.fault)]
-        self._take(self._nowhere(reason), _nothing)
+        with self._changing:
+            leave = self._on_shutdown
+            if leave is None or not self._group.size:
+                return
+            thread = threading.Thread(
+                target=end, args=(self._messenger, leave, self._futures), name="paceline-leaving", daemon=True
+            )
+            thread.start()
+            alive = [other for other in self._leaving if other[0].is_alive()]
+            self._leaving = [*alive, (thread, self._group.mesh.fault)]
+            self._take(self._nowhere(reason), _nothing)
 
     def _nowhere(self, reason: str) -> Group:
         return Group(NoMesh(reason), self._config)
+
+
+def meeting_point(store: c10d.Store) -> Endpoint:
+    """Where all members meet: at torch's store if it has an address, else at MASTER_ADDR; loopback counts last.
+
+    Args:
+        store: as torch hands it over.
+    """
+    own, known = underlying(store), []
+    if isinstance(own, c10d.TCPStore):
+        known.append(Endpoint(own.host, own.port))
+    known.append(Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))))
+    return next((point for point in known if not point.is_loopback), known[0])
 
 
 def _nothing() -> None:
@@ -273,6 +301,18 @@ def _nothing() -> None:
 
 def _in_order(handles: set[str] | Sequence[str]) -> list[Handle]:
     return [Handle.parse(text) for text in (sorted(handles) if isinstance(handles, set) else handles)]
+
+
+def _check_hosts(handles: Sequence[Handle]) -> None:
+    """Raises `LinkUnavailable` if some are on loopback, where only members of the same host could reach them."""
+    local = [rank for rank, handle in enumerate(handles) if handle.address.is_loopback]
+    if local and len(local) < len(handles):
+        rank = local[0]
+        raise LinkUnavailable(
+            f"rank {rank} has a handle with an address of loopback ({handles[rank].address}), and other ranks are on "
+            "other hosts, which do not reach that: before init_process_group on its host, set MASTER_ADDR to the "
+            "address of a host that all reach, or PACELINE_ADVERTISE to its own"
+        )
 
 
 def _lost(uuid: int, handles: Sequence[Handle], gone: Sequence[int]) -> PeerLost:
