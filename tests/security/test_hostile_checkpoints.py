@@ -115,10 +115,10 @@ def hole(tmp_path: Path) -> Path:
 @pytest.fixture
 def little_memory() -> Any:
     """Less than the arrays of `hole` take, whatever this machine has."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (HUGE // 2, before[1]))
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (min(HUGE // 2, most) if most >= 0 else HUGE // 2, most))
     yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(resource.RLIMIT_AS, (before, most))
 
 
 @pytest.mark.usefixtures("little_memory")

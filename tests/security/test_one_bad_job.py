@@ -13,6 +13,7 @@ from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
 from paceline_server.events import Event, Ticked
 from paceline_server.membership import Membership
+from paceline_server.storeroom import Storeroom
 from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
@@ -24,10 +25,16 @@ class Bug(Exception):
 
 
 class Watch:
-    """Makes one job fail when it is told of a stall, and sees of which stalls the other is told."""
+    """Makes one job fail when it is told of a stall, and sees of which stalls the other is told.
+
+    Attributes:
+        told: seconds of each.
+        waits: set once a call waits for a key.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = asyncio.Queue[float]()
+        self.waits = asyncio.Event()
         self.broken = True
         real = Membership.handle
 
@@ -40,6 +47,13 @@ class Watch:
             return real(membership, now, event)
 
         monkeypatch.setattr(Membership, "handle", handle)
+        changed = Storeroom._changed
+
+        def changing(store: Storeroom, member_id: str, key: str) -> Any:
+            self.waits.set()
+            return changed(store, member_id, key)
+
+        monkeypatch.setattr(Storeroom, "_changed", changing)
 
     async def stall(self, coordinator: Coordinator) -> float:
         """The loop has slept for 100 s; returns of how many the other job was told."""
@@ -68,7 +82,7 @@ def test_the_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
                 waiting: Any = StoreServiceStub(channel).Get(
                     store_pb2.GetRequest(caller=bad[0].caller, key="never", timeout=duration(60.0))
                 )
-                await asyncio.sleep(0)  # it is sent
+                await watch.waits.wait()
                 for _ in range(2):  # and the pulse has gone on after the first
                     assert await watch.stall(coordinator) < 200.0
 
