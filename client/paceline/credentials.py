@@ -17,6 +17,7 @@ from urllib.parse import quote
 from paceline._grpc import aio, grpc, untyped
 from paceline.tls import TlsFiles, check_member, make_context
 from paceline.token_source import TokenSource
+from pacelinepb.private_files import FileTooOpen, read_private
 
 __all__ = ["IN_THE_CLEAR", "MEMBER_NAME", "Credentials"]
 
@@ -60,7 +61,7 @@ class Credentials:
 
         Raises:
             ValueError: a variable that belongs to another is missing, one is set but empty, or a file cannot be read or
-                used; the text says which.
+                used; the text says which. `FileTooOpen` if others may read the key or the token.
         """
         token, token_file = (
             _filled(environ, name, "there is no token to show") for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE")
@@ -82,7 +83,7 @@ class Credentials:
     def _from_environment(cls, environ: Mapping[str, str], token: str | Path | None) -> Self:
         paths = {name: _filled(environ, name, "there is to be no TLS") for name in (_CA, _CERT, _KEY)}
         _check_together(paths, (_CA, _CERT, _KEY))
-        ca, cert, key = (_read(name, path) for name, path in paths.items())
+        ca, cert, key = _read(_CA, paths[_CA]), _read(_CERT, paths[_CERT]), _read(_KEY, paths[_KEY], secret=True)
         try:
             return cls(ca, cert, key, token)
         except ValueError as error:
@@ -211,11 +212,13 @@ def _check_together(given: Mapping[str, object], names: tuple[str, str, str]) ->
         raise ValueError(f"{cert} and {key} are set, but {ca} is not: without an authority nobody else can be checked")
 
 
-def _read(name: str, path: str | None) -> bytes | None:
+def _read(name: str, path: str | None, *, secret: bool = False) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        return read_private(Path(path)) if secret else Path(path).read_bytes()
+    except FileTooOpen as error:
+        raise FileTooOpen(f"{name}: {error}") from None
     except OSError as error:
         raise ValueError(f"{name}: cannot read {path}: {error.strerror or error}") from None
 

@@ -16,6 +16,8 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+from pacelinepb.private_files import FileTooOpen, read_private
+
 __all__ = ["TokenSource"]
 
 _log = logging.getLogger("paceline.session")
@@ -40,7 +42,8 @@ class TokenSource:
             nor a comment (`#`), so that a coordinator's file will do.
 
     Raises:
-        ValueError: the file cannot be read, or not within 10 s, or what it holds can be no token.
+        ValueError: the file cannot be read, or not within 10 s, or what it holds can be no token; `FileTooOpen` if
+            others may read it.
     """
 
     def __init__(self, token: str | Path) -> None:
@@ -121,8 +124,9 @@ def _start(path: Path) -> Future[str]:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            lines = file.read(_MAX_FILE_BYTES).decode("utf-8", "replace").splitlines()
+        lines = read_private(path, _MAX_FILE_BYTES).decode("utf-8", "replace").splitlines()
+    except FileTooOpen as error:
+        raise FileTooOpen(f"the token file {error}") from None
     except OSError as error:
         raise ValueError(f"cannot read the token file {path}: {error.strerror or error}") from None
     for line in lines:

@@ -26,6 +26,7 @@ from paceline_server.services.admin import AdminHandlers
 from paceline_server.services.paced import PacingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
+from paceline_server.services.sizes import most_bytes
 from paceline_server.services.store import StoreHandlers
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Storage
@@ -172,7 +173,7 @@ class Coordinator:
     def _options(self) -> list[tuple[str, int]]:
         return [
             ("grpc.so_reuseport", 0),  # or two coordinators would share a port, and each see half of a job
-            ("grpc.max_receive_message_length", self._settings.max_value_bytes + 64 * 1024),
+            ("grpc.max_receive_message_length", most_bytes(self._settings)),
             ("grpc.max_send_message_length", -1),
             # A worker may ask whether we are there as often as it likes; heartbeats decide who is silent, not pings.
             ("grpc.keepalive_permit_without_calls", 1),

@@ -89,7 +89,7 @@ class Dispatcher:
         self._next_stream = 0
         self._emptied = asyncio.Event()  # no stream is left of those that were there when it began to stop
         self._knocks = Knocks()
-        self._keeper = Keeper(storage, self.apply)
+        self._keeper = Keeper(storage, self._apply_alone)
         self._timers: Timers | None = None
 
     async def start(self) -> None:
@@ -101,13 +101,13 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         stored_jobs = await self.storage.load()
         now = self._loop.time()
-        self._timers = Timers(now, self.jobs, self.apply)
+        self._timers = Timers(now, self.jobs, self._apply_alone)
         for stored in stored_jobs:
             job = self._make_job(restore(now, stored), KeyValues(stored.name, self.settings, stored.keys))
             self.jobs[stored.name] = job
             if stored.view is not None:
                 self._pages(job, stored.view)  # its members have this list
-            self.apply(job, Ticked())
+            self._apply_alone(job, Ticked())
         self._timers.start()
 
     async def dissolve(self, patience: float) -> None:
@@ -207,7 +207,7 @@ class Dispatcher:
         former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
         freed = int(former is not None and admission.has_been(event, former))  # its place, when it has come in
         if (
-            sum(len(each.membership.state.sessions) for each in self.jobs.values()) - freed
+            sum(len(each.membership.state.sessions) for each in self.jobs.values() if not each.failed) - freed
             >= self.settings.max_sessions
         ):
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
@@ -250,11 +250,11 @@ class Dispatcher:
         if self.draining and not self._streams:
             self._emptied.set()
         job = self.jobs.get(stream.job)
-        if job is not None and not self.draining:
+        if job is not None and not job.failed and not self.draining:
             session = job.membership.state.sessions.get(stream.member_id)
             self.apply(job, StreamEnded(stream.member_id, stream.number))
             if session is not None and session.stream is None:
-                gone = functools.partial(self.apply, job, AddressRefused(stream.member_id))
+                gone = functools.partial(self._apply_alone, job, AddressRefused(stream.member_id))
                 self._knocks.at(session.address, gone)
 
     def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
@@ -277,6 +277,7 @@ class Dispatcher:
         session = job.membership.state.sessions.get(member_id) if job is not None else None
         if job is None or session is None:
             raise SessionEnded(f"job {name!r} has no such session: it has ended")
+        _check_sound(job)
         if not secrets.compare_digest(session.token_sha256, wire.token_hash(token)):
             raise SessionEnded("the token does not prove the session")
         return job
@@ -309,6 +310,7 @@ class Dispatcher:
         Raises:
             Refused: the event must not be; nothing has changed.
         """
+        _check_sound(job)
         effects = job.membership.handle(self._loop.time(), event)
         if isinstance(event, Heard):  # it changes no deadline and no decision, and is by far the most frequent
             return
@@ -322,6 +324,32 @@ class Dispatcher:
         """
         if self._streams.get(stream.member_id) is stream:
             self.apply(self.jobs[stream.job], event)
+
+    def _apply_alone(self, job: Job, event: Event) -> None:
+        """Gives an event to a job for which no caller waits: a bug ends the sessions of this job, and of no other."""
+        if job.failed:
+            return
+        try:
+            self.apply(job, event)
+        except Exception:  # noqa: BLE001 - whatever it is, the jobs after this one in the same round must be told
+            name = job.membership.state.name
+            _log.exception("job %s: the coordinator failed at %s, and ends its sessions", name, type(event).__name__)
+            self._fail(job)
+
+    def _fail(self, job: Job) -> None:
+        """What is known of the job may be half changed: nothing is decided on it, neither now nor for newcomers.
+
+        It keeps its name and its number until the coordinator starts again, on what was stored.
+        """
+        job.failed = True
+        assert self._timers is not None
+        self._timers.set(job, float("inf"))
+        ended = _failed(job)
+        job.store.drain(ended)
+        for stream in [each for each in self._streams.values() if each.job == job.membership.state.name]:
+            del self._streams[stream.member_id]
+            self._tokens.pop(stream.member_id, None)
+            stream.close(ended)
 
     def _act(self, job: Job, effects: list[Effect]) -> None:
         for effect in effects:
@@ -411,6 +439,7 @@ class Dispatcher:
 
     def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
         """Binds a stream to its session before the effects of its first event are performed."""
+        _check_sound(job)
         effects = job.membership.handle(self._loop.time(), event)  # refuses before anything is bound
         self.jobs.setdefault(stream.job, job)
         self._resting.pop(stream.job, None)
@@ -439,3 +468,20 @@ class Dispatcher:
             deadline = float("inf")  # if it is taken up again, then by another object
         assert self._timers is not None
         self._timers.set(job, deadline)
+
+
+def _failed(job: Job) -> SessionEnded:
+    return SessionEnded(
+        f"the coordinator failed over job {job.membership.state.name!r}, and has ended its sessions: its log says why; "
+        "it takes the job up again when it is started again"
+    )
+
+
+def _check_sound(job: Job) -> None:
+    """Refuses what is for a job that a bug has ended.
+
+    Raises:
+        SessionEnded: it has.
+    """
+    if job.failed:
+        raise _failed(job)

@@ -23,5 +23,7 @@ class Job:
     reason: str = ""
     """The policy's sentence as it was last logged."""
     timer: asyncio.TimerHandle | None = None
+    failed: bool = False
+    """A bug has ended its sessions: nothing is decided about it any more."""
     pages: ViewPages | None = None
     """The member list of the last view that was pushed or asked for."""

@@ -35,7 +35,7 @@ class Keeper:
 
     Args:
         storage: what outlives the process.
-        apply: gives an event to a job and performs what follows.
+        apply: gives an event to a job and performs what follows; raises nothing.
     """
 
     def __init__(self, storage: Storage, apply: Callable[[Job, Event], None]) -> None:

@@ -103,6 +103,10 @@ class ServerSettings:
     max_value_bytes: int = 1 << 20
     """Bytes of a value."""
 
+    max_request_bytes: int = 64 << 10
+    """Bytes of a request, or of a message of a session. Those that carry a value, or the keys of a Wait, may have
+    `max_value_bytes` more."""
+
     max_store_bytes: int = 256 << 20
     """Bytes of all keys and values of one job."""
 

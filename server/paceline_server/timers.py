@@ -30,7 +30,7 @@ class Timers:
     Args:
         now: time of construction on the loop's clock.
         jobs: all jobs; looked at, not changed.
-        apply: gives an event to a job and performs what follows.
+        apply: gives an event to a job and performs what follows; raises nothing, for all jobs are told in one round.
     """
 
     def __init__(self, now: float, jobs: Mapping[str, Job], apply: Callable[[Job, Event], None]) -> None:
@@ -66,8 +66,8 @@ class Timers:
         self._apply(job, Ticked())
 
     def _pulse(self) -> None:
-        self._note_stall()
         self._beat = self._loop.call_later(_PULSE, self._pulse)
+        self._note_stall()
 
     def _note_stall(self) -> None:
         """Tells all jobs if the loop has slept, before any of them looks at a clock."""

@@ -101,6 +101,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda m: _pod(m, "coordinator")["containers"][0]["env"][0].update(value="/etc/token"),
         "/etc/token is on no volume",
     ),
+    "a secret for everybody": (
+        lambda m: _secret(m).pop("defaultMode"),
+        "everybody may read the secret token",
+    ),
     "no drain": (lambda m: _pod(m, "worker")["containers"][0].pop("lifecycle"), "no preStop that drains"),
     "a hook that drains nothing": (lambda m: _hook(m).update(command=["sleep", "35"]), "no preStop that drains"),
     "a hook that tells nobody": (lambda m: _hook(m)["command"].__setitem__(2, "sleep 35"), "no preStop that drains"),
@@ -147,6 +151,11 @@ def _deployment(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
 def _pod(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
     spec: dict[str, Any] = _deployment(found, component)["spec"]["template"]["spec"]
     return spec
+
+
+def _secret(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = [volume["secret"] for volume in _pod(manifests, "coordinator")["volumes"] if "secret" in volume]
+    return found
 
 
 def _hook(found: list[dict[str, Any]]) -> dict[str, Any]:

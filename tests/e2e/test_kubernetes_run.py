@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -86,6 +87,8 @@ def test_a_coordinator_and_workers_train_and_leave(network: str, tmp_path: Path)
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "token").write_text("a-token-of-this-test-alone")
+    os.chown(secret / "token", -1, PODS["paceline-worker"]["securityContext"]["fsGroup"])  # as the kubelet does
+    (secret / "token").chmod(0o440)
     for path in (tmp_path, secret):
         path.chmod(0o755)
     coordinator = start("paceline-coordinator", secret, service="paceline-coordinator")

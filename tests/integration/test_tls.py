@@ -153,6 +153,7 @@ def test_a_certificate_that_is_made_anew_needs_no_restart(
         first = cert.read_bytes()
         assert is_served(first)
         part = key.with_suffix(".part")
+        part.touch(0o600)
         part.write_bytes(b"nothing")
         part.replace(key)
         wait_for(lambda: "the last certificate stays in force" in caplog.text)

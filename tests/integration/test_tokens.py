@@ -57,6 +57,7 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
     monkeypatch.setattr(token_source, "LOOK_S", 0.0)
     path = tmp_path / "tokens"
+    path.touch(0o600)
     path.write_text(f"{ALL}\n{ONE} one\n{TWO} two\n")
     return path
 
@@ -166,6 +167,7 @@ def test_a_first_message_of_another_kind_is_the_handlers_to_refuse(tokens: Path)
 def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
     """Neither the coordinator's nor a worker's holds anybody up."""
     mine = tmp_path / "mine"
+    mine.touch(0o600)
     mine.write_text(ALL)
     with coordinator(token_file=tokens) as address, join(address, mine) as session, hanging(tokens), hanging(mine):
         began = time.monotonic()
@@ -184,7 +186,9 @@ def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
     theirs, mine = tmp_path / "tokens", tmp_path / "mine"
+    theirs.touch(0o600)
     theirs.write_text(ALL)
+    mine.touch(0o600)
     mine.write_text(ALL)
     script = (
         "import paceline, paceline.token_source, sys\n"
@@ -338,6 +342,7 @@ def test_a_token_for_one_job_lists_that_job(tokens: Path) -> None:
 
 def test_rotation(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = tmp_path / "mine"
+    mine.touch(0o600)
     mine.write_text(ALL)
     new = "the-next-token-for-all-0123456789"
     with coordinator(token_file=tokens) as address, join(address, mine, "job") as session:

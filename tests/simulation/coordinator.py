@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,12 @@ class _Dispatcher(Dispatcher):
         job = super()._make_job(state, values)
         self._world.coordinator.membership = job.membership
         return job
+
+    def _fail(self, job: Job) -> None:
+        """A bug ends the schedule, not the job."""
+        error = sys.exception()
+        assert error is not None
+        raise error
 
     def _perform(self, job: Job, effect: Effect) -> None:
         world, state = self._world, job.membership.state

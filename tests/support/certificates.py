@@ -73,12 +73,12 @@ def make_folder(
     authority = Authority.make("test", 1)
     until = datetime.now(UTC) + timedelta(days=days)
     (path / "ca.pem").write_bytes(authority.cert_pem)
-    (path / "ca.key").write_bytes(authority.key_pem)
+    _write_key(path / "ca.key", authority.key_pem)
     for name, held, calls in (("coordinator", hosts, False), ("member", member, True)):
         of = Authority.make(name, 1) if self_made else authority
         cert, key = of.issue(name, held, until, calls=calls)
         (path / f"{name}.pem").write_bytes(cert)
-        (path / f"{name}.key").write_bytes(key)
+        _write_key(path / f"{name}.key", key)
     return CertificateFolder(path)
 
 
@@ -89,4 +89,9 @@ def renew(folder: CertificateFolder, name: str, *, days: float) -> None:
     hosts = authority.hosts_of((path / f"{name}.pem").read_bytes())
     cert, key = authority.issue(name, hosts, datetime.now(UTC) + timedelta(days=days), calls=name == "member")
     (path / f"{name}.pem").write_bytes(cert)
-    (path / f"{name}.key").write_bytes(key)
+    _write_key(path / f"{name}.key", key)
+
+
+def _write_key(path: Path, key: bytes) -> None:
+    path.touch(0o600)
+    path.write_bytes(key)

@@ -13,7 +13,7 @@ __all__ = ["hanging"]
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
     """In the place of a file, for the block; then the file is there again, and whoever hangs goes on."""
-    content = path.read_bytes()
+    content, mode = path.read_bytes(), path.stat().st_mode & 0o777
     fifo, other = path.with_name(f"{path.name}.fifo"), path.with_name(f"{path.name}.new")
     os.mkfifo(fifo)
     os.link(fifo, other)
@@ -21,6 +21,7 @@ def hanging(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        other.touch(mode)
         other.write_bytes(content)
         other.replace(path)
         with suppress(OSError):  # nobody reads it

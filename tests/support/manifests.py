@@ -77,6 +77,8 @@ def _of_deployment(manifest: Manifest, manifests: list[Manifest]) -> Iterator[st
             yield f"{title}: there is no claim {claim}"
         if claim is not None and (spec["replicas"] != 1 or spec["strategy"]["type"] != "Recreate"):
             yield f"{title}: a volume for one needs one replica and Recreate"
+        if "secret" in volume and volume["secret"].get("defaultMode", 0o644) & 0o007:
+            yield f"{title}: everybody may read the secret {volume['name']}"
         if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
             yield f"{title}: volume {volume['name']} may fill the node"
     if pod.get("securityContext", {}).get("runAsNonRoot") is not True:

@@ -30,6 +30,7 @@ from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.nowhere import NoMesh
 from paceline.parallel.parameter import Parameter
+from paceline.session.identity import process_identity
 
 __all__ = ["job", "line"]
 
@@ -73,11 +74,13 @@ def member(rank: int, world: int, pipe: Connection) -> None:
     shelf.offer(TAG, state.offered())
     port = loop_thread().run(door.start("127.0.0.1", 0))
     door.window.member_id, door.window.source = f"member-{rank}", shelf
-    pipe.send(port)
+    here = process_identity()
+    pipe.send((port, here.pid, here.start_ticks))
     while (order := pipe.recv()) is not None:
         share, own, ports = order
         holders = [
-            Holder(Peer(r, f"member-{r}", "host", f"127.0.0.1:{port}"), [Share(r, world)]) for r, port in ports.items()
+            Holder(Peer(r, f"member-{r}", "host", f"127.0.0.1:{port}", pid, "", ticks), [Share(r, world)])
+            for r, (port, pid, ticks) in ports.items()
         ]
         start = perf_counter()
         plan = state.resharding(Share(*share), own=own)
@@ -114,8 +117,8 @@ def check(state: TrainState, share: Share) -> None:
 
 
 @contextmanager
-def line(world: int) -> Iterator[tuple[dict[int, Connection], dict[int, int]]]:
-    """Processes that hold a state between them, and the ports at which they give it."""
+def line(world: int) -> Iterator[tuple[dict[int, Connection], dict[int, tuple[int, int, int]]]]:
+    """Processes that hold a state between them; and port, pid and start time by which each is asked for it."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pipes: dict[int, Connection] = {}

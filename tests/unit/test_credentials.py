@@ -81,10 +81,14 @@ def test_a_file_that_cannot_be_read_is_named(good: CertificateFolder, tmp_path: 
         ("KEY", "ca.pem", "they are no PEM"),
     ],
 )
-def test_files_that_are_something_else(good: CertificateFolder, name: str, file: str, words: str) -> None:
-    path = str(good.path / file)
+def test_files_that_are_something_else(
+    good: CertificateFolder, tmp_path: Path, name: str, file: str, words: str
+) -> None:
+    path = tmp_path / file
+    path.touch(0o600)
+    path.write_bytes((good.path / file).read_bytes())
     with pytest.raises(ValueError, match=words) as caught:
-        Credentials.from_environment({**good.environment, f"PACELINE_TLS_{name}": path})
+        Credentials.from_environment({**good.environment, f"PACELINE_TLS_{name}": str(path)})
     assert f"PACELINE_TLS_{name}={path}" in str(caught.value)
 
 
@@ -141,6 +145,7 @@ def test_what_cannot_be_a_token_is_not_repeated(token: str) -> None:
 
 def test_no_secret_shows(good: CertificateFolder, tmp_path: Path) -> None:
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text(TOKEN)
     whole = good.credentials
     for credentials in (Credentials(whole.ca, whole.cert, whole.key, TOKEN), Credentials(token=path)):
@@ -156,6 +161,7 @@ def test_a_token_file_is_read_anew(
 ) -> None:
     monkeypatch.setattr(token_source, "LOOK_S", 0.0)
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text(f"# comment\n\n{TOKEN} job\nanother-token\n")
     credentials = Credentials(token=path)
     assert shown(credentials) == [("authorization", f"Bearer {TOKEN}")]
@@ -173,6 +179,7 @@ def test_a_token_file_is_read_anew(
 
 def test_a_token_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text(TOKEN)
     credentials = Credentials(token=path)
     path.write_text("the-next-token-of-all")
@@ -185,6 +192,7 @@ def test_a_token_file_that_hangs_is_waited_for_once(
     monkeypatch.setattr(token_source, "LOOK_S", 0.0)
     monkeypatch.setattr(token_source, "PATIENCE_S", 0.2)
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text(TOKEN)
     source = TokenSource(path)
 
@@ -211,6 +219,7 @@ def test_a_token_file_that_hangs_is_waited_for_once(
 def test_a_token_file_that_hangs_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_source, "FIRST_S", 0.1)
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text(TOKEN)
     with hanging(path), pytest.raises(ValueError, match=f"cannot read the token file {path}: nothing came of it"):
         Credentials.from_environment({"PACELINE_TOKEN_FILE": str(path)})

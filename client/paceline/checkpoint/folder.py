@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from paceline.errors import CheckpointDamaged, CheckpointFailed
 
 __all__ = [
     "MANIFEST",
+    "MAX_MANIFEST_BYTES",
     "ON_ONE_DISK",
     "Manifest",
     "check_sizes",
@@ -51,6 +53,9 @@ ON_ONE_DISK = (
 """What to do about a rank that does not see what another has written."""
 
 _FORMAT = 2
+MAX_MANIFEST_BYTES = 256 << 20
+"""Of a manifest. Each GiB of arrays takes 8 KiB of it, and each array some 100 bytes."""
+
 _HIDDEN = re.compile(r"\.writing-(g[0-9]{1,20}-s[0-9]{1,20})-[a-z0-9]{1,64}", re.ASCII)
 """The name of a folder while it is written, or removed: its tag, and whose attempt it is."""
 
@@ -112,7 +117,8 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
         Its folder, when it is durable. One of that tag that is there already stays: equal tags are equal states.
 
     Raises:
-        CheckpointFailed: the parts are not all of one state, or some are not on this disk.
+        CheckpointFailed: the parts are not all of one state, some are not on this disk, or what is to be said of them
+            is more than `MAX_MANIFEST_BYTES`.
         OSError: the disk refused.
     """
     try:
@@ -128,6 +134,11 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
         separators=(",", ":"),
     )
     manifest = json.dumps({"blake2b": _digest(text), "body": text}).encode()
+    if len(manifest) > MAX_MANIFEST_BYTES:
+        raise CheckpointFailed(
+            f"checkpoint {tag} was not written: what is no array of it, and the names of the arrays, take "
+            f"{len(manifest):,} bytes as JSON, above {MAX_MANIFEST_BYTES:,}: keep large data in arrays"
+        )
     write_file(hidden / MANIFEST, [memoryview(manifest)])
     sync_folder(hidden)
     if folder.exists() and not is_there(folder):
@@ -151,11 +162,11 @@ def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself; its files are not looked at.
 
     Raises:
-        CheckpointDamaged: the manifest is missing or damaged.
+        CheckpointDamaged: the manifest is missing, damaged, no plain file, or too large.
     """
     path = folder / MANIFEST
     try:
-        outer = json.loads(path.read_bytes())
+        outer = json.loads(_read_plain(path, MAX_MANIFEST_BYTES))
         text = outer["body"]
         if _digest(text) != outer["blake2b"]:
             raise ValueError("its checksum is wrong")
@@ -170,18 +181,20 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{path} is damaged: {error}") from error
+    except MemoryError:
+        raise CheckpointDamaged(f"{path} cannot be read: what it says takes more memory than there is") from None
 
 
 def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
     """Checks what a crash can spoil, without reading it.
 
     Raises:
-        CheckpointDamaged: a file is missing or cut.
+        CheckpointDamaged: a file is missing, cut, or no plain file.
     """
     for part in parts:
         size = _size(folder / part.name)
         if size != part.nbytes:
-            found = "is missing" if size is None else f"has {size} bytes, not {part.nbytes}"
+            found = "is missing, or no plain file" if size is None else f"has {size} bytes, not {part.nbytes}"
             raise CheckpointDamaged(f"{folder / part.name} {found}")
 
 
@@ -209,10 +222,29 @@ def is_there(folder: Path) -> bool:
 
 
 def _size(path: Path) -> int | None:
+    """Bytes of a plain file; None if there is none."""
     try:
-        return path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
         return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _read_plain(path: Path, most: int) -> bytes:
+    """The contents of a plain file.
+
+    Raises:
+        ValueError: it is none, or has more than `most` bytes.
+        OSError: it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no plain file")
+    if status.st_size > most:
+        raise ValueError(f"it has {status.st_size:,} bytes; a manifest has at most {most:,}")
+    # It may be a FIFO by now, of which no writer is waited for.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        return file.read(most)
 
 
 def _digest(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from bisect import bisect_right
@@ -39,7 +40,8 @@ class Reader:
         bytes_read: from the files so far.
 
     Raises:
-        CheckpointDamaged: the manifest is damaged, or a file is missing or cut. Nothing was read of the files yet.
+        CheckpointDamaged: the manifest is damaged, or a file is missing, cut or no plain file. Nothing was read of the
+            files yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +68,7 @@ class Reader:
 
         Raises:
             SizeMismatch: an array that is wanted is not there, or has another shape.
-            CheckpointDamaged: other bytes were read than were written.
+            CheckpointDamaged: other bytes were read than were written, or an array takes more memory than there is.
         """
         wanted = wanted or {}
         odd = [f"{path!r} is not there" for path in wanted if path not in self.arrays]
@@ -81,7 +83,7 @@ class Reader:
         targets: dict[str, tuple[int, NDArray[Any]]] = {}
         for path, stored in self.arrays.items():
             shard = wanted.get(path)
-            array = np.empty(stored.shape if shard is None else shard.values.shape, stored.dtype)
+            array = self._room(path, stored.shape if shard is None else shard.values.shape, stored.dtype)
             start = 0 if shard is None else shard.start
             values[path] = array if shard is None else Shard(array, start, stored.shape)
             targets[path] = start, array
@@ -116,6 +118,15 @@ class Reader:
                     break
         for number, wanted in sorted(places.items()):
             self._read_part(self.parts[number], sorted(wanted, key=lambda place: place[0]))
+
+    def _room(self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        try:
+            return np.empty(shape, dtype)
+        except MemoryError:
+            size = math.prod(shape) * dtype.itemsize
+            raise CheckpointDamaged(
+                f"{self.folder} cannot be read: its array {path!r:.80} has {size:,} bytes, more memory than there is"
+            ) from None
 
     def verify(self) -> None:
         """Reads everything.
@@ -158,7 +169,7 @@ class Reader:
         if not self._memory.size:
             self._memory = np.empty(_CHUNKS * CHUNK_BYTES, np.uint8)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a FIFO by now
         except FileNotFoundError:
             raise CheckpointDamaged(f"{path} is missing") from None
         try:

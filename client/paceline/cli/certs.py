@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.output import UsageError
 from paceline.credentials import MEMBER_NAME
+from pacelinepb.private_files import read_private
 
 if TYPE_CHECKING:
     from paceline.cli.authority import Authority
@@ -69,7 +70,7 @@ def _authority(directory: Path, days: int) -> Authority:
     """The one that is there, or a new one. Never writes over a file of one.
 
     Raises:
-        ValueError: half of one is there, or it cannot be used.
+        ValueError: half of one is there, it cannot be used, or others may read its key.
     """
     from paceline.cli.authority import Authority
 
@@ -79,7 +80,7 @@ def _authority(directory: Path, days: int) -> Authority:
         missing = key.name if there == [cert.name] else cert.name
         raise ValueError(f"there is {there[0]} without {missing}: bring it here, or choose another directory")
     if there:
-        return Authority.load(cert.read_bytes(), key.read_bytes())
+        return Authority.load(cert.read_bytes(), read_private(key))
     made = Authority.make(f"paceline {socket.gethostname()}", days)
     _write(key, made.key_pem, _KEY_MODE)
     _write(cert, made.cert_pem, _CERT_MODE)

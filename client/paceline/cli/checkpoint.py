@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline import checkpoint
 from paceline.checkpoint.folder import MANIFEST
 from paceline.checkpoint.reading import Reader
-from paceline.cli.output import UsageError, print_json
+from paceline.cli.output import UsageError, print_json, printable
 
 __all__ = ["inspect_checkpoint"]
 
@@ -46,13 +46,13 @@ def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | Non
         return
     arrays = sum(stored.nbytes for stored in reader.arrays.values())
     console = Console()
-    console.print(Text(f"{reader.folder}: generation {reader.tag.generation}, step {reader.tag.step}"))
+    console.print(Text(f"{printable(str(reader.folder))}: generation {reader.tag.generation}, step {reader.tag.step}"))
     console.print(_table(reader))
     console.print(f"{len(reader.arrays)} arrays, {arrays:,} bytes, in {len(reader.parts)} parts")
     if verify:
         console.print("every checksum is right")
     if made is not None:
-        console.print(Text(f"saved whole in {made}"))
+        console.print(Text(f"saved whole in {printable(str(made))}"))
 
 
 def _folder(directory: Path) -> Path:
@@ -92,5 +92,5 @@ def _table(reader: Reader) -> Table:
         numbers = [str(run.part) for run in stored.runs]
         parts = ", ".join(numbers) if len(numbers) <= _MOST_PARTS else f"{len(numbers)} parts"
         shape = ", ".join(map(str, stored.shape))
-        table.add_row(Text(path), stored.dtype.name, Text(f"[{shape}]"), f"{stored.nbytes:,}", parts)
+        table.add_row(Text(printable(path)), stored.dtype.name, Text(f"[{shape}]"), f"{stored.nbytes:,}", parts)
     return table

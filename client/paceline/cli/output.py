@@ -12,7 +12,7 @@ import typer
 
 from paceline.errors import PacelineError
 
-__all__ = ["UsageError", "one_line_errors", "print_json", "say"]
+__all__ = ["UsageError", "one_line_errors", "print_json", "printable", "say"]
 
 
 class UsageError(Exception):
@@ -42,8 +42,17 @@ def one_line_errors() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """One sentence of the command's own, on standard error."""
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    """One sentence of the command's own, on standard error. What it quotes cannot move the cursor."""
+    lines = "\n".join(map(printable, text.split("\n")))
+    print(f"paceline: {lines}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text with escapes in place of what a terminal would not show but obey: control and formatting characters."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -2,12 +2,15 @@
 
 Over gRPC 0.4 GB/s come through on 2 cores, which is too slow to move a model while training waits. A process of the
 same user and pid namespace may open another one's memory through /proc (proc(5), /proc/pid/fd), which needs no socket;
-what it maps is sealed, so nobody can cut it short. The CRC tells whoever mapped something else by mistake.
+what it maps is sealed, so nobody can cut it short. The CRC tells whoever mapped something else by mistake. A giver
+names a number only: it is looked up among the descriptors of the process that the coordinator knows the giver by, and
+opened if memory of Paceline's is behind it.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
+from paceline.links.base import Peer
 from paceline.links.shm.arena import arena
-from paceline.links.shm.segment import Attached, SegmentError, attach
+from paceline.links.shm.segment import MEMORY_NAME, Attached, SegmentError, attach
 from paceline.session.identity import process_identity
 from pacelinepb.v1 import peer_pb2, session_pb2
 
@@ -57,23 +61,35 @@ class Parcel:
         return peer_pb2.LentMemory(pid=here.pid, descriptor=segment.fd, size=segment.size, offset=offset)
 
 
-def borrow(lent: peer_pb2.LentMemory, size: int) -> Attached:
+def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
     """The memory in which a parcel lies; to be kept as long as more may come in it, for mapping it takes time.
 
     Args:
         lent: where that is.
         size: bytes of the parcel.
+        giver: who lends it, as the coordinator knows it.
 
     Raises:
         OSError: this process may not open it.
-        SegmentError: it is no such memory, or too small.
+        SegmentError: it is no such memory, too small, or another process's than the giver's.
     """
-    # Whatever else the number may be by now: to open it shall neither wait nor change anything.
-    descriptor = os.open(f"/proc/{lent.pid}/fd/{lent.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if lent.pid != giver.pid or not giver.start_ticks:
+        raise SegmentError(f"{giver} names memory of process {lent.pid}")
+    # O_PATH opens nothing: whatever else the number may be by now, it neither waits for us nor notices (open(2)).
+    found = os.open(f"/proc/{giver.pid}/fd/{lent.descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
-        memory = attach(descriptor, lent.size)
+        if process_identity(giver.pid).start_ticks != giver.start_ticks:  # if it is there now, it was there before
+            raise SegmentError(f"{giver} has ended, and another process has its pid")
+        path = f"/proc/self/fd/{found}"
+        if not stat.S_ISREG(os.fstat(found).st_mode) or os.readlink(path) != MEMORY_NAME:
+            raise SegmentError(f"{giver} names what is no memory of Paceline's")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = attach(descriptor, lent.size)
+        finally:
+            os.close(descriptor)
     finally:
-        os.close(descriptor)
+        os.close(found)
     if lent.offset + size > memory.size:
         raise SegmentError(f"a parcel of {size} bytes from {lent.offset} does not lie in {memory.size}")
     return memory

@@ -133,13 +133,15 @@ class _Taking:
             process=self._process,
         )
         try:
-            await self._call(channel, request, batch)
+            await self._call(channel, peer, request, batch)
         except (OSError, SegmentError) as error:
             _log.info("%s lends memory that cannot be mapped here: %s", peer, error)
             request.ClearField("process")
-            await self._call(channel, request, batch)
+            await self._call(channel, peer, request, batch)
 
-    async def _call(self, channel: aio.Channel, request: peer_pb2.GetRunsRequest, batch: Sequence[Run]) -> None:
+    async def _call(
+        self, channel: aio.Channel, peer: Peer, request: peer_pb2.GetRunsRequest, batch: Sequence[Run]
+    ) -> None:
         into = [self._plan.into(run) for run in batch]
         size = sum(array.nbytes for array in into)
         call = PeerServiceStub(channel).GetRuns(request)
@@ -153,7 +155,7 @@ class _Taking:
                         if parcel.size != size:
                             raise PacelineError(f"it sent {parcel.size} bytes where {size} were asked for")
                         if parcel.HasField("memory"):
-                            memory, start = borrow(parcel.memory, size), parcel.memory.offset
+                            memory, start = borrow(parcel.memory, size, peer), parcel.memory.offset
                             self._mapped.add(memory)
                             limit.reschedule(None)  # nobody is waited for; a thread that is left behind would write on
                             view = memory.view[start : start + size]

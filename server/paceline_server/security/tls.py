@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from paceline_server._grpc import grpc
 from paceline_server.settings import ServerSettings
+from pacelinepb.private_files import FileTooOpen, read_private
 
 __all__ = ["Certificates", "TlsPaths", "TlsUnusable"]
 
@@ -73,9 +74,10 @@ class TlsPaths:
         A certificate that is out of its time is taken, with a warning: it may be a clock that is wrong.
 
         Raises:
-            TlsUnusable: a file cannot be read, is no certificate or key, or the two do not belong together.
+            TlsUnusable: a file cannot be read, is no certificate or key, others may read the key, or the two do not
+                belong together.
         """
-        found = Certificates(_read(self.cert), _read(self.key), None if self.ca is None else _read(self.ca))
+        found = Certificates(_read(self.cert), _read_key(self.key), None if self.ca is None else _read(self.ca))
         if found == known:
             return known
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -147,6 +149,15 @@ def _as_file(data: bytes) -> Iterator[str]:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except OSError as error:
+        raise TlsUnusable(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        return read_private(path)
+    except FileTooOpen as error:
+        raise TlsUnusable(f"the key {error}") from None
     except OSError as error:
         raise TlsUnusable(f"cannot read {path}: {error.strerror or error}") from None
 

@@ -16,6 +16,7 @@ from typing import Self
 
 from paceline_server.apart import call_apart, start_apart
 from paceline_server.security.tokens import Tokens, TokensUnusable
+from pacelinepb.private_files import FileTooOpen, read_private
 
 __all__ = ["TokenKeeper", "read_tokens"]
 
@@ -39,11 +40,12 @@ def read_tokens(path: Path) -> Tokens:
     """Reads the file.
 
     Raises:
-        TokensUnusable: it cannot be read, or is no file of tokens; the text names it.
+        TokensUnusable: it cannot be read, others may read it, or it is no file of tokens; the text names it.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = read_private(path, MAX_FILE_BYTES + 1)
+    except FileTooOpen as error:
+        raise TokensUnusable(f"the token file {error}") from None
     except OSError as error:
         raise TokensUnusable(f"cannot read the token file {path}: {error.strerror or error}") from None
     if len(data) > MAX_FILE_BYTES:

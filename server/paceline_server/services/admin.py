@@ -8,7 +8,7 @@ from typing import Any
 from paceline_server import wire
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher, Job
-from paceline_server.errors import NotFound
+from paceline_server.errors import LimitMet, NotFound
 from paceline_server.events import DrainAsked, RestartAsked
 from paceline_server.membership import Membership
 from paceline_server.model import Session, Standing
@@ -59,6 +59,8 @@ class AdminHandlers(AdminServiceServicer):
         sessions = job.membership.state.concerned()
         chosen = sessions
         if request.members:
+            if len(request.members) > (most := self._dispatcher.settings.max_job_sessions):
+                raise LimitMet(f"a DrainMembers names at most {most:,} members, not {len(request.members):,}")
             by_name = {str(s.rank): s for s in sessions if s.standing is Standing.IN_VIEW}
             by_name |= {s.member_id: s for s in sessions}
             unknown = [name for name in request.members if name not in by_name]

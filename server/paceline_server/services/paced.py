@@ -3,6 +3,7 @@
 grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes, with what has
 come so far in memory. So unary handlers are served as streams of one message, which is waited for here. Streams wait
 for their turn before anything of them is read: a refusal for want of a token is one, and costs us as much as an answer.
+What is longer than its method may be is not parsed (`sizes`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.pacing import Pacers
+from paceline_server.services.refusals import refuse
+from paceline_server.services.sizes import TooLong, bounded, most_bytes
 from paceline_server.settings import ServerSettings
 
 __all__ = ["PacingInterceptor"]
@@ -29,12 +32,13 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     """Paces calls by connection. Messages of a session's stream are paced where they are read.
 
     Args:
-        settings: the rates, and the time for a request to come in.
+        settings: the rates, the time for a request to come in, and how long it may be.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_CONNECTIONS)
         self._patience = settings.first_message_time
+        self._settings = settings
 
     async def intercept_service(
         self,
@@ -54,7 +58,9 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             assert handler.stream_stream is not None, "no service here has a method with a stream and one answer"
             inner = _opening(handler.stream_stream, pacers)
         paced: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-            inner, handler.request_deserializer, handler.response_serializer
+            inner,
+            bounded(handler.request_deserializer, most_bytes(self._settings, handler_call_details.method)),
+            handler.response_serializer,
         )
         return paced
 
@@ -77,6 +83,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
+            if isinstance(request, TooLong):
+                await refuse(context, request.refusal())
             await _turn(context, pacers)
             await inner(request, context)
 
@@ -92,10 +100,18 @@ def _opening(inner: Any, pacers: Pacers | None) -> Any:
 
     async def generate(requests: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         await _turn(context, pacers)
-        async for answer in inner(requests, context):
+        async for answer in inner(_short(requests, context), context):
             yield answer
 
     return generate if inspect.isasyncgenfunction(inner) else handle
+
+
+async def _short(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    """The requests of a stream; the first that is too long ends the call."""
+    async for request in requests:
+        if isinstance(request, TooLong):
+            await refuse(context, request.refusal())
+        yield request
 
 
 async def _turn(context: aio.ServicerContext[Any, Any], pacers: Pacers | None) -> None:

@@ -39,6 +39,7 @@ JOB, TAG = "job", Tag(2, 5)
 PATIENCE = 8.0
 SHORT = 0.5
 """Patience with one that keeps silent."""
+HERE = process_identity()
 VALUES = {
     "large": np.random.default_rng(0).standard_normal((50_000, 3)),
     "small": np.arange(7, dtype=np.int8),
@@ -79,7 +80,7 @@ class Giver(Shelf):
         port = loop_thread().run(self.door.start("127.0.0.1", 0))
         self.door.window.member_id = f"member-{rank}"
         self.door.window.source = self
-        self.peer = Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{port}", 100 + rank)
+        self.peer = Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{port}", HERE.pid, "", HERE.start_ticks)
         self.offer(TAG, Content.of(dict(cut(share))))
 
     def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Any:
@@ -151,7 +152,7 @@ def test_each_gives_what_it_has(givers: Any, way: str) -> None:
 
 def test_lent_memory_is_what_was_read(givers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     borrowed = []
-    monkeypatch.setattr(taking, "borrow", lambda lent, size: borrowed.append(size) or borrow(lent, size))
+    monkeypatch.setattr(taking, "borrow", lambda lent, size, giver: borrowed.append(size) or borrow(lent, size, giver))
     plan = plan_for(Share(0, 2))
     take(plan, givers(WHOLE))
     check(plan)
@@ -268,7 +269,7 @@ def test_silence(givers: Any) -> None:
 
 
 def test_memory_that_cannot_be_opened_is_sent(givers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(lent: Any, size: int) -> None:
+    def closed(lent: Any, size: int, giver: Peer) -> None:
         raise PermissionError("not yours")
 
     monkeypatch.setattr(taking, "borrow", closed)
@@ -278,17 +279,20 @@ def test_memory_that_cannot_be_opened_is_sent(givers: Any, monkeypatch: pytest.M
 
 
 def test_memory_that_is_none() -> None:
-    here = process_identity()
-    lent = Parcel([np.ones(100_000)]).lend(here)
+    lent = Parcel([np.ones(100_000)]).lend(HERE)
     assert lent is not None
-    with pytest.raises(SegmentError, match="does not lie"):
-        borrow(peer_pb2.LentMemory(pid=lent.pid, descriptor=lent.descriptor, size=lent.size, offset=lent.size), 1)
-    with pytest.raises(SegmentError, match="bytes, not"):
-        borrow(peer_pb2.LentMemory(pid=lent.pid, descriptor=lent.descriptor, size=lent.size + 4096), 1)
-    with pytest.raises(OSError, match="No such file"):
-        borrow(peer_pb2.LentMemory(pid=lent.pid, descriptor=1 << 30, size=4096), 1)
-    with open("/dev/null", "rb") as other, pytest.raises(SegmentError, match="sealed"):
-        borrow(peer_pb2.LentMemory(pid=here.pid, descriptor=other.fileno(), size=4096), 1)
+    me = Peer(0, "me", "here", pid=HERE.pid, start_ticks=HERE.start_ticks)
+
+    def refusal(kind: type[Exception], words: str, giver: Peer = me, **odd: int) -> None:
+        named = peer_pb2.LentMemory(pid=lent.pid, descriptor=lent.descriptor, size=lent.size)
+        for name, value in odd.items():
+            setattr(named, name, value)
+        with pytest.raises(kind, match=words):
+            borrow(named, 1, giver)
+
+    refusal(SegmentError, "does not lie", offset=lent.size)
+    refusal(SegmentError, "bytes, not", size=lent.size + 4096)
+    refusal(OSError, "No such file", descriptor=1 << 30)
 
 
 @pytest.mark.parametrize("field", ["node", "pid_namespace"])
@@ -340,7 +344,7 @@ def test_door_gives_no_more_than_it_has_and_may(givers: Any, runs: Any) -> None:
         for name, start, count in runs:
             request.runs.add(array=name, start=start, count=count)
         try:
-            await taker._call(channel, request, [])
+            await taker._call(channel, giver.peer, request, [])
         finally:
             await channel.close(None)
 

@@ -113,6 +113,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(TokensUnusable, match=f"cannot read the token file {path}: {words}"):
             read_tokens(path)
+    (tmp_path / "t").touch(0o600)
     (tmp_path / "t").write_bytes(b"\xff" * 20)
     with pytest.raises(TokensUnusable, match="is no text in UTF-8"):
         read_tokens(tmp_path / "t")
@@ -141,6 +142,7 @@ def test_tokens_change_with_their_file(
 ) -> None:
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
     path = tmp_path / "tokens"
+    path.touch(0o600)
     path.write_text(ALL)
     both, last = f"{ALL}\n{ONE}", ONE
     with caplog.at_level("INFO"):
@@ -152,7 +154,7 @@ def test_tokens_change_with_their_file(
                 lambda: path.write_text(""),
                 path.unlink,
                 lambda: None,
-                lambda: path.write_text("short"),
+                lambda: (path.touch(0o600), path.write_text("short")),
                 lambda: path.write_text(ALL),
             ],
             path,
@@ -187,6 +189,7 @@ def test_a_look_that_hangs_is_waited_for_once(
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
     monkeypatch.setattr(token_file, "PATIENCE_S", 0.2)
     path = tmp_path / "tokens"
+    path.touch(0o600)
     path.write_text(ALL)
     looks: list[None] = []
 
@@ -218,6 +221,7 @@ def test_a_look_that_hangs_is_waited_for_once(
 
 def test_a_look_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
+    path.touch(0o600)
     path.write_text(ALL)
 
     async def main() -> None:

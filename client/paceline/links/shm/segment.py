@@ -20,10 +20,15 @@ from paceline.arrays import Array
 from paceline.links.shm.host import check_available
 from paceline.links.shm.huge import collapse, huge_page_bytes, map_aligned
 
-__all__ = ["MAX_SEGMENT_BYTES", "Attached", "Segment", "SegmentError", "attach"]
+__all__ = ["MAX_SEGMENT_BYTES", "MEMORY_NAME", "Attached", "Segment", "SegmentError", "attach"]
 
 MAX_SEGMENT_BYTES = 1 << 44
 """Largest segment of a peer that is mapped: 16 TiB, the largest array that a signature may announce."""
+
+_NAME = "paceline"
+
+MEMORY_NAME = f"/memfd:{_NAME} (deleted)"
+"""What /proc says of a descriptor of such memory (memfd_create(2))."""
 
 # fcntl.h, memfd.h; Python names F_SEAL_FUTURE_WRITE from 3.13 on. Linux has it since 5.1.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -144,11 +149,11 @@ def attach(fd: int, size: int) -> Attached:
 def _create() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create("paceline", flags | _MFD_NOEXEC_SEAL)  # some systems refuse memory that could be run
+        return os.memfd_create(_NAME, flags | _MFD_NOEXEC_SEAL)  # some systems refuse memory that could be run
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return os.memfd_create("paceline", flags)  # Linux before 6.3
+    return os.memfd_create(_NAME, flags)  # Linux before 6.3
 
 
 def _map(fd: int, size: int, *, writable: bool) -> memoryview:

@@ -1,0 +1,60 @@
+"""Files that hold secrets: who may read them besides this process. For both sides.
+
+The rule is that of libpq and of PostgreSQL's server for key files: a file of this process's user is for that user alone
+(0600); in one of root's, or of anybody else, the group is how this process gets to it (0640), as Kubernetes mounts a
+secret for its `fsGroup`. One that everybody may read is refused, whoever has it.
+Source: https://www.postgresql.org/docs/current/ssl-tcp.html, "Basic Setup".
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from pathlib import Path
+
+__all__ = ["FileTooOpen", "check_private", "read_private"]
+
+
+class FileTooOpen(ValueError):
+    """Others may read, or change, a file that holds a secret; the text has its name, its mode and what to run."""
+
+
+def check_private(path: Path, status: os.stat_result, user: int) -> None:
+    """Checks the mode of a file.
+
+    Args:
+        path: of the file, for the text.
+        status: what the system says of it. What has no name (`/dev/fd/3`) or is no file at all has no readers to fear.
+        user: the effective user id of this process.
+
+    Raises:
+        FileTooOpen: more may read or write it than should.
+    """
+    if not stat.S_ISREG(status.st_mode) or not status.st_nlink:
+        return
+    own = status.st_uid == user != 0
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (0o077 if own else 0o007):
+        who = "everybody on this machine" if mode & 0o007 else "its group"
+        mend = "600" if status.st_uid == user else "o-rwx"
+        raise FileTooOpen(
+            f"{path} holds a secret, and its mode {mode:04o} opens it to {who}: run "
+            f"chmod {mend} {shlex.quote(str(path))}, and take what is in it for known if others use this machine"
+        )
+
+
+def read_private(path: Path, most: int = -1) -> bytes:
+    """The contents of a file that holds a secret.
+
+    Args:
+        path: of the file.
+        most: bytes that are read; all if negative.
+
+    Raises:
+        FileTooOpen: more may read or write it than should.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        check_private(path, os.fstat(file.fileno()), os.geteuid())
+        return file.read(most)
