@@ -7,7 +7,9 @@ at about the same time. Two clocks run:
   timeout is blamed on. Who has not stopped by then hangs, however well its session heartbeats: a data loader that never
   returns, threads that died for want of memory.
 - When one has stopped, all the others have its `step_timeout`, for a step may last that long: most of them may hang
-  together, at a dead disk. Before the first step of a line this is the only clock: members load data and models.
+  together, at a dead disk. Before the first step of a line this is the only clock: members load data and models. So it
+  is while no failure is known: a member may evaluate between two steps, or this coordinator has forgotten the verdict
+  that it was killed over.
 
 The others go on without a member that has had its time; if it wakes up, it comes back as a new member.
 """
@@ -56,23 +58,27 @@ class Stragglers:
 
     def _late(self) -> tuple[list[Session], list[Session]]:
         """The members that should stop and have not, and those that have."""
-        # Members of a line that is done need not stop any more.
-        if self._state.verdict is None or self._state.finished is not None or not self._state.is_elastic:
+        state = self._state
+        if state.view is None or state.finished is not None or not state.is_elastic:  # those of a job that is done go
+            return [], []
+        if state.verdict is None and state.view.base is None:  # some are still at what comes before the steps
             return [], []
         late: list[Session] = []
         stopped: list[Session] = []
-        for session in self._state.present():
+        for session in state.present():
             (stopped if session.has_met else late).append(session)
         return late, stopped
 
     def _few_of(self, late: list[Session], stopped: list[Session]) -> list[Session]:
         """Those of the late ones that have `failure_timeout` only."""
         view, verdict = self._state.view, self._state.verdict
-        if view is not None and view.base is not None and len(late) <= len(stopped):
+        if view is None or verdict is None:
+            return []
+        if view.base is not None and len(late) <= len(stopped):
             return late
-        timed_out = verdict is not None and verdict.reason == ErrorReason.ERROR_REASON_TIMEOUT
-        # These have had the time that a step may take.
-        return [s for s in late if s.rank in verdict.culprits] if verdict is not None and timed_out else []
+        if verdict.reason != ErrorReason.ERROR_REASON_TIMEOUT:
+            return []
+        return [session for session in late if session.rank in verdict.culprits]  # they have had the time of a step
 
     def renew_after_stall(self, slept: float) -> None:
         """The coordinator did not run for so many seconds: what the members said meanwhile is yet to be read."""

@@ -66,6 +66,10 @@ def test_a_job_with_faults_finishes(name: str) -> None:
         run(seed, shape)
 
 
+def test_a_coordinator_is_killed_over_a_verdict_and_a_member_hangs() -> None:
+    run(20_000_070, STUCK_MOST)
+
+
 def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:
     for seed in range(50):
         outcome = run(seed, Shape(faults=(0, 0)))

@@ -100,6 +100,14 @@ def test_before_the_first_step_a_member_may_load_its_data_for_as_long_as_a_step_
     assert third not in job.state.sessions
 
 
+def test_before_the_first_step_nobody_is_given_up_while_nothing_has_failed() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    job.do(MetOthers(first, Met(1, Tag(0, 0), False, step_timeout=60.0)))
+    for _ in range(60):
+        assert not ended(job.pass_time(2.0, [first, second]))
+
+
 def test_nobody_is_given_up_who_alone_may_hold_the_state() -> None:
     """The only one that has stopped is a newcomer, which may not have taken the state."""
     job, (first,) = elastic(1)
@@ -115,12 +123,14 @@ def test_nobody_is_given_up_who_alone_may_hold_the_state() -> None:
         assert job.membership.next_deadline() > job.now, "the clock does not spin"
 
 
-def test_a_meeting_that_was_planned_waits_for_all() -> None:
-    """Nothing has failed: a member may evaluate between two steps for as long as it likes."""
+def test_a_meeting_in_which_nothing_is_known_to_have_failed_lasts_as_long_as_a_step_may() -> None:
+    """A member may evaluate between two steps. Or a coordinator was killed before it had stored the verdict."""
     job, (first, second) = elastic(2)
-    meet(job, first)
-    for _ in range(10):
+    job.do(MetOthers(first, Met(2, Tag(2, 3), True, step_timeout=60.0)))
+    for _ in range(29):
         assert not ended(job.pass_time(2.0, [first, second]))
+    assert ended(job.pass_time(4.1, [first, second])) == [second]
+    assert job.state.generation == 3
 
 
 def test_a_coordinator_that_slept_reads_what_came_meanwhile_first() -> None:
