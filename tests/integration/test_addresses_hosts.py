@@ -211,6 +211,7 @@ def test_a_coordinator_whose_name_was_gone_for_long_is_found_at_once(token: str 
         options = ["--state", str(tmp_path / "state.db")]
         at = {"COORDINATOR": "coordinator:7400"}
         if token is not None:
+            (tmp_path / "tokens").touch(0o600)
             (tmp_path / "tokens").write_text(f"{token}\n")
             options += ["--token-file", str(tmp_path / "tokens")]
             at["TOKEN"] = token
