@@ -445,13 +445,6 @@ MUTANTS = (
         "        pass",
         ("unit/elastic/test_rules.py",),
     ),
-    Mutant(
-        "a newcomer stays one after its first step",
-        f"{ELASTIC}/line.py",
-        "            self._port.group.vouch()\n",
-        "",
-        ("unit/elastic/test_line_commits.py",),
-    ),
     # Who is waited for, and who is there.
     Mutant(
         "most members that hang are waited for without end",

@@ -118,6 +118,14 @@ def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, grou
     assert groups[0].mesh.fault.failed
 
 
+def test_the_news_of_a_newcomer_that_differs_fails_the_step_before_it_has_said_so_itself(groups: list[Group]) -> None:
+    step = step_of(groups[0], Steward())
+    with step:
+        raise NewcomerDiffers("rank 1 came in", groups[0].members[1], ranks=(1,))
+    assert not step.applied
+    assert isinstance(step.cause, PeerRaised)
+
+
 @pytest.mark.parametrize("kind", [PeerRaised, NewcomerDiffers])
 def test_an_error_of_another_session_is_the_blocks_own(kind: Any, groups: list[Group]) -> None:
     """It is raised, and ends the loop: to run the step again would change nothing over there."""
