@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "a member that is only silent does not keep its line",
         f"{SERVER}/line.py",
-        "return view.base is None or all(ending.sure for ending in endings.values())",
+        "return view.base is None or is_done",
         "return True",
         ("unit/server/test_line.py",),
     ),
@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "a member that was cast out still claims the base",
         f"{ELASTIC}/place.py",
-        "self.generation, self.holds_base = 0, False\n        return self.meet(unproven",
-        "self.generation = 0\n        return self.meet(unproven",
+        "self.generation, self.holds_base, self.leaving = 0, False, False\n        return self.meet(unproven",
+        "self.generation, self.leaving = 0, False\n        return self.meet(unproven",
         ("unit/elastic/test_place.py",),
     ),
     # A line at a member.

@@ -140,7 +140,7 @@ class PushSpare:
     """Tell a member that the next view has no seat for it: it waits as a candidate."""
 
     member_id: str
-    reason: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

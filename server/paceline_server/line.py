@@ -143,6 +143,7 @@ class Line(Departures):
         view = self.state.view
         if view is not None and self._line_is_over(view):
             effects += self._forget_view(view)
+        effects += self._let_candidates_go(now)
         self.decision = decide(now, self.state, self._settings.settle_time)
         meeting = self.decision.meeting
         if meeting is not None and meeting.over:
@@ -180,11 +181,12 @@ class Line(Departures):
         return effects + self._announcer.announce(now, reason, self._who_wait(), None)
 
     def _line_is_over(self, view: View) -> bool:
-        """True if all members of the view have gone, and none that may hold a state is merely silent."""
+        """True if all members of the view have gone and nobody may go on from its state, without asking the policy."""
         endings = self.state.endings
         if len(endings) < len(view.seats):
             return False
-        return view.base is None or all(ending.sure for ending in endings.values())
+        is_done = self.state.finished is not None and all(ending.sure for ending in endings.values())
+        return view.base is None or is_done
 
     def _who_wait(self) -> Iterator[Session]:
         yield from self.state.candidates()
@@ -270,6 +272,16 @@ class Line(Departures):
         session.promised = None
         self.state.last_arrival = now
 
+    def _let_candidates_go(self, now: float) -> list[Effect]:
+        """A line that runs has its state without candidates: those that are to leave may go."""
+        live = self.state.live
+        if live is None or live.base is None or self.state.forming is not None:
+            return []
+        leaving = tuple(s for s in self.state.candidates() if s.met is not None and s.met.leaving)
+        if not leaving or any(session.has_met for session in self.state.present()):
+            return []
+        return self._dismiss(now, leaving)
+
     def _dismiss(self, now: float, sessions: tuple[Session, ...]) -> list[Effect]:
         live = self.state.live
         there = self.state.sessions.values()
@@ -343,7 +355,7 @@ class Line(Departures):
         for session in spares:
             self._become_candidate(now, session)
             session.came_back = True
-            effects.append(PushSpare(session.member_id, f"generation {generation} has no seat for it"))
+            effects.append(PushSpare(session.member_id, generation))
         missing = {
             rank: self._gone_meanwhile[view.seats[rank].member_id] for rank, s in enumerate(sessions) if s is None
         }

@@ -353,7 +353,7 @@ def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: 
     if silent:
         return way_out(state, silent)
     waiting = [s for s in state.sessions.values() if s.standing is Standing.WAITING]
-    coming = [s for s in waiting if s.came_back and s.met is None]
+    coming = state.returning()
     coming += [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
     coming += [s for s in [*present, *state.bringing()] if s.catching_up]
     return f"waiting for {names(view, coming)} to say what it holds" if coming else None

@@ -337,6 +337,9 @@ class JobState:
     """How many steps the last line is known to have committed, at least; None if there was none."""
     restored: bool = False
     """The view is as the storage had it, and no other has formed since."""
+    restored_at: float = float("-inf")
+    """When the job was read from the storage. That may be an older copy, so members of a later generation have until
+    `failure_timeout` later to come back; see `patient_until`."""
     patient_until: float = float("-inf")
     """No view forms of fewer than `max_workers` candidates before: members of a generation that this coordinator has
     never heard of are on their way back."""
@@ -382,6 +385,11 @@ class JobState:
     def ready(self) -> list[Session]:
         """Candidates that could enter a line's next generation, in order of arrival."""
         return [s for s in self.bringing() if s.met is not None and not s.met.unproven]
+
+    def returning(self) -> list[Session]:
+        """Former members that wait and have yet to say what they hold."""
+        waiting = (s for s in self.sessions.values() if s.standing is Standing.WAITING)
+        return [s for s in waiting if s.came_back and s.met is None]
 
     def session_of(self, rank: int) -> Session | None:
         """The session of a member of the view, None if it has ended."""

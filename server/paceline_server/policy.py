@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from paceline_server.meeting import Meeting, convene, way_out
-from paceline_server.model import JobState, Session, View
+from paceline_server.model import JobState, Session, Tag, View
 from paceline_server.seats import by_host
 
 __all__ = ["Decision", "decide", "spares"]
@@ -57,7 +57,7 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
             patient_until = state.last_arrival + state.view.settings.failure_timeout
             if now < patient_until:
                 return Decision(None, f"{meeting.reason}, unless they come back soon", patient_until)
-        if meeting.over and any(session.came_back and session.met is None for session in state.candidates()):
+        if meeting.over and state.returning():
             # A former member has a new session, and is about to say what it holds: that may be the line's.
             patient_until = state.last_arrival + state.view.settings.failure_timeout
             if now < patient_until:
@@ -158,17 +158,24 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         lacking = least - count
         return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
     if count >= most:
-        return Decision(tuple(by_host(candidates[:most])), f"{most} workers are there, as many as a view takes")
+        chosen = sorted(candidates, key=_brings, reverse=True)[:most]
+        return Decision(tuple(by_host(chosen)), f"{most} workers are there, as many as a view takes")
     # Who waited while a view ran has settled long ago, but its members may come again in a moment.
-    settled_at = max(max(state.last_arrival, state.last_parting) + settle_time, state.patient_until)
+    patient_until = max(state.patient_until, state.restored_at + candidates[0].settings.failure_timeout)
+    settled_at = max(max(state.last_arrival, state.last_parting) + settle_time, patient_until)
     if now >= settled_at:
         return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
-    if settled_at == state.patient_until:
+    if settled_at == patient_until:
         text = f"{count} workers are there (at least {least}); former members of the job have time to come back"
         return Decision(None, text, settled_at)
     return Decision(
         None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
     )
+
+
+def _brings(session: Session) -> Tag:
+    """The latest state that it holds or can read: who brings the most must not be left out for want of a seat."""
+    return (session.met.tag if session.met is not None else None) or Tag(0, 0)
 
 
 def _plural(noun: str, count: int) -> str:

@@ -19,9 +19,8 @@ def restore(now: float, stored: StoredJob) -> JobState:
         now: the time, in seconds; nothing before it counts as silence.
         stored: the job.
     """
-    state = JobState(
-        stored.name, generation=stored.generation, finished=stored.finished, reached=stored.reached, last_arrival=now
-    )
+    state = JobState(stored.name, generation=stored.generation, finished=stored.finished, reached=stored.reached)
+    state.last_arrival = state.restored_at = now
     view = stored.view
     if view is None:
         return state

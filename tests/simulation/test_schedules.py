@@ -66,8 +66,25 @@ def test_a_job_with_faults_finishes(name: str) -> None:
         run(seed, shape)
 
 
-def test_a_coordinator_is_killed_over_a_verdict_and_a_member_hangs() -> None:
-    run(20_000_070, STUCK_MOST)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        # The coordinator is killed over a verdict, and a member hangs.
+        ("stuck-most", 20_000_070),
+        # A member trained on alone while it was cut off, and comes back while others wait to begin.
+        ("away", 50_000_092),
+        # It is told to leave before it can say what it holds.
+        ("away", 70_000_142),
+        # The coordinator's disk is an older copy, which takes a spare for a member.
+        ("forgetful-nodes", 20_000_011),
+        # A member that has been in a generation comes back twice.
+        ("forgetful-nodes", 70_001_135),
+        # A coordinator with an older copy hears from a newcomer before it does from the members.
+        ("forgetful-spread", 70_000_592),
+    ],
+)
+def test_a_schedule_that_once_broke(name: str, seed: int) -> None:
+    run(seed, SHAPES[name][0])
 
 
 def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:

@@ -264,7 +264,7 @@ class Place:
 
     def cast_out(self) -> Meet:
         """The session has ended: what this member holds it brings as a newcomer."""
-        self.generation, self.holds_base = 0, False
+        self.generation, self.holds_base, self.leaving = 0, False, False
         return self.meet(unproven=self.node_size != 1)
 
     def lost(self, checkpoint: Tag) -> Meet:

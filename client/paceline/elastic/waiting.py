@@ -94,13 +94,13 @@ class Waiting:
         if self._place.phase is not Phase.MEETING:
             return
         now, mail = time.monotonic(), self._port.mail
-        if mail.draining and (self._reach is not None or not (self._place.generation or self._place.brings_state)):
-            raise Dismissed(mail.draining)  # without a seat, or anything of a state, it is waited for by nobody
+        if mail.draining and not (self._place.generation or self._place.brings_state):
+            raise Dismissed(mail.draining)  # nobody waits for it
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
         if mail.draining and not self._place.leaving:
             self._place.leaving = True
-            self._say(self._place.meet())
+            self._say(self._place.meet(unproven=self._reach is not None))
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S

@@ -261,6 +261,8 @@ class ControlStream:
             if not self._leaving:
                 self._listener.on_closed()
         else:
+            if kind == "spare":
+                self.generation = max(self.generation, message.spare.generation)
             self._listener.on_line(message)
 
     def _resume_request(self) -> pb.SessionRequest:
@@ -289,11 +291,11 @@ class ControlStream:
         return (self.generation == 0 or self.rejoins) and not self._leaving
 
     def _register_again(self) -> pb.SessionRequest:
+        self._register.generation_floor = max(self._register.generation_floor, self.generation)
         request = pb.SessionRequest(register=self._register)
         assert self.registered is not None
         request.register.former_member_id = self.registered.member_id
         request.register.former_session_token = self.registered.session_token
-        request.register.generation_floor = max(request.register.generation_floor, self.generation)
         self.generation = 0
         self._refusals.forget()
         while not self._outgoing.empty():  # what the old member had to say is of no use to the new one

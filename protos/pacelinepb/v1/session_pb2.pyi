@@ -270,7 +270,9 @@ class Resume(_message.Message):
     session_token: _builtins.bytes
     """Token from `Registered`."""
     generation: _builtins.int
-    """The generation that the member is in, 0 for none. The coordinator answers with the verdict if it is void."""
+    """The last generation that the member has heard of: its own, or one that has no seat for it; 0 for none. The coordinator
+    answers with the verdict if it is void.
+    """
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks."""
     def __init__(
@@ -974,16 +976,20 @@ class Spare(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why, for people."""
+    generation: _builtins.int
+    """The view's generation. A coordinator whose state is older learns from it, when the receiver resumes."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

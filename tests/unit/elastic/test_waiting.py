@@ -42,20 +42,10 @@ def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
     assert [meet.leaving for meet in said] == [True]
 
 
-@pytest.mark.parametrize(
-    ("held", "has_come_in", "has_said_so"),
-    [
-        (Tag(0, 0), False, False),
-        (Tag(0, 0), True, False),
-        (Tag(2, 5), False, True),  # said as a member of the last view, and was given no seat in this one
-    ],
-)
-def test_who_has_no_seat_leaves_at_once(
-    held: Tag, has_come_in: bool, has_said_so: bool, clock: SimpleNamespace
-) -> None:
+@pytest.mark.parametrize("has_come_in", [False, True])
+def test_a_candidate_that_brings_nothing_leaves_at_once(has_come_in: bool, clock: SimpleNamespace) -> None:
     said: list[Meet] = []
     waits = member("SIGTERM", 0, said)
-    waits._place.held, waits._place.leaving = held, has_said_so
     if not has_come_in:
         waits.as_candidate()
     with pytest.raises(Dismissed, match="SIGTERM"):
@@ -63,14 +53,22 @@ def test_who_has_no_seat_leaves_at_once(
     assert said == []
 
 
-def test_who_has_come_in_with_something_of_a_state_says_that_it_leaves(clock: SimpleNamespace) -> None:
-    """It may have been taken from others, who go when its view has formed."""
+@pytest.mark.parametrize("has_come_in", [False, True])
+def test_a_candidate_that_brings_a_state_says_what_it_holds_and_that_it_leaves(
+    has_come_in: bool, clock: SimpleNamespace
+) -> None:
+    """Nobody else may have that state. It was a member that was about to leave, and its session ended."""
     said: list[Meet] = []
-    waits = member("SIGTERM", 0, said)
-    waits._place.held = Tag(2, 5)
+    waits = member("SIGTERM", 2, said)
+    waits._place.held, waits._place.leaving = Tag(2, 5), True
+    waits._place.cast_out()
+    if not has_come_in:
+        waits.as_candidate()
     waits.look_around()
     waits.look_around()
-    assert [meet.leaving for meet in said] == [True]
+    assert [(meet.generation, meet.tag, meet.leaving, meet.unproven) for meet in said] == [
+        (0, Tag(2, 5), True, not has_come_in)
+    ]
 
 
 def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

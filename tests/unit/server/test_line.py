@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import ForgetView, PushFinished, PushVerdict, PushView, StoreFinished, StoreReached
+from paceline_server.effects import (
+    ForgetView,
+    PushDismissed,
+    PushFinished,
+    PushSummons,
+    PushVerdict,
+    PushView,
+    StoreFinished,
+    StoreReached,
+)
 from paceline_server.events import (
     AddressRefused,
     ExitReported,
@@ -73,6 +82,43 @@ def test_a_line_is_kept_for_members_that_are_only_silent() -> None:
     for number in (1, 2):
         job.do(ExitReported(Process(f"host-{number}", 1000 + number), -9))
     assert job.state.view is None, "all are known to have ended: the line is over"
+
+
+def test_a_line_is_kept_until_a_member_that_came_back_says_what_it_holds() -> None:
+    """It trained on while nobody heard of it. Those who waited must not begin from nothing in the meantime."""
+    job, (first,) = elastic(1, most=2)
+    waiting = [job.join(1, 2) for _ in range(2)]
+    for member in waiting:
+        job.do(MetOthers(member, Met(0, Tag(0, 0), False)))
+    job.cut(first)
+    job.do(AddressRefused(first))
+    again = job.join(1, 2, former=first, former_token=b"token-1")
+    assert job.reason == "waiting for members that came back to say what they hold"
+    job.do(MetOthers(again, Met(0, Tag(2, 5), False)))
+    assert job.state.live is not None
+    seated = {seat.member_id for seat in job.state.live.seats}
+    assert again in seated, "though two others came before it, and there are two seats"
+
+
+def test_a_candidate_that_leaves_is_let_go_while_a_line_runs_without_it() -> None:
+    job, (first,) = elastic(1)
+    waiting = job.join(1, 9)
+    effects = job.do(MetOthers(waiting, Met(0, Tag(1, 3), False, leaving=True, unproven=True)))
+    assert PushDismissed(waiting, last=False) in effects
+    assert not any(isinstance(effect, PushSummons) for effect in effects)
+    job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    assert job.state.live is not None
+    assert [seat.member_id for seat in job.state.live.seats] == [first]
+
+
+def test_a_candidate_that_leaves_stays_while_its_state_may_be_needed() -> None:
+    job, (first,) = elastic(1)
+    job.cut(first)
+    job.do(AddressRefused(first))
+    waiting = job.join(1, 9)
+    effects = job.do(MetOthers(waiting, Met(0, Tag(1, 3), False, leaving=True, unproven=True)))
+    assert not any(isinstance(effect, PushDismissed) for effect in effects)
+    assert waiting in job.state.sessions
 
 
 # A view that is being stored ------------------------------------------------------------------------------------------
