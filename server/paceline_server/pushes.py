@@ -72,8 +72,8 @@ def to_message(effect: Push) -> pb.SessionResponse:
         case PushDismissed(_, last):
             return pb.SessionResponse(dismissed=pb.Dismissed(last=last))
         case PushSpare(_, generation):
-            reason = f"generation {generation} has no seat for it"
-            return pb.SessionResponse(spare=pb.Spare(reason=reason, generation=generation))
+            why = f"generation {generation} has no seat for it"
+            return pb.SessionResponse(spare=pb.Spare(reason=why, generation=generation))
         case PushStateLost(_, why):
             return pb.SessionResponse(state_lost=pb.StateLost(reason=why))
         case PushFinished(_, step):
