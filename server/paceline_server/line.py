@@ -277,7 +277,7 @@ class Line(Departures):
         live = self.state.live
         if live is None or live.base is None or self.state.forming is not None:
             return []
-        leaving = tuple(s for s in self.state.candidates() if s.met is not None and s.met.leaving)
+        leaving = tuple(s for s in self.state.bringing() if s.met is not None and s.met.leaving)
         if not leaving or any(session.has_met for session in self.state.present()):
             return []
         return self._dismiss(now, leaving)

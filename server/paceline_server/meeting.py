@@ -188,9 +188,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     """Everyone of the old generation holds the base: who is in the next one?"""
     staying = [session for session in present if not _met(session).leaving]
     all_leave = not staying
-    fitting = [session for session in state.ready() if _met(session).manifest == meeting.manifest]
-    if all_leave:  # who is about to go as well is nobody to stay for
-        fitting = [session for session in fitting if not _met(session).leaving]
+    fitting = [s for s in state.ready() if _met(s).manifest == meeting.manifest and not _met(s).leaving]
     kept = staying if staying or view.explicit else present  # if all leave; where ranks are claimed they need who comes
     closed = any(_met(session).closed for session in present) and len(kept) >= _node_size(meeting)
     ready = [] if closed else _in_time(kept, fitting, meeting)
@@ -200,7 +198,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
         staying = [session for session in present if session in donors or _node_size(meeting) != 1]
     if not staying:
         text = f"all members of generation {view.generation} have left"
-        return _with(meeting, text, dismissed=tuple(present))
+        return _with(meeting, text, dismissed=(*present, *_going_candidates(state)))
     least, most = view.settings.min_workers, view.settings.max_workers
     incoming = _incoming(view, staying, ready, most)
     members = _in_order(view, staying, incoming, meeting)
@@ -208,7 +206,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     if (closed or (all_leave and not ready)) and not view.explicit:
         needed = 1  # nobody may come in before those who are left have done what they are about
     stays, comes, sits = set(staying), set(incoming), set(members)
-    leaving = tuple(session for session in present if session not in stays)
+    leaving = (*(session for session in present if session not in stays), *_going_candidates(state))
     if count < max(needed, 1):
         return _too_few(state, view, [*staying, *incoming], needed, _with(meeting, "", dismissed=leaving))
     newcomers = tuple(rank for rank, session in enumerate(members) if session in comes)
@@ -221,6 +219,11 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
         text += f"; {names(view, spares)} will be spare"
     seating = _with(meeting, text, members=tuple(members), newcomers=newcomers, dismissed=leaving, spares=spares)
     return _share_out(view, seating)
+
+
+def _going_candidates(state: JobState) -> list[Session]:
+    """Candidates that are to leave, and stay until the line has a state without them."""
+    return [session for session in state.bringing() if _met(session).leaving]
 
 
 def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting) -> list[Session]:

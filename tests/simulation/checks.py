@@ -58,6 +58,7 @@ class Checks:
         self._hosting = Hosting(world.shape.node_size)
         self.committed: tuple[object, ...] = ()
         self.finished: tuple[object, ...] | None = None
+        self._last_holders: list[Process] = []  # who had the last state when a member heard that all have it
         self.promised = False
         self.broken: Broken | None = None
 
@@ -160,7 +161,7 @@ class Checks:
         held = member.held
         if not self._strict or held in (None, Tag(0, 0)) or not member.answers_as(told.member_id):
             return  # what others built for themselves has the same tag
-        had = [share for each, share in self._had if each.alive]
+        had = [share for each, share in self._had if each.alive and not each.leaves]
         if is_all(had) and all(each.held for each, _ in self._had):
             raise Broken(f"I1: nobody who had a part of {self.committed} has ended, and {held} is said to be lost")
         if self._world.has_all(held, self._heard(state)):  # type: ignore[arg-type]
@@ -333,10 +334,12 @@ class Checks:
         """The closing word has completed at a member."""
         if len(member.bits) != self._world.last_step:
             raise Broken(f"I6: the line is finished with {member.bits}")
-        anew = not self.promised and (self._world.files.has_refused or self._unheard)  # nobody has that state any more
+        lost = self._world.files.has_refused or self._unheard or all(each.killed for each in self._last_holders)
+        anew = not self.promised and lost  # nobody has that state any more
         if self._strict and self.finished not in (None, member.bits) and not anew:
             raise Broken(f"I6: the line is finished with {self.finished} and with {member.bits}")
         self.finished = member.bits
+        self._last_holders = [each for each in self._world.members if each.bits == member.bits]
 
     def done(self, member: Process) -> None:
         """A member has come to the end of its steps."""

@@ -133,6 +133,7 @@ class Process:
     Attributes:
         ids: what the coordinator has known it by, one after the other.
         alive: it runs, or is frozen.
+        killed: it was killed, and what it held is gone.
         frozen: it stands still.
         stuck_next: its next step will hang for so many seconds in the user's code.
         raises_next: the user's code will raise.
@@ -151,6 +152,7 @@ class Process:
         self.rank = rank
         self.process = Identity(name, pid, "boot", pid, 1, node)
         self.alive = True
+        self.killed = False
         self.frozen = False
         self.threads: list[Thread] = []
         self.meshes: list[Mesh] = []

@@ -75,6 +75,8 @@ def test_a_job_with_faults_finishes(name: str) -> None:
         ("away", 50_000_092),
         # It is told to leave before it can say what it holds.
         ("away", 70_000_142),
+        # Ranks are claimed, and a member that came back and is to leave keeps its rank from others.
+        ("claimed", 73_000_156),
         # The coordinator's disk is an older copy, which takes a spare for a member.
         ("forgetful-nodes", 20_000_011),
         # A member that has been in a generation comes back twice.

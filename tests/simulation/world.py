@@ -230,6 +230,7 @@ class World:
         if not process.alive:
             return
         self.note(process.name, f"is killed{', its launcher sees it' if seen else ''}")
+        process.killed = True
         process.end("was killed")
         self.gone(process)
         if seen:

@@ -105,7 +105,15 @@ def test_if_all_leave_and_who_comes_is_to_leave_too_all_are_dismissed() -> None:
     state = job([met(BASE, leaving=True), met(BASE, leaving=True)], ready=1)
     state.sessions["m2"].met = Met(0, Tag(0, 0), False, leaving=True)
     meeting = convene(state)
-    assert (names(meeting.members), names(meeting.dismissed)) == ("", "m0 m1")
+    assert (names(meeting.members), names(meeting.dismissed)) == ("", "m0 m1 m2")
+
+
+def test_a_candidate_that_leaves_gets_no_seat_and_keeps_no_rank_from_others() -> None:
+    state = job([met(BASE)], ready=2, least=3)
+    state.sessions["m2"].met = Met(0, Tag(2, 3), False, leaving=True)
+    meeting = convene(state)
+    assert (names(meeting.members), names(meeting.dismissed)) == ("", "m2")
+    assert meeting.reason.startswith("waiting for 1 more worker (2 of at least 3)")
 
 
 def test_if_all_leave_and_nobody_comes_all_are_dismissed() -> None:
