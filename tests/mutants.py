@@ -139,6 +139,27 @@ MUTANTS = (
         ("unit/server/test_line.py",),
     ),
     Mutant(
+        "a line begins anew before a member that came back has said what it holds",
+        f"{SERVER}/policy.py",
+        "if meeting.over and state.returning():",
+        "if meeting.over and not state.sessions:",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "who came first gets the seats, whatever others bring",
+        f"{SERVER}/policy.py",
+        "sorted(candidates, key=_brings, reverse=True)[:most]",
+        "candidates[:most]",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
+        "a view forms before members have had time to find the coordinator again",
+        f"{SERVER}/policy.py",
+        "max(state.patient_until, state.restored_at + candidates[0].settings.failure_timeout)",
+        "state.patient_until",
+        ("unit/server/test_old_copy.py",),
+    ),
+    Mutant(
         "a line's view is given up because a member went while it was stored",
         f"{SERVER}/line.py",
         "if view.base is None and len(attached) < len(view.seats):",

@@ -51,6 +51,17 @@ def test_a_new_member_of_a_later_generation_shows_it_when_it_registers() -> None
     assert second not in job.state.sessions
 
 
+def test_a_newcomer_does_not_begin_before_members_have_had_time_to_find_the_coordinator() -> None:
+    """They may be in a generation that the stored copy knows nothing of, whose number must not be used again."""
+    job = PureJob(restore(100.0, StoredJob("job", 1, None)))
+    newcomer = job.join(1, 9, timeout=3.0)
+    job.pass_time(2.9, [newcomer])
+    assert "former members of the job have time to come back" in job.reason
+    assert job.state.live is None
+    job.pass_time(0.3, [newcomer])
+    assert job.state.live is not None
+
+
 def test_a_view_that_is_being_stored_is_given_up_with_the_old_state() -> None:
     before, (first, _) = elastic(2)
     job = restored_from(before)
