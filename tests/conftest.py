@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,12 @@ _SLOW_S = 240
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell's background jobs ignore Ctrl-C, and hand that down to the processes that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests more time before they count as hung, and makes all but one in n of `sampled` ones exhaustive."""
     seen: Counter[str] = Counter()
