@@ -266,3 +266,25 @@ def test_a_job_of_fixed_size_goes_on_with_the_replacement(folder: str, world: in
     assert applied[first[0]] == list(range(1, 61)), "the one that was left lost no step, and did none twice"
     assert sum(steps[-1] == 60 for steps in applied.values()) == world
     assert run.stderr.count("as a new worker") == world - 1
+
+
+KILLED = """
+        if step.applied and step.number % 20 == 0 and session.size > 1 and session.rank == 1:
+            os.mkdir(f"{sys.argv[1]}/{step.number}")
+            os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_storm_of_kills(folder: str) -> None:
+    """Whenever two train together, one of them is dead 20 steps later: faster than new processes would make up for."""
+    script = write(folder, "import sys\n" + ELASTIC.replace("total=60", "total=200") + KILLED)
+    with command("run", "-n", "3", "--min", "1", "--restarts", "9", script, folder) as run:
+        assert run.wait() == 0, str(run)
+    kills = len(os.listdir(folder))
+    assert kills > 2
+    assert run.stderr.count("as a new worker") == kills
+    told = [(int(pid), int(step)) for pid, step in re.findall(r"pid (\d+) applied (\d+) of", run.stdout)]
+    assert {step for _, step in told} == set(range(1, 201)), "the line was never lost"
+    for pid in {pid for pid, _ in told}:
+        steps = [step for one, step in told if one == pid]
+        assert steps == list(range(steps[0], steps[0] + len(steps))), "no step was lost or done again"

@@ -97,7 +97,8 @@ def test_one_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
         shutil.copytree(runs, late)
         c.wait_until(lambda: bool(other.of("attempt")), "it has found it")
         assert other.of("attempt")[0]["step"] == newest.step + 1, str(c)
-        assert "is lost" not in (tmp_path / "coordinator.log").read_text(), "what is merely said interrupts no wait"
+        log = (tmp_path / "coordinator.log").read_text()
+        assert "is lost with" not in log, "what is merely said interrupts no wait"
 
 
 def test_drained_by_notice_all_keep_what_they_have(tmp_path: Path) -> None:

@@ -269,6 +269,8 @@ class Line:
                 self._come_back()
             case letters.Runs(_, members):
                 self._waiting.line_runs(members)
+            case letters.Tried(members, troubles):
+                self._waiting.tried(members, troubles)
             case letters.Waits(reason):
                 self._waiting.waits_for(reason)
             case letters.Lost(error):

@@ -18,7 +18,7 @@ from paceline.group import Group
 from paceline.links.base import Mesh, Peer
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.local import LocalMesh, next_meshes
-from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, ViewCame
+from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Tried, ViewCame
 from paceline.session.member import MemberConnection
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -88,8 +88,8 @@ class Port(abc.ABC):
         """
 
     @abc.abstractmethod
-    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
-        """Between which of these members and this one there is no way, each with why."""
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        """Begins to find out whether there is a way between each of these members and this one; a `Tried` says it."""
 
     @abc.abstractmethod
     def manifest_of(self, donor: Peer) -> bytes:
@@ -167,9 +167,14 @@ class CoordinatedPort(Port):
         """See `Port.take_shards`."""
         self._connection.run(take_shards(self.job, tag, holders, plan, *self._how))
 
-    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
-        """See `Port.out_of_reach`."""
-        return self._connection.run(out_of_reach(self.job, members, self._connection.knocker, *self._how))
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        """See `Port.try_to_reach`."""
+
+        async def ask() -> None:
+            troubles = await out_of_reach(self.job, members, self._connection.knocker, *self._how)
+            self.mail.put(Tried(members, troubles))
+
+        self._connection.begin(ask)
 
     def manifest_of(self, donor: Peer) -> bytes:
         """See `Port.manifest_of`."""
@@ -231,9 +236,9 @@ class SoloPort(Port):
         """See `Port.take_shards`: there is nobody."""
         raise LinkUnavailable("a world of one holds what it has")
 
-    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
-        """See `Port.out_of_reach`: there is nobody."""
-        return []
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        """See `Port.try_to_reach`: there is nobody."""
+        raise AssertionError("a world of one has nobody to reach")
 
     def manifest_of(self, donor: Peer) -> bytes:
         """See `Port.manifest_of`: there is nobody."""

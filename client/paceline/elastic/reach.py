@@ -40,13 +40,19 @@ class Reach:
         self.is_alone = False
         if members is not None:
             known = {member.member_id for member in self._members or ()}
-            if {member.member_id for member in members} != known:
-                self._again_at = float("-inf")
-            self._members = members
+            if self._members is None or {member.member_id for member in members} != known:
+                self._members, self._again_at = members, float("-inf")
 
     def due(self, now: float) -> Sequence[Peer] | None:
-        """Whom to try now; None for nobody yet."""
-        return self._members if now >= self._again_at else None
+        """Whom to try now; None for nobody yet, or while they are being tried."""
+        if now < self._again_at or self._members is None:
+            return None
+        self._again_at = float("inf")
+        return self._members
+
+    def is_latest(self, members: Sequence[Peer]) -> bool:
+        """True if the line has these members as far as is known, and nobody else."""
+        return members is self._members
 
     def failed(self, now: float) -> float:
         """Some could not be reached; returns the seconds until the next try."""

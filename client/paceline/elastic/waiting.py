@@ -18,7 +18,7 @@ from paceline.elastic.port import Port
 from paceline.elastic.reach import Reach
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
-from paceline.session.mail import JobDone, Letter, Lost, Runs, Waits
+from paceline.session.mail import JobDone, Letter, Lost, News
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Waiting", "await_finish"]
@@ -126,14 +126,17 @@ class Waiting:
 
     def _try_to_reach(self, now: float, reach: Reach) -> None:
         """A candidate is ready when it can reach every member of the line, and every member can reach it."""
-        members = reach.due(now)
-        if members is None:
+        if (members := reach.due(now)) is not None:
+            self._port.try_to_reach(members)
+
+    def tried(self, members: Sequence[Peer], troubles: Sequence[str]) -> None:
+        """Whether there is a way to and from these members. Some may have ended since: then others are being tried."""
+        if self._reach is None or not self._reach.is_latest(members):
             return
-        troubles = self._port.out_of_reach(members)
         if not troubles:
             self._come_in()
             return
-        pause = reach.failed(time.monotonic())
+        pause = self._reach.failed(time.monotonic())
         _log.warning("cannot come in, trying again in %.0f s: %s", pause, "; ".join(troubles))
 
     def _come_in(self) -> None:
@@ -155,7 +158,7 @@ def await_finish(port: Port) -> Letter | None:
             return None
         if isinstance(letter, Lost):
             break
-        if letter is not None and not isinstance(letter, Waits | Runs):
+        if letter is not None and not isinstance(letter, News):
             return letter
     _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
     return None

@@ -128,6 +128,19 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """Whether there is a way between this worker and the members of a line.
+
+    Attributes:
+        members: who was asked.
+        troubles: between which of them and this worker there is none, each with why.
+    """
+
+    members: Sequence[Peer]
+    troubles: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Waits:
     """What is being waited for."""
 
@@ -141,9 +154,10 @@ class Lost:
     error: BaseException
 
 
-Letter: TypeAlias = (
-    ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Runs | Waits | Lost
-)
+News: TypeAlias = Runs | Tried | Waits
+"""Letters that tell how things are, and ask for nothing."""
+
+Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
 
 
 class Mail:
@@ -164,7 +178,7 @@ class Mail:
 
     def put(self, letter: Letter) -> None:
         """Adds a letter, on the loop; one that the session is over, from any thread."""
-        self._put += not isinstance(letter, Waits | Runs)
+        self._put += not isinstance(letter, News)
         self._letters.put(letter)
 
     @property
@@ -178,5 +192,5 @@ class Mail:
             letter = self._letters.get(timeout=timeout)
         except queue.Empty:
             return None
-        self._got += not isinstance(letter, Waits | Runs)
+        self._got += not isinstance(letter, News)
         return letter

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -240,6 +240,10 @@ class MemberConnection:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the loop and waits for it."""
         return self._thread.run(work)
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Has something done on the loop; this member ends if it fails."""
+        self._thread.loop.call_soon_threadsafe(lambda: self._start(work()))
 
     def _describe(self) -> dict[str, Any]:
         """Whose flight record it is."""

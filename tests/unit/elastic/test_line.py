@@ -18,7 +18,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
-from paceline.session.mail import CaughtOut, ViewCame
+from paceline.session.mail import CaughtOut, Tried, ViewCame
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -38,8 +38,8 @@ class TwoPort(SoloPort):
     def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
         self.said.append(meet)
 
-    def out_of_reach(self, members: Sequence[Peer]) -> list[str]:
-        return []
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        self.mail.put(Tried(members, []))
 
     def finish(self, step: int) -> None:
         raise AssertionError("nothing is done here")

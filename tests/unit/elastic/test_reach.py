@@ -45,6 +45,7 @@ def test_members_are_tried_at_once_and_then_later_and_later(reach: Reach) -> Non
 
 def test_a_member_that_is_new_is_tried_at_once(reach: Reach) -> None:
     reach.hear([ONE])
+    assert reach.due(100.0) == [ONE]
     reach.failed(100.0)
     for members in ([ONE], None):
         reach.hear(members)
@@ -70,3 +71,23 @@ def test_many_that_fail_together_do_not_try_again_together() -> None:
     assert max(pauses) - min(pauses) > 0.4 * FIRST_PAUSE_S
     again = random.Random(1)
     assert [Reach(again).failed(0.0) for _ in range(100)] == pauses
+
+
+def test_members_that_are_being_tried_are_not_tried_again() -> None:
+    reach = Reach(random.Random(1))
+    reach.hear([ONE])
+    assert reach.due(0.0) == [ONE]
+    reach.hear([ONE])
+    assert reach.due(1.0) is None
+
+
+def test_what_became_of_a_list_that_has_changed_since_says_nothing() -> None:
+    reach = Reach(random.Random(1))
+    reach.hear([ONE, TWO])
+    before = reach.due(0.0)
+    assert before is not None
+    reach.hear([ONE])
+    assert not reach.is_latest(before)
+    latest = reach.due(0.0)
+    assert latest == [ONE]
+    assert reach.is_latest(latest)

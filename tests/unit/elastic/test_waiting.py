@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from paceline.config import Config
 from paceline.elastic import waiting
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.place import Meet, Phase, Place
+from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -69,6 +71,25 @@ def test_a_candidate_that_brings_a_state_says_what_it_holds_and_that_it_leaves(
     assert [(meet.generation, meet.tag, meet.leaving, meet.unproven) for meet in said] == [
         (0, Tag(2, 5), True, not has_come_in)
     ]
+
+
+def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clock: SimpleNamespace) -> None:
+    """It takes seconds. Meanwhile the coordinator says that this one need not be reached."""
+    said: list[Meet] = []
+    tried: list[Sequence[Peer]] = []
+    waits = member("", 0, said)
+    waits._port.try_to_reach = tried.append  # type: ignore[method-assign]
+    waits.as_candidate()
+    one, two = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
+    waits.line_runs([one, two])
+    waits.look_around()
+    waits.line_runs([one])
+    waits.look_around()
+    assert tried == [[one, two], [one]]
+    waits.tried(tried[0], ["rank 1 does not answer"])
+    assert said == []
+    waits.tried(tried[1], [])
+    assert len(said) == 1
 
 
 def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
