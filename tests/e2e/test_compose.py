@@ -74,6 +74,20 @@ def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
     assert own == ""
 
 
+def test_the_list_of_what_is_in_the_image_has_all_that_was_locked(image: str) -> None:
+    words = ("docker", "run", "--rm", "-i", "--network", "none", "--entrypoint", "python3", image, "-")
+    with (ROOT / "deploy" / "sbom.py").open() as script:
+        done = subprocess.run(words, stdin=script, capture_output=True, text=True, timeout=60.0, check=True)
+    listed = json.loads(done.stdout)
+    assert listed["metadata"]["component"]["purl"] == f"pkg:pypi/paceline@{paceline.__version__}"
+    there = {entry["purl"] for entry in listed["components"]}
+    for name in ("requirements.lock", "requirements-demo.lock"):
+        lines = (ROOT / "deploy" / name).read_text().splitlines()[1:]
+        locked = {"pkg:pypi/" + line.split()[0].replace("==", "@") for line in lines}
+        assert locked <= there
+    assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in there)
+
+
 @pytest.mark.parametrize(
     ("command", "health"),
     [
