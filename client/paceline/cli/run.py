@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from paceline.cli.address import endpoint
-from paceline.cli.credentials import own_credentials, worker_credentials
+from paceline.cli.credentials import worker_credentials
 from paceline.cli.embedded import embedded_coordinator
 from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
@@ -168,7 +168,7 @@ def _with_a_secret(plan: Plan) -> Iterator[None]:
     Raises:
         UsageError: they have nothing.
     """
-    own = own_credentials()
+    own = worker_credentials()
     if own.token is not None or own.cert is not None:
         yield
         return
