@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PEERS  := .venv-peers
 NEWEST := $(or $(PACELINE_CACHE),$(HOME)/.cache/paceline)/torch-newest
 WHICH  := peers
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' client/paceline/_version.py)
 
 # Tests run side by side, on at most 8 cores, three for two of them, for some wait; those marked `alone` after them, one
 # by one (no unit test is).
@@ -18,7 +19,7 @@ SLOW         := slow and not exhaustive and not root and not containers and not 
 ROOT         := root and not exhaustive and not containers and not benchmark
 TORCH        := torch and not exhaustive
 
-.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch test-torch-exhaustive newest test-newest test-containers fuzz soak mutants bench bench-peers image clean
+.PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch test-torch-exhaustive newest test-newest test-containers fuzz soak mutants bench bench-peers image lock clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -111,8 +112,13 @@ test-newest: newest  ## that the newest PyTorch of the registry works, too
 	PYTHONPATH=$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/protos REQUIRE_TORCH=1 \
 	    $(NEWEST)/bin/pytest $(SIDE_BY_SIDE) -m newest tests/pytorch
 
-image:           ## build the container image
-	docker build -t paceline -f deploy/Dockerfile .
+image:           ## build the container image, and list what is in it (dist/*.cdx.json)
+	docker build -t paceline:$(VERSION) -f deploy/Dockerfile .
+	mkdir -p dist
+	docker run --rm -i --network none --entrypoint python3 paceline:$(VERSION) - <deploy/sbom.py >dist/paceline-$(VERSION).cdx.json
+
+lock: $(VENV)/.installed  ## lock anew what the image installs (Python 3.11): deploy/*.lock
+	$(BIN)/python deploy/lock.py
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

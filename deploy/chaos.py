@@ -16,6 +16,7 @@ import ipaddress
 import itertools
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ class Fleet:
     """
 
     def __init__(self, project: str, environment: dict[str, str], files: Sequence[str] = FILES) -> None:
-        self._environment = {**os.environ, **environment}
+        self._environment = {"PACELINE_TOKEN": secrets.token_hex(32), **os.environ, **environment}
         self._project = project
         v2 = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
         command = ["docker", "compose"] if v2 else ["docker-compose"]

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800
 ROOT = Path(__file__).parents[2]
 BASE, LIBRARY, IMAGE = "python:3.11-slim", "paceline-test-library", "paceline-test"
 PROJECT = "paceline-test"
-SETTINGS = {**BUILD, "PACELINE_IMAGE": IMAGE}
+SETTINGS = {**BUILD, "PACELINE_IMAGE": IMAGE, "PACELINE_TOKEN": "a-token-of-this-test-alone"}
 WORKERS = 4
 
 MOST_MB = 200
@@ -74,6 +74,26 @@ def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
     assert own == ""
 
 
+def test_the_list_of_what_is_in_the_image_has_all_that_was_locked(image: str) -> None:
+    words = ("docker", "run", "--rm", "-i", "--network", "none", "--entrypoint", "python3", image, "-")
+    with (ROOT / "deploy" / "sbom.py").open() as script:
+        done = subprocess.run(words, stdin=script, capture_output=True, text=True, timeout=60.0, check=True)
+    listed = json.loads(done.stdout)
+    assert listed["metadata"]["component"]["purl"] == f"pkg:pypi/paceline@{paceline.__version__}"
+    there = {entry["purl"] for entry in listed["components"]}
+    for name in ("requirements.lock", "requirements-demo.lock"):
+        lines = (ROOT / "deploy" / name).read_text().splitlines()[1:]
+        locked = {"pkg:pypi/" + line.split()[0].replace("==", "@") for line in lines}
+        assert locked <= there
+    assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in there)
+
+
+def test_the_image_listens_for_others_only_with_a_token(image: str) -> None:
+    done = subprocess.run(["docker", "run", "--rm", image], capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: whoever reaches 0.0.0.0:7400 could join"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "health"),
     [
@@ -84,7 +104,7 @@ def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
 )
 def test_the_health_check_is_right_for_both(image: str, command: list[str], health: str) -> None:
     often = ("--health-interval=0.5s", "--health-retries=2", "--health-start-period=1ms")
-    container = run("docker", "run", "-d", *often, image, *command).strip()
+    container = run("docker", "run", "-d", "-e", "PACELINE_TOKEN", *often, image, *command).strip()
     try:
         deadline = time.monotonic() + 30.0
         while (found := run("docker", "inspect", "-f", "{{.State.Health.Status}}", container).strip()) == "starting":
@@ -114,6 +134,11 @@ def test_four_workers_train_the_digits(image: str) -> None:
         run("docker", "exec", coordinator, "python3", "-m", "paceline.cli.health", "127.0.0.1:7400")
         jobs = run("docker", "exec", coordinator, "paceline", "status", "--coordinator", "127.0.0.1:7400", "--json")
         assert '"name": "digits"' in jobs
+        stranger = ["docker", "exec", coordinator, "env", "-u", "PACELINE_TOKEN", "paceline", "status"]
+        told = subprocess.run([*stranger, "--coordinator", "127.0.0.1:7400"], capture_output=True, text=True)
+        assert "it wants a token" in told.stderr
+        for container in (coordinator, *workers):
+            _check_confinement(container)
         run(*compose, "stop", "-t", "10", "coordinator")
         assert run("docker", "inspect", "-f", "{{.State.ExitCode}}", coordinator).strip() == "0"
         assert "Traceback" not in _logs(coordinator)
@@ -146,6 +171,17 @@ def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> Non
         assert found[fault]["back"] <= LATE_S, found[fault]
     assert found["kill"]["others"] <= SILENCE_S + LATE_S
     assert found["coordinator"]["gap"] < SILENCE_S  # a coordinator that is away stops nothing
+
+
+def _check_confinement(container: str) -> None:
+    """What the engine has made of the compose file."""
+    config = json.loads(run("docker", "inspect", "-f", "{{json .HostConfig}}", container))
+    assert config["ReadonlyRootfs"]
+    assert config["Init"]
+    assert config["CapDrop"] == ["ALL"]
+    assert config["SecurityOpt"] == ["no-new-privileges:true"]
+    assert config["Memory"] in (512 << 20, 2 << 30)
+    assert config["PidsLimit"] == 512
 
 
 def _check_samples(folder: Path, last: int) -> None:

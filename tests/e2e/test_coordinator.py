@@ -36,11 +36,21 @@ def test_it_says_where_and_for_whom_and_ends_quietly(signum: signal.Signals, tmp
 
 
 def test_without_loopback_it_does_not_claim_to_be_private() -> None:
-    with command("coordinator", "--listen", "0.0.0.0:0") as coordinator:
+    with command("coordinator", "--listen", "0.0.0.0:0", "--insecure") as coordinator:
         address_of(coordinator)
         coordinator.signal(signal.SIGTERM)
         assert coordinator.wait() == 0
     assert "only this machine" not in coordinator.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "node1"])
+def test_others_are_let_in_only_with_something_to_show(host: str) -> None:
+    with command("coordinator", "--listen", f"{host}:7400") as coordinator:
+        assert coordinator.wait() == 2
+    assert coordinator.stderr.startswith(f"paceline: whoever reaches {host}:7400 could join")
+    assert coordinator.stderr.count("\n") == 1
+    for advice in ("--token-file", "PACELINE_TOKEN", "--tls-ca", "--insecure"):
+        assert advice in coordinator.stderr
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import paceline
 from paceline.cli.launcher import supervision
 from support import manifests
 
@@ -27,6 +28,10 @@ def test_all_files_are_in_the_kustomization() -> None:
     assert files == set(kustomization["resources"])
     images = {c["image"] for kind in ("coordinator", "worker") for c in _pod(MANIFESTS, kind)["containers"]}
     assert images == {image["name"] for image in kustomization["images"]}
+    assert [image["newTag"] for image in kustomization["images"]] == [paceline.__version__]
+    compose = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())
+    named = {service["image"] for service in compose["services"].values()}
+    assert named == {f"${{PACELINE_IMAGE:-paceline:{paceline.__version__}}}"}
 
 
 def test_a_worker_has_the_time_that_its_launcher_gives_it() -> None:
@@ -90,7 +95,9 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "no limits": (lambda m: _pod(m, "worker")["containers"][0]["resources"].pop("limits"), "no limits of cpu"),
     "a probe of another port": (
-        lambda m: _pod(m, "coordinator")["containers"][0]["livenessProbe"]["grpc"].update(port=7401),
+        lambda m: _pod(m, "coordinator")["containers"][0]["livenessProbe"]["exec"].update(
+            command=["python3", "-m", "paceline.cli.health", "127.0.0.1:7401"]
+        ),
         "livenessProbe asks a port that is not open",
     ),
     "a coordinator elsewhere": (
@@ -100,6 +107,42 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a token on no volume": (
         lambda m: _pod(m, "coordinator")["containers"][0]["env"][0].update(value="/etc/token"),
         "/etc/token is on no volume",
+    ),
+    "a key on no volume": (
+        lambda m: _pod(m, "coordinator")["containers"][0]["args"].__setitem__(8, "/etc/key"),
+        "/etc/key is on no volume",
+    ),
+    "no token": (lambda m: _pod(m, "coordinator")["containers"][0]["env"].pop(0), "has no token"),
+    "a coordinator without TLS": (
+        lambda m: _pod(m, "coordinator")["containers"][0].update(
+            args=_pod(m, "coordinator")["containers"][0]["args"][:5]
+        ),
+        "talks in the clear",
+    ),
+    "a worker without a certificate": (
+        lambda m: _pod(m, "worker")["containers"][0]["env"].remove(
+            {"name": "PACELINE_TLS_CERT", "value": "/run/secrets/member/member.pem"}
+        ),
+        "talks in the clear",
+    ),
+    "no network policy": (lambda m: m.remove(_policy(m, "worker")), "Ingress is open to everybody"),
+    "a policy for nobody": (
+        lambda m: _policy(m, "worker")["spec"]["podSelector"]["matchLabels"].update({"app.kubernetes.io/name": "pace"}),
+        "matches the pods of 0 deployments",
+    ),
+    "workers that are shut out": (
+        lambda m: _policy(m, "coordinator")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].update(
+            {"app.kubernetes.io/component": "w"}
+        ),
+        "Ingress shuts out Deployment paceline-worker",
+    ),
+    "a coordinator that cannot knock": (
+        lambda m: _policy(m, "coordinator")["spec"].pop("egress"),
+        "Egress shuts out Deployment paceline-worker",
+    ),
+    "a policy for another port": (
+        lambda m: _policy(m, "coordinator")["spec"]["ingress"][0]["ports"][0].update(port="http"),
+        "lets callers reach http",
     ),
     "a secret for everybody": (
         lambda m: _secret(m).pop("defaultMode"),
@@ -154,8 +197,14 @@ def _pod(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
 
 
 def _secret(manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = [volume["secret"] for volume in _pod(manifests, "coordinator")["volumes"] if "secret" in volume]
+    (found,) = [volume["secret"] for volume in _pod(manifests, "coordinator")["volumes"] if volume["name"] == "token"]
     return found
+
+
+def _policy(found: list[dict[str, Any]], component: str) -> dict[str, Any]:
+    name = f"paceline-{component}"
+    (manifest,) = [m for m in found if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == name]
+    return manifest
 
 
 def _hook(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the manifests say of a container, run by Docker: as nobody, on files that cannot be changed, with a token."""
+"""What the manifests say of a container, run by Docker: as nobody, on files that nobody changes, with token and TLS."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from support import manifests
+from support.certificates import LOOPBACK, make_folder
 from support.docker import build, engine
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -46,8 +47,25 @@ def network() -> Iterator[str]:
             docker("network", "rm", NETWORK)
 
 
-def start(name: str, secret: Path, *, service: str = "") -> str:
-    """A container as the pod of that deployment has it; returns its id."""
+def make_secrets(folder: Path) -> None:
+    """As the kustomization's first lines say, each in a folder of its name; of root and the pods' group, as mounted."""
+    made = make_folder(folder / "tls", hosts=[*LOOPBACK, "paceline-coordinator"]).path
+    for secret, names in (
+        ("paceline-tls-coordinator", ("coordinator.pem", "coordinator.key")),
+        ("paceline-tls-member", ("ca.pem", "member.pem", "member.key")),
+    ):
+        (folder / secret).mkdir()
+        for name in names:
+            (folder / secret / name).write_bytes((made / name).read_bytes())
+    (folder / "paceline-token").mkdir()
+    (folder / "paceline-token" / "token").write_text("a-token-of-this-test-alone")
+    for path in folder.glob("paceline-*/*"):
+        os.chown(path, 0, PODS["paceline-worker"]["securityContext"]["fsGroup"])
+        path.chmod(0o440)
+
+
+def start(name: str, folder: Path, *, service: str = "") -> str:
+    """A container as the pod of that deployment has it, with secrets from that folder; returns its id."""
     pod = PODS[name]
     (container,) = pod["containers"]
     words = ["run", "-d", "--network", NETWORK, *(["--network-alias", service] if service else [])]
@@ -59,12 +77,12 @@ def start(name: str, secret: Path, *, service: str = "") -> str:
     words += ["--memory", container["resources"]["limits"]["memory"].removesuffix("i")]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     for number, mount in enumerate(container["volumeMounts"]):
-        if "secret" in volumes[mount["name"]]:
-            words += ["-v", f"{secret}:{mount['mountPath']}:ro"]
+        if (secret := volumes[mount["name"]].get("secret")) is not None:
+            words += ["-v", f"{folder / secret['secretName']}:{mount['mountPath']}:ro"]
             continue
-        folder = Path(tempfile.mkdtemp(prefix=str(number), dir=secret.parent))
-        folder.chmod(0o777)  # as an emptyDir is, and a claim's volume for its fsGroup
-        words += ["-v", f"{folder}:{mount['mountPath']}"]
+        own = Path(tempfile.mkdtemp(prefix=str(number), dir=folder))
+        own.chmod(0o777)  # as an emptyDir is, and a claim's volume for its fsGroup
+        words += ["-v", f"{own}:{mount['mountPath']}"]
     for entry in container["env"]:
         words += ["-e", f"{entry['name']}={entry['value']}"]
     return docker(*words, IMAGE, *container["args"])
@@ -84,26 +102,29 @@ def remove(worker: str) -> float:
 
 
 def test_a_coordinator_and_workers_train_and_leave(network: str, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.mkdir()
-    (secret / "token").write_text("a-token-of-this-test-alone")
-    os.chown(secret / "token", -1, PODS["paceline-worker"]["securityContext"]["fsGroup"])  # as the kubelet does
-    (secret / "token").chmod(0o440)
-    for path in (tmp_path, secret):
+    make_secrets(tmp_path)
+    for path in (tmp_path, *tmp_path.glob("paceline-*")):
         path.chmod(0o755)
-    coordinator = start("paceline-coordinator", secret, service="paceline-coordinator")
-    workers = [start("paceline-worker", secret) for _ in range(3)]
+    coordinator = start("paceline-coordinator", tmp_path, service="paceline-coordinator")
+    workers = [start("paceline-worker", tmp_path) for _ in range(3)]
     deadline = time.monotonic() + 60.0
     while "rank 0 of 3" not in (said := "".join(docker("logs", worker) for worker in workers)):
         assert time.monotonic() < deadline, f"{said}\n{docker('logs', coordinator)}"
         time.sleep(0.1)
-    docker("exec", coordinator, "python3", "-m", "paceline.cli.health", "127.0.0.1:7400")  # as a probe: no token
+    (container,) = PODS["paceline-coordinator"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        docker("exec", coordinator, *container[probe]["exec"]["command"])
     status = ["status", "--coordinator", "127.0.0.1:7400"]
     assert "digits" in docker("exec", coordinator, "paceline", *status)
     stranger = ["docker", "exec", coordinator, "env", "-u", "PACELINE_TOKEN_FILE", "paceline", *status]
     refused = subprocess.run(stranger, capture_output=True, text=True, timeout=60)
     assert refused.returncode != 0
     assert "it wants a token" in refused.stderr
+    assert "with TLS; callers need a certificate and a token" in docker("logs", coordinator)
+    stranger = ["docker", "exec", coordinator, "env", *(f"-uPACELINE_TLS_{name}" for name in ("CA", "CERT", "KEY"))]
+    refused = subprocess.run([*stranger, "paceline", *status], capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "TLS" in refused.stderr, refused.stderr
     assert remove(workers[1]) < 10.0  # well before the hook's end
     assert docker("inspect", "-f", "{{.State.ExitCode}}", workers[1]) == "143"  # the launcher's: it was told to end
     assert "Traceback" not in docker("logs", workers[1])

@@ -142,6 +142,52 @@ def test_two_nodes_that_are_numbered_as_they_come(script: Path) -> None:
     assert workers[0]["MASTER_PORT"] == workers[1]["MASTER_PORT"]
 
 
+@pytest.mark.parametrize("role", [(), ("--node-rank", "0"), ("--node-rank", "1")], ids=["any", "first", "other"])
+def test_nodes_that_meet_where_others_come_in_need_a_secret(role: tuple[str, ...], script: Path) -> None:
+    where = ("--nnodes", "2", "--master-addr", "node1.invalid", "--rdzv-id", "12345")
+    with command("run", *where, *role, write(script, TELL)) as run:
+        assert run.wait() == 2, str(run)
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("paceline: launchers meet at node1.invalid:29501, and whoever reaches that port could join")
+    for advice in ("PACELINE_TOKEN", "--rdzv-id", "--insecure"):
+        assert advice in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", ["--rdzv-id", "PACELINE_TOKEN"])
+def test_nodes_with_a_secret_let_no_stranger_in(secret: str, script: Path) -> None:
+    place, value = f"0.0.0.0:{two_free_ports()}", "f81d4fae-7dec-11d0-a765-00a0c91e6bf6"
+    where = ("--nnodes=2", f"--rdzv-endpoint={place}", *([f"--rdzv-id={value}"] if secret == "--rdzv-id" else []))
+    environment = {} if secret == "--rdzv-id" else {secret: value}
+    path = write(script, WAIT)
+    with command("run", *where, path, **environment) as one, command("run", *where, path, **environment) as two:
+        for run in (one, two):
+            run.wait_for("of 2 restart 0")
+            assert ("the token is made from --rdzv-id" in run.stderr) == (secret == "--rdzv-id")
+        with command("status", "--coordinator", place) as stranger:
+            assert stranger.wait() == 1
+        assert "it wants a token" in stranger.stderr
+        for run in (one, two):
+            run.signal(signal.SIGINT)
+        assert {one.wait(), two.wait()} <= {1, 130}, f"{one}{two}"  # one may hear of the other's end first
+
+
+def test_insecure_nodes_are_warned_of_the_address(script: Path) -> None:
+    port = two_free_ports()
+    where = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node1.invalid", "--master-port", str(port))
+    with command("run", "--insecure", *where, write(script, TELL)) as run:
+        everywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        run.wait_for(f"whoever reaches {everywhere}:{port + 1} may join")
+
+
+def test_one_node_needs_no_secret_wherever_it_could_meet_others(script: Path) -> None:
+    port = two_free_ports()
+    with command("run", "--rdzv-endpoint", f"0.0.0.0:{port}", write(script, TELL)) as run:
+        assert run.wait() == 0, str(run)
+    (worker,) = told(run)
+    assert worker["PACELINE_COORDINATOR"] == f"127.0.0.1:{port}"
+
+
 @pytest.mark.slow
 def test_paceline_s_ranks_are_torchrun_s(script: Path, coordinator: str) -> None:
     code = """

@@ -20,6 +20,8 @@ Manifest = dict[str, Any]
 
 VERSIONS = ("1.28", kubernetes_validate.latest_version())
 
+_TLS = ("PACELINE_TLS_CA", "PACELINE_TLS_CERT", "PACELINE_TLS_KEY")
+
 _DRAIN_S = 30
 """What the launcher gives a worker to leave (paceline.cli.launcher.supervision.DRAIN_S)."""
 
@@ -43,6 +45,9 @@ def problems(manifests: list[Manifest]) -> list[str]:
             found += _of_service(manifest, manifests)
         elif manifest["kind"] == "PodDisruptionBudget":
             found += _of_budget(manifest, manifests)
+        elif manifest["kind"] == "NetworkPolicy":
+            found += _of_policy(manifest, manifests)
+    found += _ways(manifests)
     return found
 
 
@@ -117,15 +122,22 @@ def _of_container(title: str, container: Manifest, volumes: Manifest, manifests:
         yield f"{title}: may change its own files, or become root"
     ports = {port["containerPort"] for port in container.get("ports", [])}
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        if kind in container and container[kind]["grpc"]["port"] not in ports:
+        if kind in container and int(container[kind]["exec"]["command"][-1].rpartition(":")[2]) not in ports:
             yield f"{title}: {kind} asks a port that is not open"
     environment = {entry["name"]: entry["value"] for entry in container.get("env", [])}
-    paths = [environment["PACELINE_TOKEN_FILE"]] if "PACELINE_TOKEN_FILE" in environment else []
+    paths = [environment[name] for name in ("PACELINE_TOKEN_FILE", *_TLS) if name in environment]
+    if "PACELINE_TOKEN_FILE" not in environment:
+        yield f"{title}: has no token"
+    if not set(_TLS) <= set(environment):
+        yield f"{title}: talks in the clear"
     if container["args"][0] == "coordinator":
-        paths.append(container["args"][container["args"].index("--state") + 1])
-        listening = int(container["args"][container["args"].index("--listen") + 1].rpartition(":")[2])
+        options = dict(zip(container["args"][1::2], container["args"][2::2], strict=True))
+        listening = int(options.pop("--listen").rpartition(":")[2])
         if listening not in ports:
             yield f"{title}: listens on {listening}, which is not open"
+        if not {"--tls-cert", "--tls-key", "--tls-ca"} <= set(options):
+            yield f"{title}: talks in the clear"
+        paths += options.values()
     for path in paths:
         if str(Path(path).parent) not in mounts.values():
             yield f"{title}: {path} is on no volume"
@@ -159,6 +171,42 @@ def _of_budget(manifest: Manifest, manifests: list[Manifest]) -> Iterator[str]:
         least = {entry["name"]: entry["value"] for entry in container["env"]}["PACELINE_MIN_WORKERS"]
         if manifest["spec"]["minAvailable"] < int(least):
             yield f"{title}: keeps fewer than the {least} workers that the job needs"
+
+
+def _of_policy(manifest: Manifest, manifests: list[Manifest]) -> Iterator[str]:
+    title, chosen = _title(manifest), _selected(manifest["spec"]["podSelector"]["matchLabels"], manifests)
+    if len(chosen) != 1:
+        yield f"{title}: its selector matches the pods of {len(chosen)} deployments"
+    containers = [container for other in chosen for container in other["spec"]["template"]["spec"]["containers"]]
+    names = {port["name"] for container in containers for port in container.get("ports", [])}
+    for rule in manifest["spec"]["ingress"]:
+        for port in rule.get("ports", []):
+            if port["port"] not in names:
+                yield f"{title}: lets callers reach {port['port']}, which is no port of its pods"
+
+
+def _ways(manifests: list[Manifest]) -> Iterator[str]:
+    """What is let through is what Paceline needs: workers call the coordinator and each other, it knocks at theirs."""
+    components = {
+        m["spec"]["template"]["spec"]["containers"][0]["args"][0]: m for m in manifests if m["kind"] == "Deployment"
+    }
+    coordinator, workers = components["coordinator"], components["run"]
+    for other, way, end, wanted in (
+        (coordinator, "Ingress", "from", workers),
+        (coordinator, "Egress", "to", workers),
+        (workers, "Ingress", "from", workers),
+    ):
+        policies = [
+            m["spec"]
+            for m in manifests
+            if m["kind"] == "NetworkPolicy" and _selects(m["spec"]["podSelector"]["matchLabels"], other)
+        ]
+        rules = [rule for policy in policies if way in policy["policyTypes"] for rule in policy.get(way.lower(), [])]
+        peers = [peer["podSelector"]["matchLabels"] for rule in rules for peer in rule[end]]
+        if not any(way in policy["policyTypes"] for policy in policies):
+            yield f"{_title(other)}: {way} is open to everybody"
+        elif not any(_selects(labels, wanted) for labels in peers):
+            yield f"{_title(other)}: {way} shuts out {_title(wanted)}"
 
 
 def _selected(labels: dict[str, str], manifests: list[Manifest]) -> list[Manifest]:

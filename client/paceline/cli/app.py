@@ -67,6 +67,10 @@ def coordinator(
             "Default: PACELINE_TOKEN_FILE, or PACELINE_TOKEN for a token itself; without any, everybody may come in.",
         ),
     ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Listen for other machines though everybody may come in."),
+    ] = False,
     restart_after: Annotated[
         float | None,
         typer.Option(
@@ -96,6 +100,7 @@ def coordinator(
             tls_key=tls_key,
             tls_ca=tls_ca,
             token_file=token_file,
+            insecure=insecure,
         )
 
 

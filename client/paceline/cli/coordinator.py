@@ -26,11 +26,13 @@ def run_coordinator(
     tls_key: Path | None = None,
     tls_ca: Path | None = None,
     token_file: Path | None = None,
+    insecure: bool = False,
 ) -> None:
     """Serves until SIGINT or SIGTERM, which is how a coordinator ends: with exit code 0.
 
     Raises:
-        UsageError: the address is malformed, a number cannot be, or certificates or tokens cannot be used.
+        UsageError: the address is malformed, a number cannot be, certificates or tokens cannot be used, or others can
+            reach the address, need neither, and that is not wanted (`insecure`).
         OSError: the port is in use, or the state file cannot be used.
     """
     from paceline_server.security.tls import TlsUnusable
@@ -56,6 +58,11 @@ def run_coordinator(
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if not (where.is_loopback or settings.wants_token or settings.tls_ca or insecure):
+        raise UsageError(
+            f"whoever reaches {where} could join, read and stop every job: give --token-file, PACELINE_TOKEN (openssl "
+            "rand -hex 32) or --tls-ca (paceline certs); --insecure is for a network where everybody is trusted"
+        )
     # Jobs, views and losses, as they come: what whoever started this wants to see.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("paceline_server.app").setLevel(logging.WARNING)  # start and stop are said below
@@ -63,8 +70,8 @@ def run_coordinator(
     def announce(address: str) -> None:
         say(f"the coordinator listens on {address}{_terms(settings)}")
         if where.is_loopback:
-            lets_in = "" if settings.wants_token or settings.tls_ca else ", authenticating nobody"
-            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets others in{lets_in}")
+            needs = "" if settings.wants_token or settings.tls_ca else ", and needs a token or certificates"
+            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets others in{needs}")
 
     try:
         serve(settings, announce)

@@ -19,7 +19,7 @@ from paceline.cli.launcher.cores import allowed_cores
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
-from paceline.cli.torchrun import Flags, Workers, read_flags, read_streams, run_worlds
+from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
 from paceline.config import Config
 
 __all__ = ["launch", "run_nodes", "run_workers"]
@@ -86,8 +86,11 @@ def run_nodes(
     bind: bool = True,
     redirects: str | None = None,
     tee: str | None = None,
+    insecure: bool = False,
 ) -> int:
     """Runs workers as torchrun's flags say, with their lines on the terminal.
+
+    `insecure` lets launchers meet where whoever reaches the port may join.
 
     Returns:
         The exit code, by the rule of `torchrun.rounds.run_worlds`.
@@ -108,7 +111,11 @@ def run_nodes(
         raise UsageError(str(error)) from None
     _check_advertise(advertise, plan.workers + (not plan.alone))  # a launcher that meets others has a port too
     address = None if coordinator is None else str(endpoint(coordinator))
-    with _console(log_dir, plan.run_id, redirects, tee, plan.workers) as console:
+    meets_openly = address is None and plan.is_open and not insecure
+    with (
+        _with_a_secret(plan) if meets_openly else contextlib.nullcontext(),
+        _console(log_dir, plan.run_id, redirects, tee, plan.workers) as console,
+    ):
         return run_worlds(Workers(command, grace, advertise, bind), plan, console, address)
 
 
@@ -152,6 +159,31 @@ def launch(
     )
     with ExitReports(settings.coordinator, settings.job, worker_credentials()) as reports:
         return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind).run()
+
+
+@contextlib.contextmanager
+def _with_a_secret(plan: Plan) -> Iterator[None]:
+    """Launchers and workers have something to show where they meet: what was set for them, else what --rdzv-id gives.
+
+    Raises:
+        UsageError: they have nothing.
+    """
+    own = worker_credentials()
+    if own.token is not None or own.cert is not None:
+        yield
+        return
+    if (token := token_of(plan.run_id)) is None:
+        raise UsageError(
+            f"launchers meet at {plan.meeting}, and whoever reaches that port could join and read the model: set "
+            "PACELINE_TOKEN to one secret on all nodes (openssl rand -hex 32), or give all a random --rdzv-id (openssl "
+            "rand -hex 16); --insecure is for a network where everybody is trusted"
+        )
+    say("the token is made from --rdzv-id, which users of these machines can see (ps); they cannot see PACELINE_TOKEN")
+    os.environ["PACELINE_TOKEN"] = token  # for the coordinator that is served here, and for workers
+    try:
+        yield
+    finally:
+        del os.environ["PACELINE_TOKEN"]
 
 
 def _check_advertise(advertise: str | None, ports: int) -> None:

@@ -127,6 +127,12 @@ def run(
         _torchrun("--max-restarts", metavar="N", help="Start all workers again when one fails, so often at most."),
     ] = None,
     standalone: Annotated[bool, _torchrun("--standalone", help="This launcher alone.")] = False,
+    insecure: Annotated[
+        bool,
+        _torchrun(
+            "--insecure", help="Meet where whoever reaches the port may join. Default: only with a token or TLS."
+        ),
+    ] = False,
 ) -> None:
     """Start workers that run a script, and answer for how they end.
 
@@ -165,6 +171,7 @@ def run(
                 bind=bind,
                 redirects=redirects,
                 tee=tee,
+                insecure=insecure,
             )
         else:
             code = run_workers(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.torchrun import Flags, Plan, read_flags, read_streams
+from paceline.cli.torchrun import Flags, Plan, read_flags, read_streams, token_of
 from paceline.session.address import Endpoint
 
 
@@ -85,6 +85,31 @@ def test_what_cannot_be(given: dict[str, Any], words: str) -> None:
 def test_where_launchers_meet(given: dict[str, Any], meeting: Endpoint | None, serves: bool | None) -> None:
     read = plan(**given)
     assert (read.meeting, read.serves) == (meeting, serves)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_open"),
+    [
+        ({}, False),
+        ({"nnodes": "2"}, False),
+        ({"nnodes": "2", "rdzv_endpoint": "localhost:2000"}, False),
+        ({"nnodes": "2", "master_addr": "::1"}, False),
+        ({"rdzv_endpoint": "node1:2000"}, False),
+        ({"nnodes": "1:2", "rdzv_endpoint": "node1:2000"}, True),
+        ({"nnodes": "2", "node_rank": 1, "master_addr": "10.0.0.1"}, True),
+    ],
+)
+def test_whether_other_machines_can_come_in(given: dict[str, Any], is_open: bool) -> None:
+    assert plan(**given).is_open == is_open
+
+
+def test_a_random_name_is_a_secret() -> None:
+    secrets = ["0123456789abcdef" * 2, "F81D4FAE-7dec-11d0-a765-00a0c91e6bf6", "f81d4fae-7dec-11d0-a765-00a0c91e6bf6"]
+    tokens = {token_of(secret) for secret in secrets}
+    assert len(tokens) == 3
+    assert not tokens & {None, *secrets}
+    for guessed in ("default", "12345", "f" * 31, "an-experiment-with-a-very-long-name-of-its-own", "f" * 32 + "g"):
+        assert token_of(guessed) is None
 
 
 def test_the_run_s_name_and_rank_0_s_port() -> None:

@@ -126,8 +126,40 @@ def test_a_ticket_that_is_forgotten_is_good_for_nothing() -> None:
             _connect(host.port, ticket, 2)
 
 
+def test_a_stranger_is_not_waited_for_as_long_as_a_half_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "HELLO_SECONDS", 0.1)
+    with listening(patience=1000.0) as host:
+        ticket, come = _expect(host, 2)
+        with call_at(host) as silent, call_at(host, Hello(ticket, 0, 2)) as first:
+            assert _ended(silent)
+            with call_at(host, Hello(ticket, 1, 2)) as second:
+                assert first.recv(1) == second.recv(1) == ACCEPTED
+                come[0].close()
+
+
+def test_for_whoever_waits_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
+    monkeypatch.setattr(listeners, "HURRIED_SECONDS", 0.1)
+    with listening(patience=1000.0) as host:
+        ticket, come = _expect(host)
+        silent = [call_at(host) for _ in range(3)]
+        with call_at(host, Hello(ticket, 0, 1)) as good:
+            assert good.recv(1) == ACCEPTED
+            come[0].close()
+        assert _ended(silent[0])
+        for sock in silent[1:]:  # nobody waits for their places
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                sock.recv(1)
+        for sock in silent:
+            sock.close()
+
+
 def test_so_many_strangers_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
+    monkeypatch.setattr(listeners, "HURRIED_SECONDS", 1000.0)
     with listening() as host:
         ticket, come = _expect(host)
         silent = [call_at(host) for _ in range(3)]
@@ -144,6 +176,15 @@ def test_so_many_strangers_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) 
         for sock in silent:
             assert _ended(sock)
             sock.close()
+
+
+def test_whoever_has_come_this_moment_is_hung_up_on_at_the_end() -> None:
+    """Without a warning of a socket that nobody closes."""
+    with listening() as host:
+        on_loop(host._pause)
+        with call_at(host) as sock:
+            on_loop(lambda: (host._accept(), host.close()))
+            assert _ended(sock)
 
 
 def test_a_worker_without_descriptors_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:

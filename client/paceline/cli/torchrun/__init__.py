@@ -11,8 +11,8 @@ worker fails, or a node comes or goes, all workers are stopped and another world
     rounds.py   one world after another
 """
 
-from paceline.cli.torchrun.flags import Flags, Plan, read_flags
+from paceline.cli.torchrun.flags import Flags, Plan, read_flags, token_of
 from paceline.cli.torchrun.rounds import Workers, run_worlds
 from paceline.cli.torchrun.streams import Streams, read_streams
 
-__all__ = ["Flags", "Plan", "Streams", "Workers", "read_flags", "read_streams", "run_worlds"]
+__all__ = ["Flags", "Plan", "Streams", "Workers", "read_flags", "read_streams", "run_worlds", "token_of"]

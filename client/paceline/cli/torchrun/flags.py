@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
+import re
 from dataclasses import dataclass, fields
 
 from paceline.session.address import Endpoint, parse_endpoint
 
-__all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "read_flags"]
+__all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "read_flags", "token_of"]
 
 DEFAULT_MASTER_PORT = 29500
 """torchrun's; launchers meet at the port after it."""
@@ -75,6 +77,11 @@ class Plan:
         """True if there is no other launcher ever."""
         return self.max_nodes == 1
 
+    @property
+    def is_open(self) -> bool:
+        """True if launchers meet where other machines can come in."""
+        return not self.alone and self.meeting is not None and not self.meeting.is_loopback
+
 
 def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False) -> Plan:
     """Reads the flags together.
@@ -124,6 +131,16 @@ def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False)
         run_id=run_id,
         max_restarts=restarts,
     )
+
+
+def token_of(run_id: str) -> str | None:
+    """The token that a run's name stands for, if it can be a secret: 32 hexadecimal digits or more, as a UUID has.
+
+    Shorter ones and words are guessed: numbers of a queue's jobs, names of experiments.
+    """
+    if not re.fullmatch(r"[0-9a-fA-F]{32,}", run_id.replace("-", "")):
+        return None
+    return hmac.new(b"paceline run: the token of --rdzv-id", run_id.encode(), "sha256").hexdigest()
 
 
 def _nodes(text: str | None) -> tuple[int, int]:

@@ -82,4 +82,4 @@ def free_port(wanted: int | None = None) -> int:
 
 
 def _everywhere() -> str:
-    return "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # asked for by the name of this host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # asked for by the name of this host

@@ -14,10 +14,11 @@ from paceline.cli.launcher import Launcher, Terms, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.torchrun.flags import Plan
-from paceline.cli.torchrun.meeting import coordinator_at
+from paceline.cli.torchrun.meeting import coordinator_at, is_here
 from paceline.cli.torchrun.nodes import enter_world, node_waits, wait_until_left
 from paceline.cli.torchrun.world import Ending
 from paceline.errors import PeerLost
+from paceline.session.address import Endpoint
 
 __all__ = ["Workers", "run_worlds"]
 
@@ -123,10 +124,13 @@ def _meeting(plan: Plan, coordinator: str | None) -> Iterator[str]:
     if coordinator is not None:
         yield coordinator
     elif plan.meeting is not None:
-        with coordinator_at(plan.meeting, serve=plan.serves) as served:
-            yield str(plan.meeting)
+        place = plan.meeting
+        if plan.alone and not place.is_loopback and is_here(place.host):
+            place = Endpoint("127.0.0.1", place.port)  # nobody else is to come
+        with coordinator_at(place, serve=plan.serves) as served:
+            yield str(place)
             if served:
-                wait_until_left(plan, str(plan.meeting))
+                wait_until_left(plan, str(place))
     else:
         with embedded_coordinator() as own:
             yield own

@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.errors import LinkUnavailable
 from paceline.links.fault import Fault
@@ -31,7 +32,14 @@ MAX_STRANGERS = 256
 """Connections that have not shown a ticket yet; while there are so many, others wait in the kernel."""
 
 PATIENCE = 10.0
-"""Seconds for a connection to show its ticket, and for all streams of a ticket to come."""
+"""Seconds for all streams of a ticket to come."""
+
+HELLO_SECONDS = 1.0
+"""For a connection to show its ticket: whoever dials gives up then (`negotiation.OPEN_SECONDS`)."""
+
+HURRIED_SECONDS = 0.25
+"""The same for the oldest of `MAX_STRANGERS` while another waits: a handshake of TLS takes two round trips. A peer that
+finds 700 strangers before it comes in within a second."""
 
 _BACKLOG = 1024
 """Connections that wait in the kernel: a large cluster's all come at once."""
@@ -56,7 +64,7 @@ class TcpHost:
     Args:
         loop: the loop.
         context: for TLS, see `tls.server_context`; None for none.
-        patience: see PATIENCE.
+        patience: see PATIENCE; for a ticket to be shown, HELLO_SECONDS at most.
 
     Attributes:
         port: where it listens, 0 while it does not.
@@ -72,7 +80,7 @@ class TcpHost:
         self._listening: socket.socket | None = None
         self._is_accepting = False
         self._expected: dict[bytes, _Expected] = {}
-        self._strangers: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], float] = {}  # when each came, the oldest first
         self._recovery: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int = 0) -> int:
@@ -144,7 +152,7 @@ class TcpHost:
             self.forget(ticket)
 
     def _go_on(self) -> None:
-        if self._listening is not None and not self._is_accepting and len(self._strangers) < MAX_STRANGERS:
+        if self._listening is not None and not self._is_accepting:
             self._loop.add_reader(self._listening, self._accept)
             self._is_accepting = True
 
@@ -156,6 +164,14 @@ class TcpHost:
 
     def _accept(self) -> None:
         assert self._listening is not None
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            left = self._strangers[oldest] + HURRIED_SECONDS - self._loop.time()
+            if left > 0:
+                self._go_on_in(left)
+                return
+            oldest.cancel()
+            del self._strangers[oldest]
         try:
             sock, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # whoever it was has gone
@@ -164,17 +180,21 @@ class TcpHost:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
             _log.warning("no data connection can be accepted: %s", error.strerror)
-            self._pause()
-            self._recovery = self._loop.call_later(_RECOVER, self._go_on)
+            self._go_on_in(_RECOVER)
             return
         task = self._loop.create_task(self._welcome(sock))
-        self._strangers.add(task)
-        task.add_done_callback(self._left)
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._pause()
+        self._strangers[task] = self._loop.time()
+        task.add_done_callback(partial(self._left, sock))
 
-    def _left(self, task: asyncio.Task[None]) -> None:
-        self._strangers.discard(task)
+    def _go_on_in(self, seconds: float) -> None:
+        """Accepts nobody for so long, or until a stranger leaves."""
+        self._pause()
+        self._recovery = self._loop.call_later(seconds, self._go_on)
+
+    def _left(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # it may be so before it began
+            sock.close()
+        self._strangers.pop(task, None)
         self._go_on()
 
     async def _welcome(self, sock: socket.socket) -> None:
@@ -182,7 +202,7 @@ class TcpHost:
         with contextlib.ExitStack() as held:
             held.callback(lambda: sock.close())
             try:
-                async with asyncio.timeout(self._patience):
+                async with asyncio.timeout(min(self._patience, HELLO_SECONDS)):
                     tune(sock)
                     if self._context is not None:
                         secure = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
