@@ -547,15 +547,16 @@ def test_models_are_made_anew_on_each_generation(kind: str) -> None:
 def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
     """Rank 0, which coordinates, within a backward pass; then another after a step that the rest may not have taken."""
     script = (Path(__file__).parents[2] / "examples" / "torch_reconfigure.py").read_text()
-    assert script.count("        loss.backward()\n        optimizer.step()\n") == 1
+    update = "            loss.backward()\n            optimizer.step()\n"
+    assert script.count(update) == 1
     assert script.count("wait_for_workers=False)\n") == 1
     script = script.replace("=False)\n", "=False)\nif rank == 0:\n    print(store.port, flush=True)\n")
     script = script.replace(
-        "        loss.backward()\n        optimizer.step()\n",
-        "        if (rank, step) == (0, 60):\n"
-        "            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), 9))\n"
-        "        loss.backward()\n        optimizer.step()\n"
-        "        if (rank, step) == (2, 120):\n            os.kill(os.getpid(), 9)\n",
+        update,
+        "            if (rank, step) == (0, 60):\n"
+        "                next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), 9))\n"
+        f"{update}"
+        "            if (rank, step) == (2, 120):\n                os.kill(os.getpid(), 9)\n",
     )
     (tmp_path / "train.py").write_text(script)
     with ExitStack() as cleanup:
