@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from paceline._loop import loop_thread
 from paceline.embedded import coordinator
+from paceline.errors import PeerRaised
 from paceline.session.address import Endpoint
 from paceline.session.lookup import Found
 from paceline.torch.process_group import handles as handles_of_members
@@ -703,6 +704,24 @@ def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.Mo
     other.join()
     alone.shutdown()
     assert left == ["once"]
+
+
+def test_an_abort_at_the_end_of_a_reconfiguration_is_told_as_one(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All links are up, and `reconfigure` has just looked for aborts."""
+    from paceline.torch.process_group import reconfigurable
+
+    options = reconfigurable.c10d.ReconfigureOptions()
+    options.uuid, options.handles = 1, [alone.get_reconfigure_handle()]
+    look = alone._end_if_aborted
+
+    def then_abort(aborts: int) -> None:
+        look(aborts)
+        if alone._group.size:
+            alone.abort()
+
+    monkeypatch.setattr(alone, "_end_if_aborted", then_abort)
+    with pytest.raises(PeerRaised):
+        alone.reconfigure(options)
 
 
 class Elsewhere(dist.TCPStore):  # type: ignore[misc]

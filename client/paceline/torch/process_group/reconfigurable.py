@@ -167,8 +167,9 @@ class Reconfigurable(ProcessGroup):
         finally:
             loop_thread().run(lookout.close())
         try:
+            made = self._group  # an abort from here on has ended it, and put another in its place
             self._end_if_aborted(aborts)
-            self._group.barrier(max(_LEAST_S, deadline - time.monotonic()))
+            made.barrier(max(_LEAST_S, deadline - time.monotonic()))
         except BaseException:
             self._part(_FIRST)
             raise
