@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from paceline._loop import loop_thread
 from paceline.embedded import coordinator
-from paceline.errors import PeerRaised
+from paceline.errors import CoordinatorUnreachable, PeerRaised
 from paceline.session.address import Endpoint
 from paceline.session.lookup import Found
 from paceline.torch.process_group import handles as handles_of_members
@@ -722,6 +722,35 @@ def test_an_abort_at_the_end_of_a_reconfiguration_is_told_as_one(alone: Any, mon
     monkeypatch.setattr(alone, "_end_if_aborted", then_abort)
     with pytest.raises(PeerRaised):
         alone.reconfigure(options)
+
+
+def test_a_port_that_is_advertised_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members of one generation have it still, while those of the next are met."""
+    from paceline.torch.process_group import reconfigurable
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("PACELINE_ADVERTISE", f"127.0.0.1:{taken.getsockname()[1]}")
+        group = reconfigurable.Reconfigurable(0, 1, float(TIMEOUT_S), Endpoint("127.0.0.1", 1))
+        options = reconfigurable.c10d.ReconfigureOptions()
+        options.uuid, options.handles = 1, [group.get_reconfigure_handle()]
+        group.reconfigure(options)
+        group.shutdown()
+
+
+def test_a_name_that_does_not_resolve_is_said_while_it_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from paceline.torch.process_group.reconfigurable import Reconfigurable
+
+    async def unknown(host: str, timeout: float) -> Found:
+        raise OSError(f"{host} is unknown")
+
+    monkeypatch.setattr("paceline.session.address.look_up_within", unknown)
+    group = Reconfigurable(0, 1, 0.1, Endpoint("nowhere", 1))
+    with pytest.raises(CoordinatorUnreachable, match="nowhere is unknown"):
+        group.get_reconfigure_handle()
+    assert "nowhere is unknown" in caplog.text
+    group.shutdown()
 
 
 class Elsewhere(dist.TCPStore):  # type: ignore[misc]
