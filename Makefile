@@ -101,7 +101,7 @@ test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite a
 test-torch-exhaustive: $(PEERS)/.installed  ## by hand: as test-exhaustive, of PyTorch; its own suite with 2, 3 and 4 ranks
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m 'exhaustive and torch' tests/pytorch
 
-# The newest PyTorch of the registry, of 5.5 GB with CUDA: in a folder that outlives this clone, where pip fetches nothing
+# The newest PyTorch of the registry, of 5.7 GB with CUDA: in a folder that outlives this clone, where pip fetches nothing
 # if there is no newer one. Another clone may have installed its own code there last, so the path to ours comes first.
 newest:
 	$(NEWEST)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(NEWEST)

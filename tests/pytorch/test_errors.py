@@ -124,6 +124,28 @@ except paceline.CollectiveMismatch as error:
             assert "all_reduce" in worker.expect("mismatch", 60)["text"]
 
 
+def test_a_wait_for_a_message_ends_in_time_and_the_message_comes_all_the_same() -> None:
+    code = """
+from datetime import timedelta
+if rank == 0:
+    got = torch.zeros(1)
+    message = dist.irecv(got, 1)
+    try:
+        message.wait(timedelta(seconds=0.2))
+    except paceline.OperationTimeout as error:
+        emit("late", text=str(error))
+    message.wait()
+    emit("came", value=got.item())
+else:
+    wait_for_go()
+    dist.send(torch.ones(1), 0)
+"""
+    with torch_ranks(2, code) as (one, other):
+        assert "not through after 0.2 s" in one.expect("late", 60)["text"]
+        other.go()
+        assert one.expect("came")["value"] == 1.0
+
+
 def test_a_monitored_barrier_names_all_that_are_missing_and_ends_nothing() -> None:
     code = """
 from datetime import timedelta

@@ -41,6 +41,10 @@ assert type(dist.group.WORLD).__module__ == "paceline.torch.process_group" and d
     finish(2, SUM + code)
 
 
+def test_at_an_ipv6_address() -> None:
+    finish(2, SUM + "check(2)\n", MASTER_ADDR="::1")
+
+
 def test_again_and_again(tmp_path: Path) -> None:
     """By a file that keeps what earlier groups wrote."""
     code = f"""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from paceline._loop import loop_thread
 from paceline.embedded import coordinator
+from paceline.errors import CoordinatorUnreachable, PeerRaised
 from paceline.session.address import Endpoint
 from paceline.session.lookup import Found
 from paceline.torch.process_group import handles as handles_of_members
@@ -547,15 +548,16 @@ def test_models_are_made_anew_on_each_generation(kind: str) -> None:
 def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
     """Rank 0, which coordinates, within a backward pass; then another after a step that the rest may not have taken."""
     script = (Path(__file__).parents[2] / "examples" / "torch_reconfigure.py").read_text()
-    assert script.count("        loss.backward()\n        optimizer.step()\n") == 1
+    update = "            loss.backward()\n            optimizer.step()\n"
+    assert script.count(update) == 1
     assert script.count("wait_for_workers=False)\n") == 1
     script = script.replace("=False)\n", "=False)\nif rank == 0:\n    print(store.port, flush=True)\n")
     script = script.replace(
-        "        loss.backward()\n        optimizer.step()\n",
-        "        if (rank, step) == (0, 60):\n"
-        "            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), 9))\n"
-        "        loss.backward()\n        optimizer.step()\n"
-        "        if (rank, step) == (2, 120):\n            os.kill(os.getpid(), 9)\n",
+        update,
+        "            if (rank, step) == (0, 60):\n"
+        "                next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), 9))\n"
+        f"{update}"
+        "            if (rank, step) == (2, 120):\n                os.kill(os.getpid(), 9)\n",
     )
     (tmp_path / "train.py").write_text(script)
     with ExitStack() as cleanup:
@@ -702,6 +704,53 @@ def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.Mo
     other.join()
     alone.shutdown()
     assert left == ["once"]
+
+
+def test_an_abort_at_the_end_of_a_reconfiguration_is_told_as_one(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All links are up, and `reconfigure` has just looked for aborts."""
+    from paceline.torch.process_group import reconfigurable
+
+    options = reconfigurable.c10d.ReconfigureOptions()
+    options.uuid, options.handles = 1, [alone.get_reconfigure_handle()]
+    look = alone._end_if_aborted
+
+    def then_abort(aborts: int) -> None:
+        look(aborts)
+        if alone._group.size:
+            alone.abort()
+
+    monkeypatch.setattr(alone, "_end_if_aborted", then_abort)
+    with pytest.raises(PeerRaised):
+        alone.reconfigure(options)
+
+
+def test_a_port_that_is_advertised_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members of one generation have it still, while those of the next are met."""
+    from paceline.torch.process_group import reconfigurable
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("PACELINE_ADVERTISE", f"127.0.0.1:{taken.getsockname()[1]}")
+        group = reconfigurable.Reconfigurable(0, 1, float(TIMEOUT_S), Endpoint("127.0.0.1", 1))
+        options = reconfigurable.c10d.ReconfigureOptions()
+        options.uuid, options.handles = 1, [group.get_reconfigure_handle()]
+        group.reconfigure(options)
+        group.shutdown()
+
+
+def test_a_name_that_does_not_resolve_is_said_while_it_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from paceline.torch.process_group.reconfigurable import Reconfigurable
+
+    async def unknown(host: str, timeout: float) -> Found:
+        raise OSError(f"{host} is unknown")
+
+    monkeypatch.setattr("paceline.session.address.look_up_within", unknown)
+    group = Reconfigurable(0, 1, 0.1, Endpoint("nowhere", 1))
+    with pytest.raises(CoordinatorUnreachable, match="nowhere is unknown"):
+        group.get_reconfigure_handle()
+    assert "nowhere is unknown" in caplog.text
+    group.shutdown()
 
 
 class Elsewhere(dist.TCPStore):  # type: ignore[misc]

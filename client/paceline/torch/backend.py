@@ -19,7 +19,7 @@ from paceline import Group, Session, join
 from paceline._loop import loop_thread
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
-from paceline.session.address import knock, parse_endpoint
+from paceline.session.address import Endpoint, knock, parse_endpoint
 from paceline.session.session import CoordinatedSession
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
@@ -152,8 +152,8 @@ def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.E
     place = functools.partial(place, coordinator_returns=False)
     key = _ADDRESS.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _joined)
     if opts.group_rank == 0:
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        address = cleanup.enter_context(coordinator(listen=f"{host}:0", for_good=True))
+        here = Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
+        address = cleanup.enter_context(coordinator(listen=str(here), for_good=True))
         opts.store.set(key, address)  # it listens: whoever finds this address refused need not wait
         return place(address)
     has_agent, began, told = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False

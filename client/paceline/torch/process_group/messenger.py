@@ -2,7 +2,8 @@
 
 torch does not say whether a message is waited for at once. A small one is sent in the caller's thread if there is room
 for it; others go in a thread for their receiver, in order. A receive runs in the thread that waits for it; if that
-thread begins something else first, it runs in one of its own, in order with others of its source and tag.
+thread begins something else first, or waits for a given time, it runs in one of its own, in order with others of its
+source and tag.
 """
 
 from __future__ import annotations
@@ -65,12 +66,19 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Returns True when it was received, or its tensor may be changed.
 
+        Args:
+            timeout: for this call; the message goes on after it. 0: as long as the group allows.
+
         Raises:
-            OperationTimeout: it was not, in the time that the group allows.
+            OperationTimeout: it was not, in that time.
             PacelineError: the generation has failed.
         """
-        self._line.run_up_to(self)
-        if not self._over.wait(seconds_of(timeout)):
+        within = seconds_of(timeout)
+        if within is None:
+            self._line.run_up_to(self)
+        else:
+            self._line.go_on()  # in a thread of its own: this one is to be back in time
+        if not self._over.wait(within):
             late = OperationTimeout(f"a message was not through after {timeout.total_seconds():g} s")
             raise for_torch(late)
         self._value()

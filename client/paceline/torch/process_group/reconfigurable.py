@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -53,6 +54,8 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Reconfigurable", "meeting_point"]
 
+_log = logging.getLogger("paceline.torch")
+
 _FIRST = "this process group has no members yet: call torch.distributed._reconfigure() first"
 _ABORTED = "this process group was aborted: call torch.distributed._reconfigure() to go on"
 _MEANWHILE = "this process aborted the process group while it was being reconfigured"
@@ -78,6 +81,9 @@ class Reconfigurable(ProcessGroup):
         self._before = (rank, size)
         self._meeting = meeting
         self._config = Config.from_environment()
+        advertise = os.environ.get("PACELINE_ADVERTISE")
+        # Without its port, which the members of before still have while the next ones are met.
+        self._advertise = str(replace(parse_endpoint(advertise, default_port=0), port=0)) if advertise else None
         self._changing = threading.RLock()  # `reconfigure` and `abort` may be called at once, and both part
         super().__init__(self._nowhere(_FIRST), timeout, _nothing)
         self._presence = Presence()
@@ -114,11 +120,11 @@ class Reconfigurable(ProcessGroup):
         Raises:
             CoordinatorUnreachable: no way leads to torch's store or MASTER_ADDR, so this host's address towards others
                 is not known.
+            LinkUnavailable: the name in PACELINE_ADVERTISE does not resolve.
         """
         if self._own is None:
-            advertise = os.environ.get("PACELINE_ADVERTISE")
-            here = loop_thread().run(reachable_endpoint(self._meeting, advertise, self._timeout))
-            host = listening_host(here, advertise)
+            here = loop_thread().run(reachable_endpoint(self._meeting, self._advertise, self._timeout, _say))
+            host = listening_host(here, self._advertise)
             # No job here is ever taken up again, and no other coordinator takes the place of this one.
             own = coordinator(listen=str(Endpoint(host, 0)), for_good=True, keep_numbers=False)
             with contextlib.ExitStack() as opened:
@@ -167,8 +173,9 @@ class Reconfigurable(ProcessGroup):
         finally:
             loop_thread().run(lookout.close())
         try:
+            made = self._group  # an abort from here on has ended it, and put another in its place
             self._end_if_aborted(aborts)
-            self._group.barrier(max(_LEAST_S, deadline - time.monotonic()))
+            made.barrier(max(_LEAST_S, deadline - time.monotonic()))
         except BaseException:
             self._part(_FIRST)
             raise
@@ -180,7 +187,8 @@ class Reconfigurable(ProcessGroup):
         """Joins the job of this generation, at the coordinator of the first member."""
         config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
         wanted = Membership(_job(uuid, handles), len(handles), len(handles), rank, rules_of(config))
-        connection = connect(handles[0].address, wanted, config, coordinator_returns=False)
+        address = handles[0].address
+        connection = connect(address, wanted, config, advertise=self._advertise, coordinator_returns=False)
         self._joining = connection.give_up
         try:
             self._end_if_aborted(aborts)
@@ -293,6 +301,11 @@ def meeting_point(store: c10d.Store) -> Endpoint:
         known.append(Endpoint(own.host, own.port))
     known.append(Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))))
     return next((point for point in known if not point.is_loopback), known[0])
+
+
+def _say(problem: str) -> None:
+    """Why this member's address is not known yet."""
+    _log.warning("no handle yet: %s", problem)
 
 
 def _nothing() -> None:
