@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.cli.credentials import worker_credentials
-from paceline.cli.embedded import embedded_coordinator
+from paceline.cli.embedded import Served, own_coordinator
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.reports import ExitReports
@@ -59,11 +59,11 @@ def run_worlds(workers: Workers, plan: Plan, console: Console, coordinator: str 
         PacelineError, OSError: launchers do not meet, or the coordinator cannot be served.
     """
     failures = 0
-    with _meeting(plan, coordinator) as address:
+    with _meeting(plan, coordinator) as served:
         if not plan.alone:
-            console.say(f"meeting the launchers of {_range(plan)} nodes at {address}")
+            console.say(f"meeting the launchers of {_range(plan)} nodes at {served.address}")
         while True:
-            end = _run_world(workers, plan, console, address, failures)
+            end = _run_world(workers, plan, console, served, failures)
             if end.ending is Ending.GROWN:
                 console.say(f"starting all workers again: {end.why}")
             elif end.ending is Ending.FAILED and failures < plan.max_restarts:
@@ -88,14 +88,15 @@ class _End:
     """`why` is on the terminal already."""
 
 
-def _run_world(workers: Workers, plan: Plan, console: Console, coordinator: str, failures: int) -> _End:
+def _run_world(workers: Workers, plan: Plan, console: Console, served: Served, failures: int) -> _End:
+    coordinator = served.address
     try:
         world = enter_world(plan, coordinator, failures, workers.advertise)
     except PeerLost as error:  # a launcher that was there a moment ago
         return _End(Ending.FAILED, 1, str(error), told=False)
     size = world.place.world_size
-    settings = WorkerSettings(coordinator, plan.run_id, size, size, workers.advertise, world.place)
-    with ExitReports(coordinator, plan.run_id, worker_credentials()) as reports:
+    settings = WorkerSettings(coordinator, plan.run_id, size, size, workers.advertise, world.place, served.token)
+    with ExitReports(coordinator, plan.run_id, worker_credentials(served.token)) as reports:
         launcher = Launcher(
             workers.command,
             Terms(workers=plan.workers, minimum=plan.workers),
@@ -118,17 +119,17 @@ def _run_world(workers: Workers, plan: Plan, console: Console, coordinator: str,
 
 
 @contextlib.contextmanager
-def _meeting(plan: Plan, coordinator: str | None) -> Iterator[str]:
-    """The coordinator's address: of one that is there, at the place where launchers meet, or of this launcher's own."""
+def _meeting(plan: Plan, coordinator: str | None) -> Iterator[Served]:
+    """The coordinator: one that is there, at the place where launchers meet, or of this launcher's own."""
     if coordinator is not None:
-        yield coordinator
+        yield Served(coordinator)
     elif plan.meeting is not None:
-        with coordinator_at(plan.meeting, serve=plan.serves) as served:
-            yield str(plan.meeting)
-            if served:
+        with coordinator_at(plan.meeting, serve=plan.serves) as here:
+            yield Served(str(plan.meeting))
+            if here:
                 wait_until_left(plan, str(plan.meeting))
     else:
-        with embedded_coordinator() as own:
+        with own_coordinator() as own:
             yield own
 
 
