@@ -28,8 +28,8 @@ WINDOW = 1024
 """So far a call of one caller may come behind others that it made later."""
 
 MAX_CALLERS = 16_384
-"""Callers whose numbers a door remembers: three times as many as a job may have sessions. One more, and the one that has
-not called for the longest time is forgotten: only what that one once sent could be sent again."""
+"""Callers whose numbers a door remembers: three times as many as a job has sessions at most. One more, and the one that
+has not called for the longest time is forgotten: only what that one once sent could be sent again."""
 
 _HEAD = struct.Struct(">Q32s")
 """Number and code; the caller's member id follows."""
