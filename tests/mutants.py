@@ -54,6 +54,20 @@ class Mutant:
 MUTANTS = (
     # What the coordinator keeps.
     Mutant(
+        "the secret of a job's members is another one after a restart",
+        f"{SERVER}/storage/schema.py",
+        "reached=reached, door_secret=door_secret)",
+        "reached=reached)",
+        ("unit/server/test_storage.py",),
+    ),
+    Mutant(
+        "a job that begins anew keeps the secret of the one before",
+        f"{SERVER}/dispatcher.py",
+        "if job.membership.state.is_at_rest:  # nobody",
+        "if False:  # nobody",
+        ("integration/test_coordinator_sessions.py",),
+    ),
+    Mutant(
         "a commit is not synced to the disk",
         f"{SERVER}/storage/schema.py",
         "PRAGMA synchronous=FULL",
@@ -94,6 +108,28 @@ MUTANTS = (
         "        error = written.exception()\n        if self._closed:\n            return\n",
         "        error = written.exception()\n",
         ("unit/server/test_keeper.py",),
+    ),
+    # Who may come to a member's door.
+    Mutant(
+        "what was overheard opens a door again",
+        "client/paceline/links/door_key.py",
+        'return "this call has come before" if again else ""',
+        'return ""',
+        ("unit/links/test_door_key.py",),
+    ),
+    Mutant(
+        "calls with a stream of answers prove nothing",
+        "client/paceline/links/door_key.py",
+        "return [_ProvesUnary(key), _ProvesStream(key)]",
+        "return [_ProvesUnary(key)]",
+        ("security/test_doors.py",),
+    ),
+    Mutant(
+        "requests are read of whoever sends them",
+        "client/paceline/links/grpc_methods.py",
+        "if self._key is not None and",
+        "if self._key is None and",
+        ("security/test_doors.py",),
     ),
     # How a line goes on.
     Mutant(

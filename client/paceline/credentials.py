@@ -15,6 +15,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from paceline._grpc import aio, grpc, untyped
+from paceline.links.door_key import DoorKey, proving
 from paceline.tls import TlsFiles, check_member, make_context
 from paceline.token_source import TokenSource
 from pacelinepb.private_files import FileTooOpen, read_private
@@ -38,6 +39,7 @@ class Credentials:
         cert: this worker's certificate, for MEMBER_NAME. Needed by workers, for their doors; not by the command line.
         key: the key of the certificate.
         token: the token, or the path of a file that is read anew when the token is shown, at most once a second.
+        door_key: what this member proves at the doors of others, and asks of callers at its own; None: nobody asks.
 
     Raises:
         ValueError: some do not go together, a file of the token cannot be read, or a certificate cannot be used.
@@ -47,6 +49,7 @@ class Credentials:
     cert: bytes | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
     token: str | Path | TokenSource | None = field(default=None, repr=False)
+    door_key: DoorKey | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_together({"ca": self.ca, "cert": self.cert, "key": self.key}, ("ca", "cert", "key"))
@@ -125,12 +128,13 @@ class Credentials:
         return aio.secure_channel(target, self._channel_credentials(), options=options, interceptors=shows)
 
     def member_channel(self, address: str, options: _Options) -> aio.Channel:
-        """A channel to the door of a member. No token goes there."""
+        """A channel to the door of a member. No token goes there; unary calls prove what `door_key` has."""
         target = _target(address)
+        proves: Any = None if self.door_key is None else proving(self.door_key)
         if self.ca is None:
-            return aio.insecure_channel(target, options=options)
+            return aio.insecure_channel(target, options=options, interceptors=proves)
         named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]
-        return aio.secure_channel(target, self._channel_credentials(), options=named)
+        return aio.secure_channel(target, self._channel_credentials(), options=named, interceptors=proves)
 
     def probe_channel(self, address: str, options: _Options) -> grpc.Channel:
         """A channel for calls that block, to the coordinator's health, which is open to all: no token."""

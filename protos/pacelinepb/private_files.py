@@ -13,7 +13,7 @@ import shlex
 import stat
 from pathlib import Path
 
-__all__ = ["FileTooOpen", "check_private", "read_private"]
+__all__ = ["FileTooOpen", "check_private", "read_own", "read_private"]
 
 
 class FileTooOpen(ValueError):
@@ -58,3 +58,24 @@ def read_private(path: Path, most: int = -1) -> bytes:
     with path.open("rb") as file:
         check_private(path, os.fstat(file.fileno()), os.geteuid())
         return file.read(most)
+
+
+def read_own(file: int, path: Path, most: int) -> bytes:
+    """The contents of a file that a process of this user has made for its others: stricter than `read_private`.
+
+    Args:
+        file: a descriptor, opened without following a link and without waiting for a FIFO's writer.
+        path: of the file, for the text.
+        most: bytes that are read.
+
+    Raises:
+        FileTooOpen: it is no regular file, another user's, or others may read or write it.
+        OSError: it cannot be read.
+    """
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise FileTooOpen(
+            f"{path} is to be a file of uid {os.geteuid()}, mode 0600, and is one of uid {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):04o}"
+        )
+    return os.pread(file, most, 0)

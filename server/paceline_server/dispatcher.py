@@ -61,6 +61,9 @@ __all__ = ["Dispatcher", "Job", "Observer"]
 
 _log = logging.getLogger(__name__)
 
+_DOOR_SECRET_BYTES = 32
+"""As many as SHA-256 has (RFC 2104, 3)."""
+
 Observer = Callable[[str, str, float], None]
 """Called with (what, member id, time on the loop's clock): for measuring, and for tests that wait for an event."""
 
@@ -103,7 +106,9 @@ class Dispatcher:
         now = self._loop.time()
         self._timers = Timers(now, self.jobs, self._apply_alone)
         for stored in stored_jobs:
-            job = self._make_job(restore(now, stored), KeyValues(stored.name, self.settings, stored.keys))
+            job = self._make_job(
+                restore(now, stored), KeyValues(stored.name, self.settings, stored.keys), stored.door_secret
+            )
             self.jobs[stored.name] = job
             if stored.view is not None:
                 self._pages(job, stored.view)  # its members have this list
@@ -216,6 +221,8 @@ class Dispatcher:
         job = job or self._make_job(JobState(name), KeyValues(name, self.settings, {}))
         if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
             raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
+        if job.membership.state.is_at_rest:  # nobody is left of those who knew the one before
+            job.door_secret = secrets.token_bytes(_DOOR_SECRET_BYTES)
         self._attach(job, stream, token, event)
         return stream
 
@@ -380,6 +387,7 @@ class Dispatcher:
                     member_id=member_id,
                     session_token=self._tokens.pop(member_id),
                     heartbeat_interval=wire.to_duration(heartbeat_interval),
+                    door_secret=job.door_secret,
                 )
                 self._push(member_id, pb.SessionResponse(registered=registered))
             case EndSession(member_id, refusal):
@@ -433,9 +441,10 @@ class Dispatcher:
                 "status shows them, and paceline forget JOB removes one"
             )
 
-    def _make_job(self, state: JobState, values: KeyValues) -> Job:
+    def _make_job(self, state: JobState, values: KeyValues, door_secret: bytes = b"") -> Job:
         abandonment = Abandonment(self.settings.restart_after)
-        return Job(Membership(state, self.settings), Storeroom(values), abandonment)
+        secret = door_secret or secrets.token_bytes(_DOOR_SECRET_BYTES)
+        return Job(Membership(state, self.settings), Storeroom(values), abandonment, secret)
 
     def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
         """Binds a stream to its session before the effects of its first event are performed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline_server.abandonment import Abandonment
 from paceline_server.membership import Membership
@@ -20,6 +20,8 @@ class Job:
     membership: Membership
     store: Storeroom
     abandonment: Abandonment
+    door_secret: bytes = field(repr=False)
+    """By which its members know each other, 32 bytes. New when it begins anew; the same after a restart."""
     reason: str = ""
     """The policy's sentence as it was last logged."""
     timer: asyncio.TimerHandle | None = None

@@ -52,7 +52,7 @@ class Keeper:
         name = job.membership.state.name
         match effect:
             case StoreView(view):
-                written = self._storage.write([ViewFormed(name, view)])
+                written = self._storage.write([ViewFormed(name, view, job.door_secret)])
                 written.add_done_callback(functools.partial(self._view_written, job, view.generation))
             case ForgetView(generation):
                 self._write(ViewForgotten(name, generation))

@@ -19,6 +19,7 @@ from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
+from paceline.links.door_key import DoorKey
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_door import Door
@@ -29,9 +30,11 @@ from paceline.session.address import parse_endpoint
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 
-__all__ = ["SEEDS", "abort", "hello", "knock", "stream"]
+__all__ = ["SEEDS", "abort", "hello", "knock", "proof", "stream"]
 
 _JOB = "fuzzed"
+
+_SECRET = bytes(range(32))
 
 _NODES = ("node", "another")
 """Of the peers; the door is on the first."""
@@ -250,6 +253,22 @@ def knock(data: bytes) -> None:
         assert len(address.encode()) <= MAX_ADDRESS_BYTES
 
 
+def proof(data: bytes) -> None:
+    """A proof at a door: the one that a member made, once, and no other."""
+    good, door = _proof(), DoorKey()
+    door.learn(_SECRET, "member-1")
+    for is_first in (True, False):
+        let_in = not door.check("KnockRequest", peer_pb2.KnockRequest().SerializeToString(), data)
+        assert let_in is (is_first and data == good)
+    assert len(door._seen) == (data == good)
+
+
+def _proof() -> bytes:
+    member = DoorKey()
+    member.learn(_SECRET, "member-0")
+    return member.prove(peer_pb2.KnockRequest())
+
+
 def _hello_seeds() -> Sequence[bytes]:
     right = peer_pb2.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
@@ -309,4 +328,5 @@ SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     "hello": _hello_seeds,
     "stream": _stream_seeds,
     "knock": _knock_seeds,
+    "proof": lambda: [_proof(), _proof()[:40], _proof() + b"x"],
 }

@@ -28,6 +28,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "hello": door.hello,
     "stream": door.stream,
     "knock": door.knock,
+    "proof": door.proof,
     "slots": links.slots,
     "handover": links.handed_over,
     "tcp_hello": links.tcp_hello,

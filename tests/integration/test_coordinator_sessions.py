@@ -9,9 +9,10 @@ import pytest
 from paceline_server import Coordinator, ServerSettings, StateUnusable
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.storage.memory import MemoryStorage
-from pacelinepb.v1 import admin_pb2, session_pb2
+from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, reason_of, refused, run, running
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
@@ -178,6 +179,36 @@ def test_members_and_numbers_survive_a_restart() -> None:
     run(main)
 
 
+def test_the_secret_of_a_job_is_for_its_members_also_after_a_restart() -> None:
+    async def main() -> None:
+        storage = MemoryStorage()
+        async with running(storage) as channel:
+            first, second = await pair(channel)
+            other = await RawSession.register(channel, "other")
+        assert first.door_secret == second.door_secret != other.door_secret
+        async with running(storage) as channel:
+            newcomer = await RawSession.register(channel)
+            assert newcomer.door_secret == first.door_secret
+            assert (await RawSession.resume(channel, first, 1)).door_secret == first.door_secret
+
+    run(main)
+
+
+def test_the_secret_is_new_when_the_job_begins_anew() -> None:
+    async def main() -> None:
+        async with running(MemoryStorage()) as channel:
+            before = await pair(channel)
+            caller = before[0].caller
+            await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=caller, key="kept", value=b"1"))
+            for session in before:
+                await session.leave()
+            anew = await pair(channel)
+            assert len({session.door_secret for session in (*before, *anew)}) == 2
+            assert all(len(session.door_secret) == 32 for session in anew)
+
+    run(main)
+
+
 def test_leaving_ends_the_stream_in_good_order() -> None:
     async def main() -> None:
         async with running() as channel:
@@ -277,7 +308,7 @@ def test_a_second_register_ends_the_stream() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
-        ({"protocol_version": 9}, "VERSION", "version 9 of the protocol, the coordinator version 3"),
+        ({"protocol_version": 9}, "VERSION", "version 9 of the protocol, the coordinator version 4"),
         ({"job": "a\nb"}, "BAD_REQUEST", "must be printable"),
         ({"least": 0}, "INVALID_WORLD_SIZE", "min_workers must be 1 or more"),
         ({"rank": 2}, "INVALID_RANK", "rank 2 is outside the world of 2"),

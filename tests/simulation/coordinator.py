@@ -152,8 +152,8 @@ class _Dispatcher(Dispatcher):
         super().__init__(_SETTINGS, storage)
         self._world = world
 
-    def _make_job(self, state: Any, values: Any) -> Job:
-        job = super()._make_job(state, values)
+    def _make_job(self, *of: Any) -> Job:
+        job = super()._make_job(*of)
         self._world.coordinator.membership = job.membership
         return job
 

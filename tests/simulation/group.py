@@ -107,6 +107,7 @@ class Mesh:
         for peer, process, there in [] if self.ended else self._others():
             if self.process.world.network.reaches(self.process.name, process.name):
                 gone = not process.answers_as(peer.member_id) or (there is not None and there.ended)
+                gone = gone or not process.believes(self.process)
                 if gone:
                     self.link_ended(peer.rank)
                 elif there is not None and there.fault.failed and not there._retired:

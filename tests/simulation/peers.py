@@ -92,6 +92,8 @@ class Peers:
                 longest = patience
             elif not process.alive:
                 troubles.append(f"{member} does not answer: Connection refused")
+            elif not process.believes(asker) or not asker.believes(process):
+                troubles.append(f"{member} does not take the caller for one of its job")
         if longest:
             await asyncio.sleep(started + longest - self._world.clock.now)
         return troubles
@@ -125,3 +127,5 @@ class Peers:
             raise LinkUnavailable("it does not answer any more")
         if donor.window.member_id != peer.member_id or donor.window.source is None:
             raise LinkUnavailable("another member lives there")
+        if not donor.believes(taker):
+            raise LinkUnavailable("it does not take the caller for one of its job")

@@ -19,6 +19,7 @@ from simulation.threads import Thread, current
 from paceline import errors
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.place import Place
 from paceline.elastic.share import Share
@@ -100,18 +101,6 @@ class _Flight:
 class _Store:
     def close(self) -> None:
         pass
-
-
-class _Credentials:
-    """`Credentials`: nobody asks for any."""
-
-    files = None
-
-    def for_worker(self) -> _Credentials:
-        return self
-
-    async def metadata(self) -> None:
-        return None
 
 
 class Connection(MemberConnection):
@@ -242,6 +231,11 @@ class Process:
         """True if a link to this member finds the process, and finds it to be this member."""
         return self.alive and bool(self.ids) and self.ids[-1] == member_id
 
+    def believes(self, other: Process) -> bool:
+        """True if it takes the other for a member of its job: proofs and their numbers are for the tests of the key."""
+        own, shown = self.connection._door_key, other.connection._door_key
+        return bool(own._secret) and own._secret == shown._secret
+
     def peer(self, rank: int = -1) -> Peer:
         """As others see it."""
         return Peer(rank, self.member_id, self.name, f"{self.name}:1", self.pid, self.node)
@@ -314,7 +308,7 @@ class Process:
             None,
             world.config,
             SimulatedLoopThread(self.loop),
-            _Credentials(),  # type: ignore[arg-type]
+            IN_THE_CLEAR,
         )
         current().park(world.delay(0.01, 0.3))  # imports
         self.connection.open(1e6)

@@ -116,7 +116,7 @@ class RawSession:
         )()
         self._writing = asyncio.Lock()
         self.member_id = ""
-        self.token = b""
+        self.token = self.door_secret = b""
         self.heartbeat_interval = 0.0
 
     @classmethod
@@ -167,6 +167,7 @@ class RawSession:
     async def _registered(self) -> RawSession:
         answer = (await self.read()).registered
         self.member_id, self.token = answer.member_id, answer.session_token
+        self.door_secret = answer.door_secret
         self.heartbeat_interval = answer.heartbeat_interval.seconds + answer.heartbeat_interval.nanos * 1e-9
         return self
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from paceline.cli.output import UsageError
+from paceline.cli.own_coordinators import own_addresses
 from paceline.session.address import DEFAULT_PORT, Endpoint, parse_endpoint
 
-__all__ = ["endpoint"]
+__all__ = ["coordinator_address", "endpoint"]
 
 
 def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
@@ -18,3 +19,20 @@ def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
         return parse_endpoint(text, default_port=default_port)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def coordinator_address(text: str | None) -> str:
+    """The coordinator that an operator means: the one that is named, else that of this user's one `paceline run`.
+
+    Raises:
+        UsageError: it is malformed, or none is named and there is none or several.
+    """
+    if text is not None:
+        return str(endpoint(text))
+    match own_addresses():
+        case [address]:
+            return address
+        case []:
+            raise UsageError("name the coordinator (--coordinator): no paceline run of yours has one on this machine")
+        case several:
+            raise UsageError(f"say which coordinator (--coordinator): your commands have {', '.join(several)}")

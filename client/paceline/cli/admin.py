@@ -121,7 +121,7 @@ def forget(coordinator: str, job: str, timeout: float) -> None:
 
 
 def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
-    return loop_thread().run(_ask(address, timeout, own_credentials(), call))
+    return loop_thread().run(_ask(address, timeout, own_credentials(address), call))
 
 
 async def _ask(

@@ -28,7 +28,12 @@ app.add_typer(checkpoints, name="checkpoint")
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to try for.")]
 Coordinator = Annotated[
-    str, typer.Option(envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator.")
+    str | None,
+    typer.Option(
+        envvar="PACELINE_COORDINATOR",
+        metavar="HOST:PORT",
+        help="Address of the coordinator; default: that of your one paceline run on this machine.",
+    ),
 ]
 
 
@@ -151,7 +156,7 @@ def demo(
 
 @app.command()
 def status(
-    coordinator: Coordinator,
+    coordinator: Coordinator = None,
     job: Annotated[str | None, typer.Argument(help="Show this job's members; default: all jobs.")] = None,
     named: Annotated[str | None, typer.Option("--job", help="The same.")] = None,
     timeout: Timeout = 5.0,
@@ -166,7 +171,7 @@ def status(
 
 @app.command()
 def drain(
-    coordinator: Coordinator,
+    coordinator: Coordinator = None,
     members: Annotated[
         list[str] | None, typer.Argument(metavar="MEMBER", help="Ranks in the current view, or member ids.")
     ] = None,
@@ -185,7 +190,7 @@ def drain(
 @app.command()
 def restart(
     job: Annotated[str, typer.Argument(help="Name of the job.")],
-    coordinator: Coordinator,
+    coordinator: Coordinator = None,
     force: Annotated[bool, typer.Option("--force", help="Even if members are connected and train.")] = False,
     timeout: Timeout = 5.0,
     json: Json = False,
@@ -203,7 +208,7 @@ def restart(
 @app.command()
 def forget(
     job: Annotated[str, typer.Argument(help="Name of the job.")],
-    coordinator: Coordinator,
+    coordinator: Coordinator = None,
     timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:

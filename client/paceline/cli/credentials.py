@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.cli.output import UsageError
+from paceline.cli.own_coordinators import own_token
 from paceline.credentials import Credentials
 
 __all__ = ["own_credentials", "worker_credentials"]
 
 
-def own_credentials() -> Credentials:
+def own_credentials(address: str) -> Credentials:
     """Those of a command that talks to a coordinator.
+
+    Args:
+        address: the coordinator's. Where a command of this user serves there, and the environment has no token, it is
+            the one that the command made.
 
     Raises:
         UsageError: the variables cannot be used; the text says which.
     """
-    try:
-        return Credentials.from_environment()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    found = _from_environment()
+    token = own_token(address) if found.token is None else None
+    return found if token is None else replace(found, token=token)
 
 
-def worker_credentials() -> Credentials:
+def worker_credentials(token: str | None = None) -> Credentials:
     """Those of a command whose workers have the same: a fault is found here once, rather than in every worker.
+
+    Args:
+        token: one that the command made for them; None for that of the environment, if it has one.
 
     Raises:
         UsageError: the variables cannot be used, or not by workers.
     """
+    found = _from_environment()
     try:
-        return own_credentials().for_worker()
+        return (found if token is None else replace(found, token=token)).for_worker()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _from_environment() -> Credentials:
+    try:
+        return Credentials.from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from None

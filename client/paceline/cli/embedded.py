@@ -1,23 +1,60 @@
-"""A coordinator inside a command, for its workers alone: with the TLS and the token that they have."""
+"""Coordinators inside a command, with the TLS and the token that its workers have."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.credentials import worker_credentials
 from paceline.cli.output import UsageError
+from paceline.cli.own_coordinators import published
 from paceline.embedded import coordinator
 
-__all__ = ["embedded_coordinator"]
+__all__ = ["Served", "embedded_coordinator", "own_coordinator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where a command's workers meet.
+
+    Attributes:
+        address: of the coordinator, "host:port".
+        token: made for it; None if the environment has one, or if it is not the command's own.
+    """
+
+    address: str
+    token: str | None = field(default=None, repr=False)
+
+
+@contextmanager
+def own_coordinator(**settings: Any) -> Iterator[Served]:
+    """Runs a coordinator on loopback for the workers of this command alone, and for this user's other commands.
+
+    Without a token in the environment it has a new one: every user of the machine reaches loopback.
+
+    Args:
+        settings: of `paceline_server.ServerSettings`.
+
+    Raises:
+        UsageError: the PACELINE_* variables for TLS and tokens cannot be used.
+    """
+    if worker_credentials().token is not None:
+        with embedded_coordinator(**settings) as address:
+            yield Served(address)
+        return
+    token = secrets.token_hex(32)
+    with embedded_coordinator(token=token, **settings) as address, published(address, token):
+        yield Served(address, token)
 
 
 @contextmanager
 def embedded_coordinator(**settings: Any) -> Iterator[str]:
-    """Runs a coordinator on loopback; yields its address.
+    """Runs a coordinator, on loopback if nothing else is asked for; yields its address.
 
     It serves with the certificate of a member, which must hold the loopback address for that: those of `paceline certs`
     do.
@@ -35,7 +72,8 @@ def embedded_coordinator(**settings: Any) -> Iterator[str]:
     files: dict[str, Any] = {name: Path(path) for name, path in variables.items() if path}
     with ExitStack() as stack:
         try:
-            address = stack.enter_context(coordinator(**files, **token_settings(None, os.environ), **settings))
+            whole = files | token_settings(None, os.environ) | settings
+            address = stack.enter_context(coordinator(**whole))
         except ValueError as error:
             raise UsageError(str(error)) from None
         yield address

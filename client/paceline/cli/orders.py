@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.address import endpoint
+from paceline.cli.address import coordinator_address
 from paceline.cli.admin import drain, forget, get_job, restart
 from paceline.cli.members import is_heard, label
 from paceline.cli.output import UsageError, print_json, say
@@ -16,12 +16,12 @@ __all__ = ["connected", "drain_members", "forget_job", "restart_job"]
 
 
 def drain_members(
-    coordinator: str, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool
+    coordinator: str | None, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool
 ) -> None:
     """Has members leave at the end of their step, and says who was told.
 
     Args:
-        coordinator: its address.
+        coordinator: its address; None for that of this user's one `paceline run`.
         job: name of the job.
         members: ranks in the current view, or member ids.
         timeout: seconds to try for.
@@ -29,14 +29,14 @@ def drain_members(
         as_json: the result as one JSON object on the last line.
 
     Raises:
-        UsageError: neither or both of `members` and `everyone` are given, or the address is malformed.
+        UsageError: neither or both of `members` and `everyone` are given, or the address is as for `restart_job`.
         PacelineError: no coordinator answers, or it knows no such job or member.
     """
     if everyone and members:
         raise UsageError("name members, or say --all, but not both")
     if not everyone and not members:
         raise UsageError("name the members that shall leave (ranks or member ids), or say --all")
-    address = str(endpoint(coordinator))
+    address = coordinator_address(coordinator)
     before = {status.member.member_id: status for status in get_job(address, job, timeout).members}
     if everyone and not before:
         raise PacelineError(f"job {job!r} has no member that could leave")
@@ -51,21 +51,21 @@ def drain_members(
         print_json({"job": job, "told": [_as_dict(member_id, status) for member_id, status in known]})
 
 
-def restart_job(coordinator: str, job: str, timeout: float, *, force: bool, as_json: bool) -> None:
+def restart_job(coordinator: str | None, job: str, timeout: float, *, force: bool, as_json: bool) -> None:
     """Ends a job's line by the operator's word, and says who was taken for dead.
 
     Args:
-        coordinator: its address.
+        coordinator: its address; None for that of this user's one `paceline run`.
         job: name of the job.
         timeout: seconds to try for.
         force: also if members are connected and train.
         as_json: the result as one JSON object on the last line.
 
     Raises:
-        UsageError: the address is malformed.
+        UsageError: the address is malformed, or none is named and there is not one to be meant.
         PacelineError: members are alive, no coordinator answers, or it knows no such job.
     """
-    address = str(endpoint(coordinator))
+    address = coordinator_address(coordinator)
     detail = get_job(address, job, timeout)
     alive = connected(detail)
     if alive and not force:
@@ -86,20 +86,20 @@ def restart_job(coordinator: str, job: str, timeout: float, *, force: bool, as_j
         print_json({"job": job, "taken_for_dead": dead, "was_finished": _was_finished(detail)})
 
 
-def forget_job(coordinator: str, job: str, timeout: float, *, as_json: bool) -> None:
+def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bool) -> None:
     """Removes a job that is over from the coordinator.
 
     Args:
-        coordinator: its address.
+        coordinator: its address; None for that of this user's one `paceline run`.
         job: name of the job.
         timeout: seconds to try for.
         as_json: the result as one JSON object on the last line.
 
     Raises:
-        UsageError: the address is malformed.
+        UsageError: the address is malformed, or none is named and there is not one to be meant.
         PacelineError: the job is not over, no coordinator answers, or it knows no such job.
     """
-    forget(str(endpoint(coordinator)), job, timeout)
+    forget(coordinator_address(coordinator), job, timeout)
     _say(f"job {job!r} is forgotten: its keys, its generation number, and whether it was done", as_json)
     if as_json:
         print_json({"job": job, "forgotten": True})

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from paceline.cli.address import endpoint
 from paceline.cli.credentials import worker_credentials
-from paceline.cli.embedded import embedded_coordinator
+from paceline.cli.embedded import Served, own_coordinator
 from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.cores import allowed_cores
@@ -69,8 +69,8 @@ def run_workers(
             "give all of them one coordinator (--coordinator)"
         )
     _check_advertise(advertise, workers)
-    with _coordinator(coordinator) as address, _console(log_dir, job, redirects, tee, workers) as console:
-        settings = WorkerSettings(address, job, low, high, advertise)
+    with _coordinator(coordinator) as served, _console(log_dir, job, redirects, tee, workers) as console:
+        settings = WorkerSettings(served.address, job, low, high, advertise, token=served.token)
         alone = coordinator is None
         return launch(command, workers, settings, console, restarts=restarts, spares=spares, alone=alone, bind=bind)
 
@@ -157,7 +157,7 @@ def launch(
         restarts=restarts,
         spares=spares,
     )
-    with ExitReports(settings.coordinator, settings.job, worker_credentials()) as reports:
+    with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
         return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind).run()
 
 
@@ -216,9 +216,9 @@ def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | N
 
 
 @contextlib.contextmanager
-def _coordinator(address: str | None) -> Iterator[str]:
+def _coordinator(address: str | None) -> Iterator[Served]:
     if address is not None:
-        yield str(endpoint(address))
+        yield Served(str(endpoint(address)))
     else:
-        with embedded_coordinator() as own:
+        with own_coordinator() as own:
             yield own

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.address import endpoint
+from paceline.cli.address import coordinator_address
 from paceline.cli.admin import get_job, list_jobs
 from paceline.cli.members import in_order, seconds, stragglers
 from paceline.cli.output import print_json
@@ -21,14 +21,14 @@ _PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finishe
 _STANDING_STYLE = {"training": "green", "silent": "red", "leaving": "yellow", "parked": "yellow", "spare": "blue"}
 
 
-def show_status(coordinator: str, job: str | None, timeout: float, *, as_json: bool) -> None:
+def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_json: bool) -> None:
     """Shows all jobs, or one with its members.
 
     Raises:
-        UsageError: the address is malformed.
+        UsageError: the address is malformed, or none is named and there is not one to be meant.
         PacelineError: no coordinator answers, or it knows no such job.
     """
-    address = str(endpoint(coordinator))
+    address = coordinator_address(coordinator)
     jobs = list_jobs(address, timeout) if job is None else []
     detail = None if job is None else get_job(address, job, timeout)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from paceline.cli.embedded import embedded_coordinator
+from paceline.cli.embedded import own_coordinator
 from paceline.cli.launcher import WorkerSettings
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch
@@ -52,8 +52,8 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
         kill_at_step = 0
     view: View = LiveView(console) if console.is_terminal else PlainView(console)
     listener = DemoListener(view)
-    with embedded_coordinator(settle_time=_SETTLE_S) as address, view:
-        settings = WorkerSettings(address, "demo", max(1, workers - 1), workers)
+    with own_coordinator(settle_time=_SETTLE_S) as served, view:
+        settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
         command = ["-m", "paceline.demo.worker", str(workers), str(kill_at_step)]
         code = launch(command, workers, settings, listener, restarts=_RESTARTS)
     if code:

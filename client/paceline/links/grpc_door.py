@@ -84,7 +84,7 @@ class Door:
         self._entered = asyncio.Event()
         self._intake = Intake(self.ways)
         self._closing = asyncio.Event()
-        self._requests = Requests()
+        self._requests = Requests(credentials.door_key)
         self._waiting: Counter[str] = Counter()  # by connection
 
     def on_exhausted(self, hear: Callable[[BaseException], None]) -> None:

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc
+from paceline.links.door_key import METADATA, DoorKey
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -54,11 +55,15 @@ MAX_READING_EACH = 16
 class Requests:
     """Reads the requests of one door, and makes its methods.
 
+    Args:
+        key: what callers have to prove; None for nothing.
+
     Attributes:
         on_exhausted: is told if a method fails because this process has no memory, thread or descriptor left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: DoorKey | None = None) -> None:
+        self._key = key
         self.on_exhausted: Callable[[BaseException], None] = lambda error: None
         self._reading: Counter[str] = Counter()  # by connection
         self._unhurried: set[asyncio.Timeout] = set()
@@ -110,6 +115,10 @@ class Requests:
         if not is_all:
             text = f"a call has one {name}, no fewer and no more"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        if self._key is not None and (trouble := self._key.check(name, data, _proof(context))):
+            reason = ErrorReason.ERROR_REASON_UNAUTHENTICATED
+            # It may be tried again: the caller may have heard from the coordinator first.
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, reason, trouble)
         try:
             return request.FromString(data)
         except DecodeError:
@@ -152,6 +161,13 @@ class Requests:
             self._unhurried.clear()
             return HURRIED_SECONDS
         return HURRIED_SECONDS if self._reading[connection] > MANY_EACH else READ_SECONDS
+
+
+def _proof(context: Any) -> bytes | None:
+    for name, value in context.invocation_metadata() or ():
+        if name == METADATA:
+            return value if isinstance(value, bytes) else None
+    return None
 
 
 async def _first(context: Any) -> tuple[bytes, bool]:

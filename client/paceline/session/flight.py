@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from paceline.recorder import FlightRecorder, error_text
+from paceline.user_folder import make_private, user_folder
 
 __all__ = ["FLIGHT_DIR", "FlightLog", "flight_directory"]
 
@@ -47,7 +47,7 @@ def flight_directory(environ: Mapping[str, str]) -> Path | None:
     """
     text = environ.get(FLIGHT_DIR)
     if text is None:
-        return Path(tempfile.gettempdir(), f"paceline-{_user()}", "flight").absolute()
+        return user_folder("flight")
     return Path(text).absolute() if text not in ("", "off") else None  # absolute: the script may change its directory
 
 
@@ -145,7 +145,7 @@ class FlightLog:
         # One operation a line, so that grep and diff are of use too.
         lines = ",\n".join(f"    {json.dumps(operation)}" for operation in operations)
         text = json.dumps(head, indent=2, default=str)[:-2] + f',\n  "operations": [\n{lines}\n  ]\n}}\n'
-        _make_private(directory)
+        make_private(directory, f"set {FLIGHT_DIR} to another directory")
         stem = f"{_plain(described.get('job'))}.rank{_plain(described.get('rank'))}.pid"
         path = directory / f"{stem}{self._pid}.json"
         # A name of its own, opened exclusively and 0600: two threads may dump at once, and nothing is followed.
@@ -198,27 +198,6 @@ def _caught_outside_python(number: int) -> bool:
         return False
     masks = re.findall(r"^Sig(?:Cgt|Ign):\s*([0-9a-f]+)$", status, re.MULTILINE)  # proc(5)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0  # Windows keeps temporary files by user
-
-
-def _make_private(directory: Path) -> None:
-    """Makes the directory, 0700, with what lacks above it; refuses one that somebody else could have put there."""
-    missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)  # exist_ok: another rank may be doing the same
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(f"{directory} is a link or a file; {FLIGHT_DIR} must name a directory")
-    if found.st_uid != _user():
-        raise PermissionError(f"{directory} belongs to uid {found.st_uid}, not {_user()}; set {FLIGHT_DIR} to another")
-    for path in directory.parents:
-        # Whoever owns a directory on the way can exchange what is in it; in /tmp anybody can have been first.
-        owner, open_to_all = path.lstat().st_uid, path.parent.stat().st_mode & stat.S_IWOTH
-        if open_to_all and owner not in (0, _user()):
-            raise PermissionError(f"{path}, above the dumps, belongs to uid {owner}; set {FLIGHT_DIR} to another place")
 
 
 def _plain(name: object) -> str:

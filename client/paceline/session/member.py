@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from concurrent import futures
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from paceline import errors
@@ -23,6 +24,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.group import Group
+from paceline.links.door_key import DoorKey
 from paceline.links.fault import Suspicion, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
@@ -99,13 +101,14 @@ class MemberConnection:
         coordinator_returns: bool = True,
     ) -> None:
         self.job = wanted.job
-        self.credentials = credentials.for_worker()
+        self._door_key = DoorKey()
+        self.credentials = replace(credentials.for_worker(), door_key=self._door_key)
         self._coordinator = coordinator
         self._coordinator_returns = coordinator_returns
         self._wanted = wanted
         self._config = config
         self._thread = thread
-        self._door = Door(wanted.job, credentials, config)
+        self._door = Door(wanted.job, self.credentials, config)
         self._door.on_exhausted(self.on_broken)
         self._barriers = Barriers()
         self._joined: Outcome[None] = Outcome()
@@ -120,7 +123,7 @@ class MemberConnection:
         self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
         self.mail = Mail()
         self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
-        self._generations = Generations(wanted.job, config, thread, credentials, self._door.ways)
+        self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.ways)
         self._caller = store_pb2.Caller(job=wanted.job)
 
     @property
@@ -296,6 +299,7 @@ class MemberConnection:
         assert self._control is not None
         registered = self._control.registered
         assert registered is not None
+        self._door_key.learn(registered.door_secret, registered.member_id)
         self._door.window.member_id = registered.member_id
         self._caller.member_id, self._caller.session_token = registered.member_id, registered.session_token
 

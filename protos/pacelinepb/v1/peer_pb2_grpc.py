@@ -29,6 +29,11 @@ class PeerServiceStub(object):
     """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
     most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
+
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
+    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
+    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
     """
 
     def __init__(self, channel):
@@ -78,6 +83,11 @@ class PeerServiceServicer(object):
     """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
     most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
+
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
+    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
+    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
     """
 
     def Hello(self, request, context):
@@ -184,6 +194,11 @@ class PeerService(object):
     """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
     most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
+
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
+    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
+    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
     """
 
     @staticmethod

@@ -634,10 +634,15 @@ class Registered(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
+    DOOR_SECRET_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """The member's id."""
     session_token: _builtins.bytes
     """Secret that proves the session: for `resume` and for the store. Never log it."""
+    door_secret: _builtins.bytes
+    """Secret of the job, 32 bytes: by it members prove to each other's doors (PeerService) that they are of this job. Never
+    log it.
+    """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often the member must send a heartbeat."""
@@ -648,10 +653,11 @@ class Registered(_message.Message):
         member_id: _builtins.str = ...,
         session_token: _builtins.bytes = ...,
         heartbeat_interval: _duration_pb2.Duration | None = ...,
+        door_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "member_id", b"member_id", "session_token", b"session_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["door_secret", b"door_secret", "heartbeat_interval", b"heartbeat_interval", "member_id", b"member_id", "session_token", b"session_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,8 @@ class ViewFormed:
 
     job: str
     view: View
+    door_secret: bytes = field(default=b"", repr=False)
+    """The job's: whoever is a member has it, also after a restart of the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class StoredJob:
     reached: int | None = None
     """As `JobState.reached`; where there is a base, its step or more."""
     keys: dict[str, bytes] = field(default_factory=dict)
+    door_secret: bytes = field(default=b"", repr=False)
+    """Of the latest view, forgotten or not; empty in the file of an earlier version."""
 
 
 class Storage(Protocol):

@@ -48,8 +48,8 @@ class MemoryStorage:
         name = change.job
         job = self._jobs.setdefault(name, StoredJob(name))
         match change:
-            case ViewFormed(_, view):
-                job.generation, job.view = view.generation, view
+            case ViewFormed(_, view, door_secret):
+                job.generation, job.view, job.door_secret = view.generation, view, door_secret
                 job.verdict, job.endings = None, {}
                 job.reached = job.reached if view.base is None else view.base.step
             case ViewForgotten(_, generation):

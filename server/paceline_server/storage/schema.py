@@ -23,7 +23,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
 
 _APPLICATION_ID = 0x50414345  # "PACE": `file` and we can tell our file from another program's database
-_VERSION = 4
+_VERSION = 5
 
 _FROM = {
     2: """
@@ -34,6 +34,7 @@ ALTER TABLE seat ADD COLUMN node TEXT NOT NULL DEFAULT '';
 ALTER TABLE job ADD COLUMN reached INTEGER;
 ALTER TABLE job ADD COLUMN lost TEXT NOT NULL DEFAULT '';
 """,
+    4: "ALTER TABLE job ADD COLUMN door_secret BLOB NOT NULL DEFAULT x'';",
 }
 """What makes a file of one version a file of the next."""
 
@@ -57,7 +58,8 @@ CREATE TABLE job (
     finished INTEGER,                     -- the last step of a line that is done
     tuning TEXT NOT NULL,                 -- hash of the members' table of schedules
     reached INTEGER,                      -- steps that the last line is known to have committed, NULL if there was none
-    lost TEXT NOT NULL                    -- what was trained before the view's line began, and is lost
+    lost TEXT NOT NULL,                   -- what was trained before the view's line began and is lost
+    door_secret BLOB NOT NULL             -- by which members know each other
 ) STRICT;
 CREATE TABLE seat (
     job TEXT NOT NULL,
@@ -140,8 +142,9 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
         tuning,
         reached,
         lost,
+        door_secret,
     ) in connection.execute("SELECT * FROM job ORDER BY name"):
-        job = jobs[name] = StoredJob(name, generation, finished=finished, reached=reached)
+        job = jobs[name] = StoredJob(name, generation, finished=finished, reached=reached, door_secret=door_secret)
         if has_view:
             settings = JobSettings(least, most, timeout, tuning)
             seats = _load_seats(connection, job)
@@ -189,8 +192,8 @@ def _split(ranks: str) -> tuple[int, ...]:
 def apply(connection: sqlite3.Connection, change: Change) -> None:
     """Writes one change; the transaction is the caller's."""
     match change:
-        case ViewFormed(job, view):
-            _store_view(connection, job, view)
+        case ViewFormed(job, view, door_secret):
+            _store_view(connection, job, view, door_secret)
         case ViewForgotten(job, generation):
             connection.execute(
                 "DELETE FROM seat WHERE job = ? AND EXISTS (SELECT 1 FROM job WHERE name = ? AND generation = ?)",
@@ -234,14 +237,23 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
                 connection.execute(statement, (job,))
 
 
-def _store_view(connection: sqlite3.Connection, job: str, view: View) -> None:
+def _store_view(connection: sqlite3.Connection, job: str, view: View, door_secret: bytes) -> None:
     settings, base = view.settings, view.base or (None, None)
     found = connection.execute("SELECT reached FROM job WHERE name = ?", (job,)).fetchone()
     reached = view.base.step if view.base is not None else found[0] if found is not None else None
     row = (job, view.generation, settings.min_workers, settings.max_workers, settings.failure_timeout, view.explicit)
     connection.execute(
-        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL, ?, ?, ?)",
-        (*row, *base, ",".join(map(str, view.newcomers)), view.manifest, settings.tuning, reached, view.lost),
+        "INSERT OR REPLACE INTO job VALUES (?, ?, 1, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, ?, ?, ?, NULL, ?, ?, ?, ?)",
+        (
+            *row,
+            *base,
+            ",".join(map(str, view.newcomers)),
+            view.manifest,
+            settings.tuning,
+            reached,
+            view.lost,
+            door_secret,
+        ),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(

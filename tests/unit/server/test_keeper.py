@@ -16,7 +16,7 @@ from paceline_server.keeper import Keeper
 from paceline_server.storage.base import Change, FinishedStored, ViewFormed
 from support.coordinator import run
 
-JOB: Any = SimpleNamespace(membership=SimpleNamespace(state=SimpleNamespace(name="job")))
+JOB: Any = SimpleNamespace(membership=SimpleNamespace(state=SimpleNamespace(name="job")), door_secret=b"secret")
 
 
 class Disk:
@@ -47,7 +47,7 @@ def test_a_view_is_announced_when_it_is_stored_and_not_before() -> None:
     async def main() -> None:
         disk = Disk()
         disk.keeper.keep(JOB, StoreView(view(3)))
-        assert disk.changes == [ViewFormed("job", view(3))]
+        assert disk.changes == [ViewFormed("job", view(3), b"secret")]
         assert disk.applied == []
         await disk.end()
         assert disk.applied == [ViewStored(3)]

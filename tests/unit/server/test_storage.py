@@ -77,6 +77,12 @@ def test_a_view_comes_back_as_it_was(reopen: Reopen) -> None:
     assert jobs == {"a": StoredJob("a", 1, view(1)), "b": StoredJob("b", 4, view(4, 3))}
 
 
+def test_the_secret_of_a_view_comes_back(reopen: Reopen) -> None:
+    jobs = stored(reopen, ViewFormed("a", view(1), b"\0one"), ViewFormed("a", view(2), b"\0two"), ViewForgotten("a", 2))
+    assert jobs == {"a": StoredJob("a", 2, door_secret=b"\0two")}
+    assert "two" not in repr(jobs)
+
+
 def test_verdict_and_endings_belong_to_their_view(reopen: Reopen) -> None:
     ending = Ending("left the job", orderly=True)
     changes = [ViewFormed("a", view(1)), EndingStored("a", 1, 1, ending), VerdictStored("a", VERDICT)]
@@ -134,13 +140,14 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", [2, 3, 4])
 def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) -> None:
-    """Version 2 knew neither nodes nor tables of schedules, version 3 nothing of what is lost."""
+    """Version 2 knew neither nodes nor tables of schedules, 3 nothing of what is lost, 4 no secret of members."""
     path = tmp_path / "s.db"
     assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(3)))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         added = {2: [("job", "tuning"), ("seat", "node")], 3: [("job", "reached"), ("job", "lost")]}
+        added[4] = [("job", "door_secret")]
         for table, column in (each for before, columns in added.items() if before >= version for each in columns):
             connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute(f"PRAGMA user_version={version}")
@@ -150,7 +157,7 @@ def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) 
     if version == 2:
         seats = tuple(replace(seat, process=replace(seat.process, node="")) for seat in expected.seats)
         expected = replace(expected, settings=JobSettings(1, 4, 2.5), seats=seats)
-    assert (job.view, job.reached) == (expected, None)
+    assert (job.view, job.reached, job.door_secret) == (expected, None, b"")
 
 
 @pytest.mark.parametrize("kind", ["row", "schema"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.cli.launcher.place import Place, torch_variables
 from paceline.cli.launcher.streaming import streaming_variables
@@ -29,6 +29,7 @@ class WorkerSettings:
         max_workers: no view has more.
         advertise: host at which peers reach them, each with a port of its own; None: they find it by themselves.
         place: where they stand, if their ranks are known before they join; None: the view gives them.
+        token: made for them by this launcher; None: they have that of its environment, if there is one.
     """
 
     coordinator: str
@@ -37,6 +38,7 @@ class WorkerSettings:
     max_workers: int
     advertise: str | None = None
     place: Place | None = None
+    token: str | None = field(default=None, repr=False)
 
 
 def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tuple[int, int]:
@@ -86,6 +88,8 @@ def worker_environment(
     else:  # the rank in Paceline's groups is the one that torch is told
         own = (str(place.first_rank + index), str(place.world_size))
         environment |= dict(zip(_RANKS, own, strict=True)) | torch_variables(place, index)
+    if settings.token is not None:  # never in an argument, which all users of the machine can read
+        environment["PACELINE_TOKEN"] = settings.token
     if settings.advertise is not None:
         environment["PACELINE_ADVERTISE"] = settings.advertise
     # NumPy's BLAS takes a thread per core in each process. With a worker per core that is cores squared threads which

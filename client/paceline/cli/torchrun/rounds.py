@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.cli.credentials import worker_credentials
-from paceline.cli.embedded import embedded_coordinator
+from paceline.cli.embedded import Served, own_coordinator
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.reports import ExitReports
@@ -60,11 +60,11 @@ def run_worlds(workers: Workers, plan: Plan, console: Console, coordinator: str 
         PacelineError, OSError: launchers do not meet, or the coordinator cannot be served.
     """
     failures = 0
-    with _meeting(plan, coordinator) as address:
+    with _meeting(plan, coordinator) as served:
         if not plan.alone:
-            console.say(f"meeting the launchers of {_range(plan)} nodes at {address}")
+            console.say(f"meeting the launchers of {_range(plan)} nodes at {served.address}")
         while True:
-            end = _run_world(workers, plan, console, address, failures)
+            end = _run_world(workers, plan, console, served, failures)
             if end.ending is Ending.GROWN:
                 console.say(f"starting all workers again: {end.why}")
             elif end.ending is Ending.FAILED and failures < plan.max_restarts:
@@ -89,14 +89,15 @@ class _End:
     """`why` is on the terminal already."""
 
 
-def _run_world(workers: Workers, plan: Plan, console: Console, coordinator: str, failures: int) -> _End:
+def _run_world(workers: Workers, plan: Plan, console: Console, served: Served, failures: int) -> _End:
+    coordinator = served.address
     try:
         world = enter_world(plan, coordinator, failures, workers.advertise)
     except PeerLost as error:  # a launcher that was there a moment ago
         return _End(Ending.FAILED, 1, str(error), told=False)
     size = world.place.world_size
-    settings = WorkerSettings(coordinator, plan.run_id, size, size, workers.advertise, world.place)
-    with ExitReports(coordinator, plan.run_id, worker_credentials()) as reports:
+    settings = WorkerSettings(coordinator, plan.run_id, size, size, workers.advertise, world.place, served.token)
+    with ExitReports(coordinator, plan.run_id, worker_credentials(served.token)) as reports:
         launcher = Launcher(
             workers.command,
             Terms(workers=plan.workers, minimum=plan.workers),
@@ -119,21 +120,21 @@ def _run_world(workers: Workers, plan: Plan, console: Console, coordinator: str,
 
 
 @contextlib.contextmanager
-def _meeting(plan: Plan, coordinator: str | None) -> Iterator[str]:
-    """The coordinator's address: of one that is there, at the place where launchers meet, or of this launcher's own."""
+def _meeting(plan: Plan, coordinator: str | None) -> Iterator[Served]:
+    """The coordinator: one that is there, at the place where launchers meet, or of this launcher's own."""
     if coordinator is not None:
-        yield coordinator
-    elif plan.meeting is not None:
-        place = plan.meeting
-        if plan.alone and not place.is_loopback and is_here(place.host):
-            place = Endpoint("127.0.0.1", place.port)  # nobody else is to come
-        with coordinator_at(place, serve=plan.serves) as served:
-            yield str(place)
-            if served:
-                wait_until_left(plan, str(place))
-    else:
-        with embedded_coordinator() as own:
+        yield Served(coordinator)
+    elif plan.meeting is None:
+        with own_coordinator() as own:
             yield own
+    elif plan.alone and is_here(plan.meeting.host):  # nobody else is to come
+        with own_coordinator(listen=str(Endpoint("127.0.0.1", plan.meeting.port))) as own:
+            yield own
+    else:
+        with coordinator_at(plan.meeting, serve=plan.serves) as here:
+            yield Served(str(plan.meeting))
+            if here:
+                wait_until_left(plan, str(plan.meeting))
 
 
 def _range(plan: Plan) -> str:

@@ -1,0 +1,138 @@
+"""A worker's door, for somebody who knows its address and all member ids, from logs or `paceline status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paceline._grpc import aio, grpc
+from paceline._loop import loop_thread
+from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.links.door_key import METADATA, DoorKey
+from paceline.session.wire import error_from_status
+from paceline.testing import coordinator
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import admin_pb2, peer_pb2
+from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
+from support.coordinator import RawSession
+from support.processes import Worker
+
+JOB = "job"
+METHODS = [method for method in peer_pb2.DESCRIPTOR.services_by_name["PeerService"].methods if method.name != "Frames"]
+"""Frames has a ticket, which Hello gives once."""
+
+MEMBER = """
+from paceline import nn
+session = paceline.join(job="job")
+session.group.all_reduce(np.ones(3))
+emit("in", secret=session._connection._door_key._secret.hex())
+wait_for_go()
+session.leave()
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A coordinator with a job of two members, and who they are: what its list of members has."""
+
+    coordinator: str
+    members: tuple[Any, ...]
+    secret: bytes
+
+    def request(self, method: Any) -> Any:
+        """What a member would send to the second one."""
+        made = getattr(peer_pb2, method.input_type.name)(job=JOB, to_member=self.members[1].member_id)
+        if method.name == "Hello":
+            made.protocol_version, made.generation, made.purpose = PROTOCOL_VERSION, 1, peer_pb2.PURPOSE_POINT_TO_POINT
+            made.offered.append(peer_pb2.LINK_KIND_GRPC)
+        if method.name in ("Hello", "Knock"):
+            made.from_member = self.members[0].member_id
+        return made
+
+    def call(self, method: Any, proof: bytes | None, credentials: Credentials = IN_THE_CLEAR) -> Any:
+        """How the second member's door answers; None if it does as it is told."""
+
+        async def main() -> aio.AioRpcError | None:
+            metadata = None if proof is None else [(METADATA, proof)]
+            async with credentials.member_channel(self.members[1].address, ()) as channel:
+                call = getattr(PeerServiceStub(channel), method.name)(
+                    self.request(method), metadata=metadata, timeout=10
+                )
+                try:
+                    if method.server_streaming:
+                        async for _ in call:
+                            pass
+                    else:
+                        await call
+                except aio.AioRpcError as error:
+                    return error
+                return None
+
+        return loop_thread().run(main())
+
+    def secret_of(self, job: str) -> bytes:
+        """What somebody hears who comes into a job of this coordinator, as whoever has its token may."""
+
+        async def main() -> bytes:
+            async with aio.insecure_channel(self.coordinator) as channel:
+                session = await RawSession.register(channel, job)
+                await session.leave()
+                return session.door_secret
+
+        return loop_thread().run(main())
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    with _members() as made:
+        yield made
+
+
+@contextmanager
+def _members() -> Iterator[Place]:
+    with coordinator() as address:
+        where = {"PACELINE_COORDINATOR": address, "PACELINE_MIN_WORKERS": "2"}
+        workers = [Worker(MEMBER, where) for _ in range(2)]
+        try:
+            (secret,) = {bytes.fromhex(worker.expect("in")["secret"]) for worker in workers}
+            with grpc.insecure_channel(address) as channel:
+                detail = AdminServiceStub(channel).GetJob(admin_pb2.GetJobRequest(job=JOB), timeout=10)
+            members = sorted((status.member for status in detail.members), key=lambda member: member.rank)
+            yield Place(address, tuple(members), secret)
+            for worker in workers:
+                worker.go()
+            assert [worker.wait() for worker in workers] == [0, 0]
+            assert [worker.stderr for worker in workers] == ["", ""]
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def refused(error: aio.AioRpcError | None, words: str) -> None:
+    assert error is not None
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert words in str(error_from_status(error, "the door"))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_member_ids_open_nothing(place: Place, method: Any) -> None:
+    """Without the job's secret, with one of another job at the same coordinator, and with what was overheard."""
+    words = "the caller does not prove that it is of this job"
+    request, first = place.request(method), place.members[0].member_id
+    refused(place.call(method, None), words)
+    for secret in (bytes(32), place.secret_of("another")):
+        stranger = DoorKey()
+        stranger.learn(secret, first)
+        refused(place.call(method, stranger.prove(request)), words)
+    member = DoorKey()
+    member.learn(place.secret, f"one for {method.name}")
+    credentials = Credentials(door_key=member)
+    for proof in (None, member.prove(request)):
+        error = place.call(method, proof, IN_THE_CLEAR if proof else credentials)
+        assert error is None or error.code() is grpc.StatusCode.FAILED_PRECONDITION, error  # "it has no state yet"
+    refused(place.call(method, proof), "this call has come before")

@@ -1,0 +1,104 @@
+"""Where a user's commands keep the tokens of their coordinators: what is found, and what is not believed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import own_coordinators
+from paceline.cli.address import coordinator_address
+from paceline.cli.credentials import own_credentials
+from paceline.cli.output import UsageError
+from paceline.cli.own_coordinators import own_addresses, own_token, published
+
+ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    own_coordinators._say_once.cache_clear()
+    return tmp_path / f"paceline-{os.geteuid()}" / "coordinators"
+
+
+def test_a_token_is_there_as_long_as_its_coordinator(folder: Path) -> None:
+    assert (own_token(ADDRESS), own_addresses()) == (None, [])
+    with published(ADDRESS, "first"):
+        assert (own_token(ADDRESS), own_token(OTHER), own_addresses()) == ("first", None, [ADDRESS])
+        assert own_token("localhost:40001") is None  # it may be ::1, where somebody else may listen
+        assert own_credentials(ADDRESS).token is not None
+        assert own_credentials(OTHER).token is None
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_killed_command_left_is_shown_to_nobody(folder: Path) -> None:
+    """Whoever has the port now would learn it."""
+    folder.mkdir(parents=True, mode=0o700)
+    left = folder / ADDRESS
+    left.touch(mode=0o600)
+    left.write_text("old")
+    assert (own_token(ADDRESS), own_addresses()) == (None, [])
+    with published(ADDRESS, "new"):
+        assert own_token(ADDRESS) == "new"
+
+
+def test_the_users_own_token_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-the-users")
+    asked: list[str] = []
+    monkeypatch.setattr("paceline.cli.credentials.own_token", asked.append)
+    own_credentials(ADDRESS)
+    assert asked == []
+
+
+def test_an_operator_need_not_name_the_only_one() -> None:
+    with pytest.raises(UsageError, match=r"name the coordinator \(--coordinator\): no paceline run of yours"):
+        coordinator_address(None)
+    with published(OTHER, "two"):
+        assert coordinator_address(None) == OTHER
+        with published(ADDRESS, "one"), pytest.raises(UsageError, match=f"commands have {ADDRESS}, {OTHER}$"):
+            coordinator_address(None)
+    assert coordinator_address("host") == "host:7400"
+
+
+@pytest.mark.parametrize("planted", ["open", "link", "fifo", "another's"])
+def test_a_file_that_somebody_else_may_have_made_is_not_used(
+    folder: Path, planted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.mkdir(parents=True, mode=0o700)
+    path = folder / ADDRESS
+    if planted == "link":
+        (folder.parent / "else").write_text("planted")
+        path.symlink_to(folder.parent / "else")
+    elif planted == "fifo":
+        os.mkfifo(path, 0o600)
+    else:
+        path.write_text("planted")
+        path.chmod(0o604 if planted == "open" else 0o600)
+    if planted == "another's":
+        monkeypatch.setattr("pacelinepb.private_files.os.geteuid", lambda: 12345)
+        monkeypatch.setattr(own_coordinators, "check_own", lambda *_: None)
+        monkeypatch.setattr(own_coordinators, "_folder", lambda: folder)
+    held = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert own_token(ADDRESS) is None
+    finally:
+        os.close(held)
+    said = capsys.readouterr().err
+    assert ("is looked for" if planted == "link" else "is not used") in said
+
+
+def test_a_folder_of_somebody_else_stops_no_training(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.parent.symlink_to(tmp_path)
+    (tmp_path / "coordinators").write_text("a file")
+    with published(ADDRESS, "token"):
+        assert own_token(ADDRESS) is None
+    assert "paceline status and drain cannot ask this run" in capsys.readouterr().err
