@@ -52,6 +52,21 @@ class Mutant:
 
 
 MUTANTS = (
+    # What one job may take from the others.
+    Mutant(
+        "one takes all that is free",
+        f"{SERVER}/budget.py",
+        "if self.held(who) + size > self.total - self.used - size:",
+        "if size > self.total - self.used:",
+        ("unit/server/test_budget.py",),
+    ),
+    Mutant(
+        "a job's keys stay when it is over",
+        f"{SERVER}/dispatcher.py",
+        "                if had_keys:\n                    self._keeper.clear(state.name)\n",
+        "",
+        ("integration/test_admin_orders.py",),
+    ),
     # What the coordinator keeps.
     Mutant(
         "a commit is not synced to the disk",

@@ -12,10 +12,11 @@ import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from paceline_server import admission, wire
 from paceline_server.abandonment import Abandonment
+from paceline_server.budget import Budget
 from paceline_server.effects import (
     Effect,
     EndSession,
@@ -74,7 +75,7 @@ class Dispatcher:
         observer: told of streams that begin and end.
 
     Attributes:
-        jobs: those that have sessions, a line or keys. `find` knows those at rest, too.
+        jobs: those that have sessions or a line. `find` knows those at rest, too.
     """
 
     def __init__(self, settings: ServerSettings, storage: Storage, observer: Observer | None = None) -> None:
@@ -83,6 +84,7 @@ class Dispatcher:
         self.draining = False
         self._resting: dict[str, JobState] = {}  # nothing is left of them but the number, and whether they are done
         self.storage = storage
+        self._stores = Budget(settings.store_bytes)
         self._observer = observer
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
@@ -103,7 +105,7 @@ class Dispatcher:
         now = self._loop.time()
         self._timers = Timers(now, self.jobs, self._apply_alone)
         for stored in stored_jobs:
-            job = self._make_job(restore(now, stored), KeyValues(stored.name, self.settings, stored.keys))
+            job = self._make_job(restore(now, stored), self._values(stored.name, stored.keys))
             self.jobs[stored.name] = job
             if stored.view is not None:
                 self._pages(job, stored.view)  # its members have this list
@@ -147,7 +149,7 @@ class Dispatcher:
         """The job of that name. One at rest is made for the occasion, and taken up if a session is opened in it."""
         job = self.jobs.get(name)
         if job is None and (state := self._resting.get(name)) is not None:
-            job = self._make_job(state, KeyValues(name, self.settings, {}))
+            job = self._make_job(state, self._values(name, {}))
         return job
 
     async def forget(self, name: str) -> None:
@@ -172,6 +174,7 @@ class Dispatcher:
                 f"job {name!r} may go on: workers of it are silent, and may hold its state; if you know that they have "
                 f"ended, paceline restart {name} says so; nothing was forgotten"
             )
+        job.store.values.clear()
         self.jobs.pop(name, None)
         self._resting.pop(name, None)
         await self.storage.write([JobForgotten(name)])  # after all that was written of it, and before what will be
@@ -213,7 +216,7 @@ class Dispatcher:
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
         if name not in self.jobs:
             self._check_room(name)
-        job = job or self._make_job(JobState(name), KeyValues(name, self.settings, {}))
+        job = job or self._make_job(JobState(name), self._values(name, {}))
         if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
             raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
         self._attach(job, stream, token, event)
@@ -433,6 +436,9 @@ class Dispatcher:
                 "status shows them, and paceline forget JOB removes one"
             )
 
+    def _values(self, name: str, keys: Mapping[str, bytes]) -> KeyValues:
+        return KeyValues(name, self.settings, self._stores, keys)
+
     def _make_job(self, state: JobState, values: KeyValues) -> Job:
         abandonment = Abandonment(self.settings.restart_after)
         return Job(Membership(state, self.settings), Storeroom(values), abandonment)
@@ -453,14 +459,22 @@ class Dispatcher:
         self._act(job, effects)
 
     def _arm(self, job: Job, due: float) -> None:
-        """Sets the job's timer to its next deadline; puts a job to rest of which no more than its number is left."""
+        """Sets the job's timer to its next deadline; puts a job to rest of which no more than its number is left.
+
+        Its keys end with it: nobody is there who could ask for them.
+        """
         state = job.membership.state
         deadline = min(due, job.membership.next_deadline())
-        if self.jobs.get(state.name) is job and state.is_at_rest and not len(job.store.values):
+        if self.jobs.get(state.name) is job and state.is_at_rest:
             del self.jobs[state.name]
-            if not self.settings.keep_numbers:
+            had_keys = len(job.store.values) > 0
+            job.store.values.clear()
+            known = state.generation or state.finished is not None
+            if not self.settings.keep_numbers or (had_keys and not known):
                 self._keeper.forget(state.name)
-            elif state.generation or state.finished is not None:
+            elif known:
+                if had_keys:
+                    self._keeper.clear(state.name)
                 self._resting[state.name] = JobState(
                     state.name, generation=state.generation, finished=state.finished, reached=state.reached
                 )

@@ -17,6 +17,7 @@ from paceline_server.storage.base import (
     JobForgotten,
     ReachedStored,
     Storage,
+    StoreCleared,
     VerdictStored,
     ViewForgotten,
     ViewFormed,
@@ -66,6 +67,10 @@ class Keeper:
             case StoreFinished(step):
                 written = self._storage.write([FinishedStored(name, step)])
                 written.add_done_callback(functools.partial(self._finish_written, job, step))
+
+    def clear(self, name: str) -> None:
+        """Nothing is left of this job's keys."""
+        self._write(StoreCleared(name))
 
     def forget(self, name: str) -> None:
         """Nothing is left of this job."""

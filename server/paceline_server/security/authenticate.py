@@ -17,7 +17,7 @@ from paceline_server.security.tokens import Grant
 from paceline_server.services.refusals import OURS, refuse
 from pacelinepb.v1 import admin_pb2, session_pb2
 
-__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor"]
+__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of"]
 
 _OPEN = "/grpc.health.v1.Health/Check"
 
@@ -80,7 +80,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         if not handler or method == _OPEN:  # grpc gives None for a method that nobody serves
             return handler
         try:
-            grant = (await self._tokens.current()).grant(_authorization(handler_call_details))
+            grant = (await self._tokens.current()).grant(authorization_of(handler_call_details))
         except Unauthenticated as unknown:
             return _refusal(unknown, ours=method.startswith(OURS))
         if grant.jobs is None:
@@ -95,7 +95,8 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         return _refusal(refused, ours=method.startswith(OURS))
 
 
-def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+def authorization_of(details: grpc.HandlerCallDetails) -> str | None:
+    """What a call shows: the value of that name in its metadata, None if there is none."""
     for name, value in details.invocation_metadata or ():
         if name == "authorization":
             return value if isinstance(value, str) else None

@@ -22,6 +22,7 @@ __all__ = [
     "ReachedStored",
     "StateUnusable",
     "Storage",
+    "StoreCleared",
     "StoredJob",
     "VerdictStored",
     "ViewFormed",
@@ -101,6 +102,13 @@ class KeyDeleted:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreCleared:
+    """All keys of the job's store are gone."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobForgotten:
     """Nothing of the job is kept, not even its number."""
 
@@ -116,6 +124,7 @@ Change = (
     | ReachedStored
     | KeySet
     | KeyDeleted
+    | StoreCleared
     | JobForgotten
 )
 

@@ -14,6 +14,7 @@ from paceline_server.storage.base import (
     KeyDeleted,
     KeySet,
     ReachedStored,
+    StoreCleared,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -69,5 +70,7 @@ class MemoryStorage:
                 job.keys[key] = value
             case KeyDeleted(_, key):
                 job.keys.pop(key, None)
+            case StoreCleared():
+                job.keys.clear()
             case JobForgotten():
                 del self._jobs[name]

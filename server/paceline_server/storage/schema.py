@@ -13,6 +13,7 @@ from paceline_server.storage.base import (
     KeyDeleted,
     KeySet,
     ReachedStored,
+    StoreCleared,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -225,6 +226,8 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
             connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
         case KeyDeleted(job, key):
             connection.execute("DELETE FROM key WHERE job = ? AND key = ?", (job, key))
+        case StoreCleared(job):
+            connection.execute("DELETE FROM key WHERE job = ?", (job,))
         case JobForgotten(job):
             for statement in (
                 "DELETE FROM job WHERE name = ?",
