@@ -63,9 +63,16 @@ MUTANTS = (
     Mutant(
         "a job's keys stay when it is over",
         f"{SERVER}/dispatcher.py",
-        "                if had_keys:\n                    self._keeper.clear(state.name)\n",
+        "        if had_keys:\n            self._keeper.clear(state.name)\n",
         "",
         ("integration/test_admin_orders.py",),
+    ),
+    Mutant(
+        "a job that was forgotten for want of room begins at 1 again",
+        f"{SERVER}/dispatcher.py",
+        "self._used_up = max(self._used_up, oldest.generation)",
+        "self._used_up = max(self._used_up, 0)",
+        ("security/test_job_names.py",),
     ),
     # What the coordinator keeps.
     Mutant(

@@ -69,8 +69,9 @@ class ServerSettings:
     """Jobs at one time that have sessions or a line."""
 
     max_resting_jobs: int = 10_000
-    """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. They stay until an
-    operator says `paceline forget`, for a job's numbers never fall. An answer to ListJobs has room for so many."""
+    """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. If there is one more,
+    the one that has been over for longest is forgotten, and jobs that are not known begin above its number, for a job's
+    numbers never fall. An answer to ListJobs has room for so many."""
 
     keep_numbers: bool = True
     """False where no job is taken up again under its name: nothing is left of one that is over."""

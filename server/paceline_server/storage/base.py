@@ -19,6 +19,7 @@ __all__ = [
     "JobForgotten",
     "KeyDeleted",
     "KeySet",
+    "NumbersUsed",
     "ReachedStored",
     "StateUnusable",
     "Storage",
@@ -109,6 +110,14 @@ class StoreCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class NumbersUsed:
+    """Numbers up to this one are used up, by views of which nothing is kept."""
+
+    job: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobForgotten:
     """Nothing of the job is kept, not even its number."""
 
@@ -125,6 +134,7 @@ Change = (
     | KeySet
     | KeyDeleted
     | StoreCleared
+    | NumbersUsed
     | JobForgotten
 )
 

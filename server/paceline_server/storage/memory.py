@@ -13,6 +13,7 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    NumbersUsed,
     ReachedStored,
     StoreCleared,
     StoredJob,
@@ -72,5 +73,7 @@ class MemoryStorage:
                 job.keys.pop(key, None)
             case StoreCleared():
                 job.keys.clear()
+            case NumbersUsed(_, generation):
+                job.generation = max(job.generation, generation)
             case JobForgotten():
                 del self._jobs[name]
