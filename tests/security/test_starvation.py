@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
+from paceline.cli.health import trouble_at
 from paceline_server._grpc import aio
+from paceline_server.services.probes import PROBE
 from pacelinepb.v1 import store_pb2 as pb
 from support.coordinator import RawSession, duration, run
 from support.http2 import claimed
@@ -87,6 +89,15 @@ ATTACKS = {
     "short calls that never end": Attack(f"{STORE}/Delete", 4, long_requests_that_never_end),
     "sessions that say nothing": Attack("/pacelinepb.v1.SessionService/Session", 27, nothing),
 }
+
+
+@pytest.mark.slow
+def test_probes_without_a_token(besieged: Siege) -> None:
+    """Their requests never come: 13,500 of them took 90 MiB for ten seconds, and a stall when they ended together."""
+    attack = Attack(PROBE, 27, nothing)
+    grown = press(besieged, attack, nothing(pb.Caller()), "")
+    assert not trouble_at(besieged.address), "an honest one is answered"
+    looked_at("probes", besieged, grown)
 
 
 @pytest.fixture

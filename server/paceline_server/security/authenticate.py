@@ -14,12 +14,11 @@ from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.errors import PermissionDenied, Refused, Unauthenticated
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant
+from paceline_server.services.probes import PROBE
 from paceline_server.services.refusals import OURS, refuse
 from pacelinepb.v1 import admin_pb2, session_pb2
 
 __all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of"]
-
-_OPEN = "/grpc.health.v1.Health/Check"
 
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
@@ -77,7 +76,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         """Puts a refusal, or a check of the job, in the place of the handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if not handler or method == _OPEN:  # grpc gives None for a method that nobody serves
+        if not handler or method == PROBE:  # grpc gives None for a method that nobody serves
             return handler
         try:
             grant = (await self._tokens.current()).grant(authorization_of(handler_call_details))

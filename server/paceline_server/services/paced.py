@@ -20,14 +20,12 @@ from paceline_server.errors import LimitMet
 from paceline_server.pacing import Pacers
 from paceline_server.security.authenticate import authorization_of
 from paceline_server.services.calls import OpenCall, OpenCalls
+from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
 from paceline_server.services.sizes import TooLong, bounded, most_bytes
 from paceline_server.settings import ServerSettings
 
 __all__ = ["PacingInterceptor"]
-
-_PROBE = "/grpc.health.v1.Health/Check"
-"""Probes are few, and must not wait."""
 
 _Serve = Callable[[Any, "aio.ServicerContext[Any, Any]", OpenCall], Awaitable[None]]
 
@@ -36,7 +34,7 @@ _MOST_PAYERS = 20_000
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Paces calls by payer. Messages of a session's stream are paced where they are read.
+    """Paces calls by payer, but for probes. Messages of a session's stream are paced where they are read.
 
     Args:
         settings: the rates, the time for a request to come in, and how long it may be.
@@ -49,6 +47,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         self._settings = settings
         self._calls = calls
         self._payer_of = payer_of
+        self._probes = Probes()
 
     async def intercept_service(
         self,
@@ -68,11 +67,14 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             assert handler.stream_stream is not None, "no service here has a method with a stream and one answer"
             serve = _streaming(handler.stream_stream)
 
+        async def probe(_: object, context: aio.ServicerContext[Any, Any]) -> None:
+            await self._probes.serve(handler.unary_unary, context)
+
         async def count(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
             payer = self._payer_of(authorization, context.peer())
             try:
                 with self._calls.one(payer) as call:
-                    if method != _PROBE and (delay := self._pacers.delay(payer, asyncio.get_running_loop().time())):
+                    if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
                         await asyncio.sleep(delay)
                     await serve(requests, context, call)
             except LimitMet as refused:
@@ -80,7 +82,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
 
         async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
             try:
-                await count(requests, context)
+                await (probe if method == PROBE else count)(requests, context)
             except aio.AbortError as ended:
                 # grpc keeps it with the call, and the frames that it has passed know the call: a circle, in which the
                 # request would stay until all garbage is collected.
