@@ -61,6 +61,13 @@ MUTANTS = (
         ("unit/server/test_budget.py",),
     ),
     Mutant(
+        "a worker's token drains others",
+        f"{SERVER}/security/authenticate.py",
+        "return Role.OPERATOR if method.startswith(_ADMIN) else Role.WORKER",
+        "return Role.WORKER",
+        ("unit/server/test_tokens.py",),
+    ),
+    Mutant(
         "a job's keys stay when it is over",
         f"{SERVER}/dispatcher.py",
         "        if had_keys:\n            self._keeper.clear(state.name)\n",

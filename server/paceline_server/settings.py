@@ -46,7 +46,7 @@ class ServerSettings:
     """One token, good for all jobs; None and no `token_file`: nobody needs one."""
 
     token_file: Path | None = None
-    """File of tokens, `TOKEN` or `TOKEN JOB` on a line, read again when it changes."""
+    """File of tokens, `TOKEN`, `TOKEN JOB` or `TOKEN role=ROLE JOB` on a line, read again when it changes."""
 
     restart_after: float | None = None
     """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream

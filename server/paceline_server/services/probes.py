@@ -30,9 +30,6 @@ class Probes:
     def __init__(self) -> None:
         self._open: OrderedDict[asyncio.Timeout, None] = OrderedDict()  # the oldest first
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     async def serve(self, inner: Any, context: aio.ServicerContext[Any, Any]) -> None:
         """Answers one by its handler, or ends it."""
         try:
