@@ -100,6 +100,17 @@ def test_probes_without_a_token(besieged: Siege) -> None:
     looked_at("probes", besieged, grown)
 
 
+@pytest.mark.slow
+def test_strangers_at_the_same_address(tmp_path: Path) -> None:
+    """The other job has a token for all jobs, and calls from where they do: they are refused, and it is not slowed."""
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text(f"{MINE}\n")
+    with siege(tmp_path, MINE, token_file=str(tokens), memory_bytes=MEMORY, call_rate=200, call_burst=1_000) as made:
+        attack = Attack(f"{STORE}/Get", 27, waiting_gets)
+        looked_at("strangers", made, press(made, attack, waiting_gets(pb.Caller()), ""))
+
+
 @pytest.fixture
 def besieged(tmp_path: Path) -> Iterator[Siege]:
     tokens = tmp_path / "tokens"

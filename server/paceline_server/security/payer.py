@@ -1,7 +1,8 @@
 """Who pays for a call: the jobs that its token is good for, whatever connections it comes by; else its address. Pure.
 
-One job's calls count together, then, and no more connections get round that. A token for all jobs, an unknown one
-and none say nothing of the job, so that those who show them are told apart by their addresses.
+One job's calls count together, then, and no more connections get round that. A token for all jobs says nothing of the
+job, so that those who show one are told apart by their addresses. So are strangers, who show none that holds; and they
+pay for nobody but strangers.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
         authorization: as for `Tokens.grant`.
         peer: where the call comes from, as grpc says it: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
     """
-    if tokens is not None:
-        try:
-            grant = tokens.grant(authorization)
-        except Unauthenticated:
-            pass
-        else:
-            if grant.jobs is not None:
-                return f"job{'s' if len(grant.jobs) > 1 else ''} {', '.join(map(repr, sorted(grant.jobs)))}"
-    return _address(peer)
+    address = _address(peer)
+    if tokens is None:
+        return address
+    try:
+        jobs = tokens.grant(authorization).jobs
+    except Unauthenticated:
+        return f"strangers at {address}"
+    return address if jobs is None else f"job{'s'[: len(jobs) - 1]} {', '.join(map(repr, sorted(jobs)))}"
 
 
 def _address(peer: str) -> str:
