@@ -115,7 +115,8 @@ class Coordinator:
         if (paths := TlsPaths.of(self._settings)) is not None:
             self._certificates = await CertificateKeeper.open(paths)
         credentials = None if self._certificates is None else self._certificates.credentials
-        calls = OpenCalls(Budget(self._settings.call_bytes), most_bytes(self._settings))
+        budgets = Budget(self._settings.call_bytes), Budget(self._settings.reading_bytes)
+        calls = OpenCalls(*budgets, most_bytes(self._settings))
         interceptors: list[aio.ServerInterceptor] = [  # type: ignore[type-arg]
             PacingInterceptor(self._settings, calls, self._payer_of),
             RefusalInterceptor(),

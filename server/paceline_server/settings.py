@@ -115,8 +115,8 @@ class ServerSettings:
 
     memory_bytes: int = field(default_factory=lambda: min(usable_bytes(), _MOST_MEMORY))
     """Memory that callers may take, all together: of what the process may use, its cgroup's limit or the machine's, and
-    at most 2 GiB. Half is for calls that are open, a quarter for what jobs store. One job, or one address, takes at
-    most as much of either as it leaves free."""
+    at most 2 GiB. A half is for calls, a quarter for what jobs store. One job, or one address, takes at most as much of
+    either as it leaves free."""
 
     max_wait_keys: int = 1_000
     """Keys in one Wait."""
@@ -148,8 +148,8 @@ class ServerSettings:
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
-        if self.call_bytes < (least := 8 * (self.max_value_bytes + self.max_request_bytes)):
-            raise ValueError(f"memory_bytes must be {2 * least:,} at least for such values, not {self.memory_bytes:,}")
+        if self.memory_bytes < (least := 48 * (self.max_value_bytes + self.max_request_bytes)):
+            raise ValueError(f"memory_bytes must be {least:,} at least for such values, not {self.memory_bytes:,}")
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65_535):
             raise ValueError(f"listen must be host:port, not {self.listen!r}")
@@ -163,7 +163,12 @@ class ServerSettings:
     @property
     def call_bytes(self) -> int:
         """Bytes for calls that are open."""
-        return self.memory_bytes // 2
+        return self.memory_bytes * 3 // 8
+
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes for requests that come in."""
+        return self.memory_bytes // 8
 
     @property
     def store_bytes(self) -> int:

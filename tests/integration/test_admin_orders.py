@@ -205,22 +205,22 @@ def test_a_store_ends_with_its_job(tmp_path: Path) -> None:
 
     async def main() -> None:
         path = tmp_path / "state.db"
-        async with running(SqliteStorage(path), max_jobs=2, memory_bytes=20 << 20) as channel:
+        async with running(SqliteStorage(path), max_jobs=2, memory_bytes=64 << 20) as channel:
             for view in (True, False):  # of one that never had a view nothing is left at all
-                for _ in range(5):  # one job may have 2.5 MiB
+                for _ in range(12):  # one job may have 8 MiB
                     session = await RawSession.register(channel, "a" if view else "b", least=1 if view else 2)
                     if view:
                         await session.view()
                     await store(session, channel, b"v" * 900_000)
                     await session.leave()
         with closing(sqlite3.connect(path)) as file:
-            assert file.execute("SELECT name, generation FROM job").fetchall() == [("a", 5)]
+            assert file.execute("SELECT name, generation FROM job").fetchall() == [("a", 12)]
             assert file.execute("SELECT count(*) FROM key").fetchone() == (0,)
             file.execute("INSERT INTO key VALUES ('a', 'k', x'00'), ('c', 'k', x'00')")  # of an earlier version
             file.commit()
         async with running(SqliteStorage(path), max_jobs=2) as channel:
             sessions = [await RawSession.register(channel, job, least=1, most=1) for job in "ac"]
-            assert [(await session.view()).generation for session in sessions] == [6, 1]
+            assert [(await session.view()).generation for session in sessions] == [13, 1]
             for session in sessions:
                 with pytest.raises(aio.AioRpcError) as caught:
                     await find(session, channel)

@@ -1,15 +1,16 @@
 """What open calls take of the memory, counted for whoever pays for them; and who waits for room.
 
 Before a request is read there must be room for the longest that may come, for grpc takes it in whole, whichever method
-it is for. For that calls wait, those of each payer in their order. Whoever has no room for another call is refused.
+it is for. For that calls wait, those of each payer in their order, and it is free again when the request is in. So it
+has a budget of its own: whoever has no room for another call is refused, and a burst of calls shall not be.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from paceline_server.budget import Budget
 from paceline_server.errors import LimitMet
@@ -27,14 +28,16 @@ class OpenCalls:
     """All of a coordinator.
 
     Args:
-        budget: what they may take.
+        open_: the budget of those that are open.
+        reading: the budget of requests that are read.
         longest: bytes of the longest request of all methods.
     """
 
-    def __init__(self, budget: Budget, longest: int) -> None:
-        self._budget = budget
+    def __init__(self, open_: Budget, reading: Budget, longest: int) -> None:
+        self._open = open_
+        self._reading = reading
+        self._room = _TIMES * longest
         self._lines: dict[str, OrderedDict[asyncio.Future[None], None]] = {}
-        self.room = _TIMES * longest
 
     @contextmanager
     def one(self, payer: str) -> Iterator[OpenCall]:
@@ -51,47 +54,43 @@ class OpenCalls:
         try:
             yield call
         finally:
-            self.give(payer, call.held)
+            self._open.add(payer, -call.held)
 
     def take(self, payer: str, size: int) -> None:
         """See `OpenCall.take`."""
-        if not self._budget.take(payer, size):
-            held, used, total = (
-                each >> 20 for each in (self._budget.held(payer), self._budget.used, self._budget.total)
-            )
+        budget = self._open
+        if not budget.take(payer, size):
+            held, used, total = (each >> 20 for each in (budget.held(payer), budget.used, budget.total))
             raise LimitMet(
                 f"the open calls of {payer} take {held} MiB of the coordinator's memory, and all together {used} of "
                 f"{total} MiB: as much as they may"
             )
 
-    def give(self, payer: str, size: int) -> None:
-        """So many bytes are free again."""
-        self._budget.add(payer, -size)
-        for waiting in list(self._lines):
-            self._serve(waiting)
-
-    async def wait_for_room(self, payer: str) -> None:
-        """Waits until `room` bytes are taken."""
+    @asynccontextmanager
+    async def room(self, payer: str) -> AsyncIterator[None]:
+        """Waits until a request may come in; there is room for it in the block."""
         line = self._lines.setdefault(payer, OrderedDict())
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line[future] = None
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line[turn] = None
         self._serve(payer)
         try:
-            await future
-        except asyncio.CancelledError:
-            if not future.cancelled():  # its turn had just come
-                self.give(payer, self.room)
-            raise
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():  # its turn may have come when it was cancelled
+                self._reading.add(payer, -self._room)
+            for waiting in list(self._lines):
+                self._serve(waiting)
 
     def _serve(self, payer: str) -> None:
         line = self._lines[payer]
         while line:
-            future = next(iter(line))
-            if not future.cancelled():
-                if not self._budget.take(payer, self.room):
+            turn = next(iter(line))
+            if not turn.cancelled():
+                if not self._reading.take(payer, self._room):
                     return
-                future.set_result(None)
-            del line[future]
+                turn.set_result(None)
+            del line[turn]
         del self._lines[payer]
 
 
@@ -116,21 +115,14 @@ class OpenCall:
         self._calls.take(self._payer, size)
         self.held += size
 
-    async def wait_for_room(self) -> None:
-        """Waits until a request may come in."""
-        await self._calls.wait_for_room(self._payer)
-        self.held += self._calls.room
-
-    def came(self, size: int) -> None:
-        """The request has come in, with so many bytes."""
-        back = self._calls.room - _TIMES * size
-        self.held -= back
-        self._calls.give(self._payer, back)
-
-    def goes(self, size: int) -> None:
-        """An answer of so many bytes is to go out, however slowly it is read.
+    def take_message(self, size: int) -> None:
+        """A request or an answer of so many bytes is there, however slowly it goes.
 
         Raises:
             LimitMet: there is no room for it.
         """
         self.take(_TIMES * size)
+
+    def room(self) -> AbstractAsyncContextManager[None]:
+        """See `OpenCalls.room`."""
+        return self._calls.room(self._payer)

@@ -99,7 +99,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     def _answering(self, inner: Any) -> _Serve:
         async def answer(request: Any, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
             response = await inner(request, context)
-            call.goes(len(response) if isinstance(response, bytes) else response.ByteSize())
+            call.take_message(len(response) if isinstance(response, bytes) else response.ByteSize())
             await context.write(response)
 
         return self._reading_for(answer)
@@ -115,8 +115,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             request: object = EOF
             try:
                 async with asyncio.timeout(patience):
-                    await call.wait_for_room()
-                    request = await context.read()
+                    async with call.room():
+                        request = await context.read()
             except TimeoutError:
                 text = f"the request did not come in within {patience:g} s"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
@@ -124,7 +124,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             if isinstance(request, TooLong):
                 await refuse(context, request.refusal())
-            call.came(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
+            call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
             await inner(request, context, call)
 
         return serve

@@ -95,55 +95,59 @@ def test_addresses(peer: str, said: str) -> None:
 
 def test_calls_are_refused_where_there_is_no_room_and_requests_wait_for_it() -> None:
     async def main() -> None:
-        budget = Budget(20 * CALL_BYTES)
-        calls = OpenCalls(budget, CALL_BYTES)  # room for one request: three times as much
-        with calls.one("a") as first, calls.one("a") as second, calls.one("b") as other:
-            await first.wait_for_room()
-            await other.wait_for_room()
-            third, fourth = (asyncio.create_task(call.wait_for_room()) for call in (second, first))
-            await asyncio.sleep(0)
-            assert third.done(), "8 of 20 are free of the two"
-            assert not fourth.done()
+        open_, reading = Budget(4 * CALL_BYTES), Budget(6 * CALL_BYTES)
+        calls = OpenCalls(open_, reading, CALL_BYTES // 2)  # a request: one and a half times CALL_BYTES
+        with calls.one("a") as first, calls.one("a") as second:
             with pytest.raises(LimitMet, match="the open calls of a take"), calls.one("a"):
                 pass
-            first.came(CALL_BYTES // 2)
-            other.came(0)
-            await asyncio.wait_for(fourth, 5.0)
-        assert budget.used == 0
+            with pytest.raises(LimitMet):
+                first.take_message(1)
+            with calls.one("b") as other:
+                async with first.room(), second.room():
+                    third = asyncio.create_task(enter(first))
+                    async with other.room():
+                        assert not third.done(), "a has half"
+                    await asyncio.sleep(0)
+                    assert not third.done()
+                await asyncio.wait_for(third, 5.0)
+        assert open_.used == reading.used == 0
 
     run(main)
 
 
-def test_who_gives_up_waiting_for_room_leaves_nothing_behind() -> None:
+async def enter(call: OpenCall) -> None:
+    async with call.room():
+        pass
+
+
+@pytest.mark.parametrize("turn_has_come", [True, False])
+def test_who_gives_up_waiting_for_room_leaves_nothing_behind(turn_has_come: bool) -> None:
     async def main() -> None:
-        budget = Budget(9 * CALL_BYTES)
-        calls = OpenCalls(budget, CALL_BYTES)
-        for turn_came in (False, True):
-            with calls.one("a") as one:
-                await one.wait_for_room()
-                waiting = [asyncio.create_task(one.wait_for_room()) for _ in range(3)]
+        reading = Budget(6 * CALL_BYTES)
+        calls = OpenCalls(Budget(1 << 30), reading, CALL_BYTES)
+        with calls.one("a") as one:
+            async with one.room():
+                waiting = [asyncio.create_task(enter(one)) for _ in range(3)]
                 await asyncio.sleep(0)
-                assert not any(task.done() for task in waiting)
-                if turn_came:
-                    one.came(0)
-                for task in waiting:
-                    task.cancel()
-                await asyncio.wait(waiting)
-                assert all(task.cancelled() for task in waiting)
-                if not turn_came:
-                    one.came(0)
-                assert one.held == CALL_BYTES == budget.used
-                await one.wait_for_room()
-            assert budget.used == 0
+                if not turn_has_come:
+                    for task in waiting:
+                        task.cancel()
+            for task in waiting:  # of the first the turn has come, and it has yet to see it
+                task.cancel()
+            await asyncio.wait(waiting)
+            assert all(task.cancelled() for task in waiting)
+            assert reading.used == 0
+            await asyncio.wait_for(enter(one), 5.0)
+        assert reading.used == 0
 
     run(main)
 
 
-def test_an_answer_takes_room_too() -> None:
-    budget = Budget(9 * CALL_BYTES)
-    with OpenCalls(budget, 1).one("a") as call:
-        assert isinstance(call, OpenCall)
-        call.goes(CALL_BYTES)
+def test_messages_count_three_times() -> None:
+    budget = Budget(8 * CALL_BYTES)
+    with OpenCalls(budget, Budget(0), 1).one("a") as call:
+        call.take_message(CALL_BYTES)
+        assert budget.used == 4 * CALL_BYTES
         with pytest.raises(LimitMet):
-            call.goes(CALL_BYTES)
+            call.take_message(1)
     assert budget.used == 0
