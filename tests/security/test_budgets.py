@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline_server._grpc import aio
 from paceline_server.services.calls import CALL_BYTES
 from paceline_server.settings import ServerSettings
+from paceline_server.storage.base import Change, KeySet
+from paceline_server.storage.memory import MemoryStorage
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, duration, reason_of, run, running
@@ -74,3 +77,49 @@ def test_a_burst_of_values_waits_for_room_and_none_is_refused() -> None:
             await asyncio.gather(*(store.Set(request) for request in requests))
 
     run(main)
+
+
+class SlowDisk(MemoryStorage):
+    """Keys are never durable.
+
+    Attributes:
+        written: has an item for each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = asyncio.Queue[KeySet]()
+        self._pending: list[asyncio.Future[None]] = []
+
+    def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
+        if not isinstance(changes[0], KeySet):
+            return super().write(changes)
+        self.written.put_nowait(changes[0])
+        self._pending.append(asyncio.get_running_loop().create_future())
+        return self._pending[-1]
+
+    async def close(self) -> None:
+        for future in self._pending:
+            future.set_result(None)
+
+
+def test_a_value_counts_until_it_is_stored_though_its_caller_hangs_up() -> None:
+    """Else a disk that is slow would have them all in memory."""
+
+    async def main() -> int:
+        disk = SlowDisk()
+        async with running(disk, memory_bytes=MEMORY) as channel:
+            session = await RawSession.register(channel, least=1, most=1)
+            store: Any = StoreServiceStub(channel)
+            request = pb.SetRequest(caller=session.caller, key="k", value=bytes(1 << 20))
+            for number in range(10):
+                call = asyncio.ensure_future(outcome(store.Set(request)))
+                written = asyncio.create_task(disk.written.get())
+                await asyncio.wait({call, written}, return_when=asyncio.FIRST_COMPLETED)
+                if call.done():
+                    assert "the open calls of 127.0.0.1 take" in call.result()
+                    return number
+                call.cancel()
+            return 10
+
+    assert run(main) == 3, "12 MiB are for one, and a value counts three times"
