@@ -52,6 +52,35 @@ class Mutant:
 
 
 MUTANTS = (
+    # What one job may take from the others.
+    Mutant(
+        "one takes all that is free",
+        f"{SERVER}/budget.py",
+        "if self.held(who) + size > self.total - self.used - size:",
+        "if size > self.total - self.used:",
+        ("unit/server/test_budget.py",),
+    ),
+    Mutant(
+        "a worker's token drains others",
+        f"{SERVER}/security/authenticate.py",
+        "return Role.OPERATOR if method.startswith(_ADMIN) else Role.WORKER",
+        "return Role.WORKER",
+        ("unit/server/test_tokens.py",),
+    ),
+    Mutant(
+        "a job's keys stay when it is over",
+        f"{SERVER}/dispatcher.py",
+        "        if had_keys:\n            self._keeper.clear(state.name)\n",
+        "",
+        ("integration/test_admin_orders.py",),
+    ),
+    Mutant(
+        "a job that was forgotten for want of room begins at 1 again",
+        f"{SERVER}/dispatcher.py",
+        "self._used_up = max(self._used_up, oldest.generation)",
+        "self._used_up = max(self._used_up, 0)",
+        ("security/test_job_names.py",),
+    ),
     # What the coordinator keeps.
     Mutant(
         "the secret of a job's members is another one after a restart",

@@ -17,7 +17,7 @@ PacelineError
     CoordinatorUnreachable (ConnectionError)   nobody, or no Paceline coordinator, answers at the address
         TlsFailed                       TLS with the coordinator cannot be had: its certificate, ours, or no TLS at all
     NotAuthenticated (PermissionError)  the coordinator wants a token, or does not know the one that it was shown
-    NotPermitted (PermissionError)      the token is good for another job
+    NotPermitted (PermissionError)      the token is good for another job, or for less
     StaleGeneration                     an act on a generation that is over
     ViewChanged                         a barrier or wait that the end of its generation has ended
     DataWorkerLost (RuntimeError)       a process that fetches data for this one has died
@@ -149,7 +149,7 @@ class NotAuthenticated(PacelineError, PermissionError):
 
 
 class NotPermitted(PacelineError, PermissionError):
-    """The token is good for another job."""
+    """The token is good for another job, or its role for less than this."""
 
 
 class StaleGeneration(PacelineError):

@@ -38,7 +38,8 @@ def main() -> int:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="callers need a token of this file, TOKEN or TOKEN JOB on a line; default: PACELINE_TOKEN_FILE, or "
+        help="callers need a token of this file, TOKEN, TOKEN JOB or TOKEN role=ROLE JOB on a line (read, worker or "
+        "operator, which is the default); without it PACELINE_TOKEN_FILE, or "
         "PACELINE_TOKEN for a token itself",
     )
     arguments = parser.parse_args()

@@ -14,15 +14,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline_server._grpc import aio
+from paceline_server.budget import Budget
 from paceline_server.dispatcher import Dispatcher, Observer
 from paceline_server.listening import listen
 from paceline_server.security.authenticate import AuthenticationInterceptor
 from paceline_server.security.certificate_files import CertificateKeeper
 from paceline_server.security.exposure import exposure
+from paceline_server.security.payer import payer
 from paceline_server.security.tls import TlsPaths
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Tokens
 from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.calls import OpenCalls
 from paceline_server.services.paced import PacingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
@@ -53,6 +56,8 @@ _SERVICES = tuple(
 _IDLE_MS = 1_000
 """Milliseconds for which a connection may be there without a call. Of 1,000 workers that come at once, some call only
 after a quarter of a second; and who comes back after a cut shall not wait for long."""
+
+_UNREAD_BYTES = 16 << 10
 
 _HEALTH_S = 0.2
 """Seconds for those who watch our health to hear that it ends."""
@@ -110,7 +115,12 @@ class Coordinator:
         if (paths := TlsPaths.of(self._settings)) is not None:
             self._certificates = await CertificateKeeper.open(paths)
         credentials = None if self._certificates is None else self._certificates.credentials
-        interceptors: list[aio.ServerInterceptor] = [PacingInterceptor(self._settings), RefusalInterceptor()]  # type: ignore[type-arg]
+        budgets = Budget(self._settings.call_bytes), Budget(self._settings.reading_bytes)
+        calls = OpenCalls(*budgets, most_bytes(self._settings))
+        interceptors: list[aio.ServerInterceptor] = [  # type: ignore[type-arg]
+            PacingInterceptor(self._settings, calls, self._payer_of),
+            RefusalInterceptor(),
+        ]
         if self._tokens is not None:
             interceptors.append(AuthenticationInterceptor(self._tokens))
         self._server = server = aio.server(interceptors=interceptors, options=self._options())
@@ -170,11 +180,17 @@ class Coordinator:
         if self._server is not None:
             await self._server.wait_for_termination()
 
+    def _payer_of(self, authorization: str | None, peer: str) -> str:
+        return payer(None if self._tokens is None else self._tokens.last, authorization, peer)
+
     def _options(self) -> list[tuple[str, int]]:
         return [
             ("grpc.so_reuseport", 0),  # or two coordinators would share a port, and each see half of a job
             ("grpc.max_receive_message_length", most_bytes(self._settings)),
             ("grpc.max_send_message_length", -1),
+            # What may come of a call before it is read: `CALL_BYTES` counts it, so grpc must not choose it by itself.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
             # A worker may ask whether we are there as often as it likes; heartbeats decide who is silent, not pings.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),

@@ -12,10 +12,12 @@ import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 from paceline_server import admission, wire
 from paceline_server.abandonment import Abandonment
+from paceline_server.budget import Budget
 from paceline_server.effects import (
     Effect,
     EndSession,
@@ -59,6 +61,13 @@ from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["Dispatcher", "Job", "Observer"]
 
+_NOT_KNOWN = ""
+"""Stands in the storage for all jobs that are not known; no job has this name."""
+
+_CLAIMED = 1 << 40
+"""No job gets so far by itself, with a view a millisecond for 35 years. A higher number is what a member has shown, and
+must not become that of other jobs."""
+
 _log = logging.getLogger(__name__)
 
 _DOOR_SECRET_BYTES = 32
@@ -77,15 +86,18 @@ class Dispatcher:
         observer: told of streams that begin and end.
 
     Attributes:
-        jobs: those that have sessions, a line or keys. `find` knows those at rest, too.
+        jobs: those that have sessions or a line. `find` knows those at rest, too.
     """
 
     def __init__(self, settings: ServerSettings, storage: Storage, observer: Observer | None = None) -> None:
         self.settings = settings
         self.jobs: dict[str, Job] = {}
         self.draining = False
-        self._resting: dict[str, JobState] = {}  # nothing is left of them but the number, and whether they are done
+        # Nothing is left of them but the number, and whether they are done; who has been over for longest comes first.
+        self._resting: OrderedDict[str, JobState] = OrderedDict()
+        self._used_up = 0  # the numbers of jobs that are not known, up to this one (I3)
         self.storage = storage
+        self._stores = Budget(settings.store_bytes)
         self._observer = observer
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
@@ -105,10 +117,9 @@ class Dispatcher:
         stored_jobs = await self.storage.load()
         now = self._loop.time()
         self._timers = Timers(now, self.jobs, self._apply_alone)
-        for stored in stored_jobs:
-            job = self._make_job(
-                restore(now, stored), KeyValues(stored.name, self.settings, stored.keys), stored.door_secret
-            )
+        self._used_up = next((each.generation for each in stored_jobs if each.name == _NOT_KNOWN), 0)
+        for stored in (each for each in stored_jobs if each.name != _NOT_KNOWN):
+            job = self._make_job(restore(now, stored), self._values(stored.name, stored.keys), stored.door_secret)
             self.jobs[stored.name] = job
             if stored.view is not None:
                 self._pages(job, stored.view)  # its members have this list
@@ -152,7 +163,7 @@ class Dispatcher:
         """The job of that name. One at rest is made for the occasion, and taken up if a session is opened in it."""
         job = self.jobs.get(name)
         if job is None and (state := self._resting.get(name)) is not None:
-            job = self._make_job(state, KeyValues(name, self.settings, {}))
+            job = self._make_job(state, self._values(name, {}))
         return job
 
     async def forget(self, name: str) -> None:
@@ -177,6 +188,7 @@ class Dispatcher:
                 f"job {name!r} may go on: workers of it are silent, and may hold its state; if you know that they have "
                 f"ended, paceline restart {name} says so; nothing was forgotten"
             )
+        job.store.values.clear()
         self.jobs.pop(name, None)
         self._resting.pop(name, None)
         await self.storage.write([JobForgotten(name)])  # after all that was written of it, and before what will be
@@ -217,8 +229,8 @@ class Dispatcher:
         ):
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
         if name not in self.jobs:
-            self._check_room(name)
-        job = job or self._make_job(JobState(name), KeyValues(name, self.settings, {}))
+            self._check_room()
+        job = job or self._make_job(JobState(name, generation=self._used_up), self._values(name, {}))
         if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
             raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
         if job.membership.state.is_at_rest:  # nobody is left of those who knew the one before
@@ -426,20 +438,13 @@ class Dispatcher:
         self._next_stream += 1
         return SessionStream(self._next_stream, job, member_id, self.settings.max_pending_messages)
 
-    def _check_room(self, name: str) -> None:
+    def _check_room(self) -> None:
         """Refuses to take up a job if there are too many."""
-        limits = self.settings
-        if len(self.jobs) >= limits.max_jobs:
-            raise LimitMet(f"the coordinator has {limits.max_jobs} jobs, as many as it takes")
-        # All that are there may come to rest.
-        if (
-            name not in self._resting
-            and len(self.jobs) + len(self._resting) >= limits.max_jobs + limits.max_resting_jobs
-        ):
-            raise LimitMet(
-                f"the coordinator remembers {len(self._resting)} jobs that are over, as many as it takes: paceline "
-                "status shows them, and paceline forget JOB removes one"
-            )
+        if len(self.jobs) >= self.settings.max_jobs:
+            raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, as many as it takes")
+
+    def _values(self, name: str, keys: Mapping[str, bytes]) -> KeyValues:
+        return KeyValues(name, self.settings, self._stores, keys)
 
     def _make_job(self, state: JobState, values: KeyValues, door_secret: bytes = b"") -> Job:
         abandonment = Abandonment(self.settings.restart_after)
@@ -462,21 +467,39 @@ class Dispatcher:
         self._act(job, effects)
 
     def _arm(self, job: Job, due: float) -> None:
-        """Sets the job's timer to its next deadline; puts a job to rest of which no more than its number is left."""
+        """Sets the job's timer to its next deadline; puts a job to rest of which no more than its number is left.
+
+        Its keys end with it: nobody is there who could ask for them.
+        """
         state = job.membership.state
         deadline = min(due, job.membership.next_deadline())
-        if self.jobs.get(state.name) is job and state.is_at_rest and not len(job.store.values):
-            del self.jobs[state.name]
-            if not self.settings.keep_numbers:
-                self._keeper.forget(state.name)
-            elif state.generation or state.finished is not None:
-                self._resting[state.name] = JobState(
-                    state.name, generation=state.generation, finished=state.finished, reached=state.reached
-                )
+        if self.jobs.get(state.name) is job and state.is_at_rest:
+            self._rest(job, state)
         if self.jobs.get(state.name) is not job:
             deadline = float("inf")  # if it is taken up again, then by another object
         assert self._timers is not None
         self._timers.set(job, deadline)
+
+    def _rest(self, job: Job, state: JobState) -> None:
+        """Nothing of the job is kept but its number, and how its line ended."""
+        del self.jobs[state.name]
+        had_keys = len(job.store.values) > 0
+        job.store.values.clear()
+        known = state.generation > self._used_up or state.finished is not None or state.reached is not None
+        if not self.settings.keep_numbers or not known:
+            if had_keys or state.generation:
+                self._keeper.forget(state.name)
+            return
+        if had_keys:
+            self._keeper.clear(state.name)
+        self._resting[state.name] = JobState(
+            state.name, generation=state.generation, finished=state.finished, reached=state.reached
+        )
+        if len(self._resting) > self.settings.max_resting_jobs:
+            name, oldest = self._resting.popitem(last=False)
+            if oldest.generation < _CLAIMED:
+                self._used_up = max(self._used_up, oldest.generation)
+            self._keeper.forget_but(name, _NOT_KNOWN, self._used_up)
 
 
 def _failed(job: Job) -> SessionEnded:

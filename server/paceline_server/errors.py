@@ -14,7 +14,7 @@ Refused
     TimedOut             what was waited for did not come in time
     VersionMismatch      the versions of the protocol differ
     Unauthenticated      no token came, or one that is unknown here
-    PermissionDenied     the token is good for another job
+    PermissionDenied     the token is good for another job, or for less
     Damaged              what came is no message: it has changed on the way
 
 Handlers raise these and pick no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
@@ -138,7 +138,7 @@ class Unauthenticated(Refused):
 
 
 class PermissionDenied(Refused):
-    """The token is good for another job."""
+    """The token is good for another job, or its role for less than this call."""
 
     reason = ErrorReason.ERROR_REASON_PERMISSION_DENIED
 

@@ -15,8 +15,10 @@ from paceline_server.storage.base import (
     EndingStored,
     FinishedStored,
     JobForgotten,
+    NumbersUsed,
     ReachedStored,
     Storage,
+    StoreCleared,
     VerdictStored,
     ViewForgotten,
     ViewFormed,
@@ -67,9 +69,17 @@ class Keeper:
                 written = self._storage.write([FinishedStored(name, step)])
                 written.add_done_callback(functools.partial(self._finish_written, job, step))
 
+    def clear(self, name: str) -> None:
+        """Nothing is left of this job's keys."""
+        self._write(StoreCleared(name))
+
     def forget(self, name: str) -> None:
         """Nothing is left of this job."""
         self._write(JobForgotten(name))
+
+    def forget_but(self, name: str, others: str, generation: int) -> None:
+        """Nothing is left of this job but that numbers up to this one are used up, which is kept with `others`."""
+        self._write(NumbersUsed(others, generation), JobForgotten(name))
 
     def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
         error = written.exception()
@@ -87,8 +97,8 @@ class Keeper:
         if step is not None and not self._closed:
             self._apply(job, FinishStored(step))
 
-    def _write(self, change: Change) -> None:
-        self._storage.write([change]).add_done_callback(_log_failure)
+    def _write(self, *changes: Change) -> None:
+        self._storage.write(changes).add_done_callback(_log_failure)
 
 
 def _log_failure(written: asyncio.Future[None]) -> None:

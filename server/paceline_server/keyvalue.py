@@ -1,7 +1,8 @@
 """The key-value store of one job: values, limits, and answers to repeated calls. Pure: no waiting, no disk.
 
 A call that changes by what is there (`add`, `compare_set`) may be repeated by a client that lost the answer; the last
-few answers of each member are kept, so that a repeat is answered as the first was and changes nothing.
+few answers of each member are kept, so that a repeat is answered as the first was and changes nothing. No value is kept
+with them: a repeat has the one that it wanted to set, or lost to.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from paceline_server.budget import Budget
 from paceline_server.errors import BadRequest, LimitMet
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Change, KeyDeleted, KeySet
@@ -21,7 +23,10 @@ _INT64 = 1 << 63
 _ANSWERS = 8
 """Answers kept for each member: as many calls may be in flight in one session when its connection breaks."""
 
-_Answer = int | tuple[bool, bytes | None]
+_KEY_BYTES = 200
+"""That a key takes besides its text and its value: two objects, and a place in a dict."""
+
+_Answer = int | bool
 
 
 class KeyValues:
@@ -30,14 +35,16 @@ class KeyValues:
     Args:
         job: its name.
         settings: limits.
+        budget: the bytes for the stores of all jobs.
         keys: what is there already.
     """
 
-    def __init__(self, job: str, settings: ServerSettings, keys: Mapping[str, bytes]) -> None:
+    def __init__(self, job: str, settings: ServerSettings, budget: Budget, keys: Mapping[str, bytes]) -> None:
         self._job = job
         self._settings = settings
+        self._budget = budget
         self._keys = dict(keys)
-        self._bytes = sum(_size(key, value) for key, value in self._keys.items())
+        budget.add(job, sum(_size(key, value) for key, value in self._keys.items()))
         self._answers: dict[str, OrderedDict[int, _Answer]] = {}
 
     def __len__(self) -> int:
@@ -62,10 +69,14 @@ class KeyValues:
         old = self._keys.get(key)
         if old is None and len(self._keys) >= limits.max_keys:
             raise LimitMet(f"the store of job {self._job!r} has {limits.max_keys} keys, as many as it takes")
-        total = self._bytes + _size(key, value) - (_size(key, old) if old is not None else 0)
-        if total > limits.max_store_bytes:
-            raise LimitMet(f"the store of job {self._job!r} is full: it takes {limits.max_store_bytes} bytes")
-        self._bytes = total
+        more = _size(key, value) - (_size(key, old) if old is not None else 0)
+        if more <= 0:
+            self._budget.add(self._job, more)
+        elif not self._budget.take(self._job, more):
+            raise LimitMet(
+                f"the store of job {self._job!r} is full: it has {self._budget.held(self._job):,} bytes, those of all "
+                f"jobs {self._budget.used:,} of {self._budget.total:,}, and one has at most as much as it leaves free"
+            )
         self._keys[key] = value
         return [KeySet(self._job, key, value)]
 
@@ -74,8 +85,13 @@ class KeyValues:
         old = self._keys.pop(key, None)
         if old is None:
             return []
-        self._bytes -= _size(key, old)
+        self._budget.add(self._job, -_size(key, old))
         return [KeyDeleted(self._job, key)]
+
+    def clear(self) -> None:
+        """The job is over: its keys are gone."""
+        self._keys.clear()
+        self._budget.add(self._job, -self._budget.held(self._job))
 
     def add(self, member_id: str, call: int, key: str, amount: int) -> tuple[int, list[Change]]:
         """Adds to an integer; a missing key counts as 0. Returns the sum.
@@ -85,7 +101,7 @@ class KeyValues:
             LimitMet: the store is full.
         """
         known = self._known(member_id, call)
-        if isinstance(known, int):
+        if known is not None:
             return known, []
         text = self._keys.get(key, b"0")
         if not _INTEGER.fullmatch(text):
@@ -106,14 +122,14 @@ class KeyValues:
             LimitMet: the value is too large, or the store is full.
         """
         known = self._known(member_id, call)
-        if isinstance(known, tuple):
-            return *known, []
+        if known:
+            return True, desired, []
         value = self._keys.get(key)
-        if value != expected:
-            self._remember(member_id, call, (False, value))
+        if known is not None or value != expected:
+            self._remember(member_id, call, False)
             return False, value, []
         changes = self.set(key, desired)
-        self._remember(member_id, call, (True, desired))
+        self._remember(member_id, call, True)
         return True, desired, changes
 
     def forget(self, member_id: str) -> None:
@@ -131,4 +147,4 @@ class KeyValues:
 
 
 def _size(key: str, value: bytes) -> int:
-    return len(key.encode()) + len(value)
+    return _KEY_BYTES + len(key.encode()) + len(value)

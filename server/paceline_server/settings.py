@@ -10,7 +10,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from paceline_server.memory import usable_bytes
+
 __all__ = ["ServerSettings", "token_settings"]
+
+
+_MOST_MEMORY = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class ServerSettings:
     """One token, good for all jobs; None and no `token_file`: nobody needs one."""
 
     token_file: Path | None = None
-    """File of tokens, `TOKEN` or `TOKEN JOB` on a line, read again when it changes."""
+    """File of tokens, `TOKEN`, `TOKEN JOB` or `TOKEN role=ROLE JOB` on a line, read again when it changes."""
 
     restart_after: float | None = None
     """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream
@@ -61,11 +66,12 @@ class ServerSettings:
     """Least seconds between two rounds of `Waiting` to all candidates of a job: W arrivals would send W^2 messages."""
 
     max_jobs: int = 1_000
-    """Jobs at one time that have sessions, a line or keys."""
+    """Jobs at one time that have sessions or a line."""
 
     max_resting_jobs: int = 10_000
-    """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. They stay until an
-    operator says `paceline forget`, for a job's numbers never fall. An answer to ListJobs has room for so many."""
+    """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. If there is one more,
+    the one that has been over for longest is forgotten, and jobs that are not known begin above its number, for a job's
+    numbers never fall. An answer to ListJobs has room for so many."""
 
     keep_numbers: bool = True
     """False where no job is taken up again under its name: nothing is left of one that is over."""
@@ -107,14 +113,13 @@ class ServerSettings:
     """Bytes of a request, or of a message of a session. Those that carry a value, or the keys of a Wait, may have
     `max_value_bytes` more."""
 
-    max_store_bytes: int = 256 << 20
-    """Bytes of all keys and values of one job."""
+    memory_bytes: int = field(default_factory=lambda: min(usable_bytes(), _MOST_MEMORY))
+    """Memory that callers may take, all together: of what the process may use, its cgroup's limit or the machine's, and
+    at most 2 GiB. A half is for calls, a quarter for what jobs store. One job, or one address, takes at most as much of
+    either as it leaves free."""
 
     max_wait_keys: int = 1_000
     """Keys in one Wait."""
-
-    max_waiters: int = 20_000
-    """Store calls of all jobs that wait at one time."""
 
     message_rate: float = 1_000
     """Messages a second of one session; beyond `message_burst` at once they are read no faster."""
@@ -123,8 +128,8 @@ class ServerSettings:
     """See `message_rate`."""
 
     call_rate: float = 2_000
-    """Calls a second of one connection, streams among them, and those that are refused for want of a token; beyond
-    `call_burst` at once they are served no faster."""
+    """Calls a second by tokens for one job, or from one address, streams among them, and those that are refused for
+    want of a token; beyond `call_burst` at once they are served no faster."""
 
     call_burst: float = 10_000
     """See `call_rate`."""
@@ -143,6 +148,8 @@ class ServerSettings:
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
+        if self.memory_bytes < (least := 48 * (self.max_value_bytes + self.max_request_bytes)):
+            raise ValueError(f"memory_bytes must be {least:,} at least for such values, not {self.memory_bytes:,}")
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65_535):
             raise ValueError(f"listen must be host:port, not {self.listen!r}")
@@ -152,6 +159,21 @@ class ServerSettings:
             raise ValueError("tls_ca asks callers for certificates, which needs TLS: give tls_cert and tls_key too")
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file: give one of them")
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes for calls that are open."""
+        return self.memory_bytes * 3 // 8
+
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes for requests that come in."""
+        return self.memory_bytes // 8
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes for the keys and values of all jobs."""
+        return self.memory_bytes // 4
 
     @property
     def wants_token(self) -> bool:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from fuzz.wire import pack_chunks, unpack_chunks
 from paceline_server import wire
+from paceline_server.budget import Budget
 from paceline_server.errors import Refused
 from paceline_server.keyvalue import KeyValues
 from paceline_server.model import Ending, Seat, Verdict, View
@@ -82,7 +83,7 @@ def storage(data: bytes) -> None:
     """What has passed the checks can be stored, and comes back as it was: one job, from its members' messages."""
     job = StoredJob("job")
     changes: list[Change] = []
-    values = KeyValues(job.name, _SETTINGS, {})
+    values = KeyValues(job.name, _SETTINGS, Budget(1 << 30), {})
     for chunk in unpack_chunks(data):
         try:
             message = pb.SessionRequest.FromString(chunk)
@@ -187,7 +188,7 @@ def _storage_seeds() -> Sequence[bytes]:
 
 
 def _state_file_seeds() -> Sequence[bytes]:
-    job, values = StoredJob("job"), KeyValues("job", _SETTINGS, {})
+    job, values = StoredJob("job"), KeyValues("job", _SETTINGS, Budget(1 << 30), {})
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         connection.execute("PRAGMA page_size = 512")  # a small file, for mistakes in it to matter
         schema.prepare(connection)

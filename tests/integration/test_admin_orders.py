@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline_server._grpc import aio
 from paceline_server.storage.memory import MemoryStorage
+from paceline_server.storage.sqlite import SqliteStorage
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
-from support.coordinator import RawSession, reason_of, run, running
+from support.coordinator import RawSession, duration, reason_of, run, running
 
 OPEN: dict[str, Any] = {"least": 1, "most": 2}
 
@@ -189,32 +193,48 @@ def test_of_jobs_that_are_never_taken_up_again_nothing_is_left() -> None:
     run(main)
 
 
-def test_a_job_with_keys_is_not_at_rest() -> None:
+def test_a_store_ends_with_its_job(tmp_path: Path) -> None:
+    """In memory, on the disk, and at a restart; a job of that name that comes later finds none of its keys."""
+
+    async def store(session: RawSession, channel: aio.Channel, value: bytes) -> None:
+        await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=session.caller, key="k", value=value))
+
+    async def find(session: RawSession, channel: aio.Channel) -> bytes:
+        request = store_pb2.GetRequest(caller=session.caller, key="k", timeout=duration(0))
+        return (await StoreServiceStub(channel).Get(request)).value
+
     async def main() -> None:
-        async with running(max_jobs=1) as channel:
-            session = await RawSession.register(channel, "a", least=1, most=1)
-            await session.view()
-            await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=session.caller, key="k", value=b"v"))
-            await session.send(leave=session_pb2.Leave())
-            await session.next("left")
-            with pytest.raises(aio.AioRpcError, match="has 1 jobs"):
-                await RawSession.register(channel, "b")
-            admin: Any = AdminServiceStub(channel)
-            await admin.ForgetJob(pb.ForgetJobRequest(job="a"))
-            await RawSession.register(channel, "b")
+        path = tmp_path / "state.db"
+        async with running(SqliteStorage(path), max_jobs=2, memory_bytes=64 << 20) as channel:
+            for view in (True, False):  # of one that never had a view nothing is left at all
+                for _ in range(12):  # one job may have 8 MiB
+                    session = await RawSession.register(channel, "a" if view else "b", least=1 if view else 2)
+                    if view:
+                        await session.view()
+                    await store(session, channel, b"v" * 900_000)
+                    await session.leave()
+        with closing(sqlite3.connect(path)) as file:
+            assert file.execute("SELECT name, generation FROM job").fetchall() == [("a", 12)]
+            assert file.execute("SELECT count(*) FROM key").fetchone() == (0,)
+            file.execute("INSERT INTO key VALUES ('a', 'k', x'00'), ('c', 'k', x'00')")  # of an earlier version
+            file.commit()
+        async with running(SqliteStorage(path), max_jobs=2) as channel:
+            sessions = [await RawSession.register(channel, job, least=1, most=1) for job in "ac"]
+            assert [(await session.view()).generation for session in sessions] == [13, 1]
+            for session in sessions:
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await find(session, channel)
+                assert reason_of(caught.value) == "TIMEOUT"
 
     run(main)
 
 
-def test_so_many_jobs_are_remembered_and_a_forgotten_one_begins_anew() -> None:
+def test_a_forgotten_job_begins_anew() -> None:
     async def main() -> None:
         storage = MemoryStorage()
-        async with running(storage, max_jobs=1, max_resting_jobs=1) as channel:
+        async with running(storage, max_jobs=1) as channel:
             for name in ("a", "b"):
                 assert await job_over(channel, name) == 1
-            with pytest.raises(aio.AioRpcError, match="paceline forget JOB removes one"):
-                await RawSession.register(channel, "c")
-            assert await job_over(channel, "a") == 2, "one that is known may begin again"
             admin: Any = AdminServiceStub(channel)
             await admin.ForgetJob(pb.ForgetJobRequest(job="a"))
             with pytest.raises(aio.AioRpcError, match="there is no job 'a'"):

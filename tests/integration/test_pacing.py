@@ -36,7 +36,7 @@ def test_a_session_is_read_at_its_rate() -> None:
     run(main)
 
 
-def test_calls_of_a_connection_are_served_at_their_rate_and_none_is_refused() -> None:
+def test_calls_of_an_address_are_served_at_their_rate_and_none_is_refused() -> None:
     async def main() -> None:
         async with running(call_rate=200.0, call_burst=20.0) as channel:
             stub = AdminServiceStub(channel)

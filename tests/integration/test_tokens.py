@@ -27,7 +27,8 @@ from paceline.credentials import Credentials
 from paceline.testing import coordinator
 from paceline_server._grpc import aio, grpc
 from paceline_server.security import token_file
-from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
+from paceline_server.security.authenticate import JOB_OF, LIST_JOBS, role_for
+from paceline_server.security.tokens import Role
 from pacelinepb import checks
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from support.coordinator import reason_of, run, running
@@ -296,6 +297,36 @@ def test_every_request_about_another_job_is_refused(tokens: Path) -> None:
             assert error.code() is grpc.StatusCode.PERMISSION_DENIED
 
     run(main)
+
+
+def test_what_each_role_may_do(tokens: Path) -> None:
+    """A worker's token has nobody leave and ends no line, and one that reads joins no job."""
+    callers = {Role.READ: ALL, Role.WORKER: ONE, Role.OPERATOR: TWO}
+    tokens.write_text("".join(f"{token} role={role.name.lower()}\n" for role, token in callers.items()))
+
+    async def main() -> None:
+        async with running(token_file=tokens) as channel:
+            for method in METHODS:
+                for role, token in callers.items():
+                    error = await answer(channel, method, token)
+                    denied = error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
+                    assert denied == (role < role_for(method)), (method, role)
+                    if denied:
+                        assert error is not None
+                        assert reason_of(error) == "PERMISSION_DENIED"
+
+    run(main)
+
+
+def test_a_worker_drains_and_restarts_nobody(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its token is good for the launchers of its job too."""
+    monkeypatch.setenv("PACELINE_TOKEN", ONE)
+    tokens.write_text(f"{ONE} role=worker one\n{TWO} role=operator one\n")
+    with coordinator(token_file=tokens) as address, join(address, ONE) as session, join(address, ONE, "one/nodes"):
+        for order in (lambda: admin.drain(address, "one", [], 5.0), lambda: admin.restart(address, "one", 5.0)):
+            with pytest.raises(paceline.NotPermitted, match="has the role 'worker', and this call needs 'operator'"):
+                order()
+        session.barrier("nobody has left", timeout=5.0)
 
 
 def test_a_probe_is_open_and_watching_and_reflection_are_not(tokens: Path) -> None:

@@ -105,7 +105,7 @@ class RawSession:
         place: of the next message that is sent, for its check.
     """
 
-    def __init__(self, channel: aio.Channel, job: str) -> None:
+    def __init__(self, channel: aio.Channel, job: str, token: str = "") -> None:
         self.job = job
         self.stub: Any = SessionServiceStub(channel)
         self.place = 0
@@ -113,7 +113,7 @@ class RawSession:
             "/pacelinepb.v1.SessionService/Session",
             request_serializer=self._serialized,
             response_deserializer=pb.SessionResponse.FromString,
-        )()
+        )(metadata=aio.Metadata(("authorization", f"Bearer {token}")) if token else None)
         self._writing = asyncio.Lock()
         self.member_id = ""
         self.token = self.door_secret = b""
@@ -130,10 +130,11 @@ class RawSession:
         failure_timeout: float = 3.0,
         host: str = "host-a",
         pid: int = 1,
+        token: str = "",
         **fields: Any,
     ) -> RawSession:
         """Registers and reads the answer."""
-        session = cls(channel, job)
+        session = cls(channel, job, token)
         settings = pb.JobSettings(min_workers=least, max_workers=most, failure_timeout=duration(failure_timeout))
         fields.setdefault("protocol_version", PROTOCOL_VERSION)
         register = pb.Register(

@@ -11,8 +11,11 @@ __all__ = [
     "END_HEADERS",
     "END_STREAM",
     "HEADERS",
+    "PING",
     "PREFACE",
+    "RST_STREAM",
     "SETTINGS",
+    "WINDOW_UPDATE",
     "call_headers",
     "claimed",
     "connect",
@@ -22,7 +25,7 @@ __all__ = [
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-DATA, HEADERS, SETTINGS = 0, 1, 4
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 END_HEADERS, END_STREAM = 4, 1
 
 

@@ -61,7 +61,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 18
     """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
-    """The caller's token is good for another job (PERMISSION_DENIED)."""
+    """The caller's token is good for another job, or for less (PERMISSION_DENIED)."""
     ERROR_REASON_DAMAGED: _ErrorReason.ValueType  # 20
     """The bytes that came are no message of this call: they have changed on the way (DATA_LOSS). Try again, with backoff."""
 
@@ -109,7 +109,7 @@ ERROR_REASON_VERSION: ErrorReason.ValueType  # 17
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
 """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
-"""The caller's token is good for another job (PERMISSION_DENIED)."""
+"""The caller's token is good for another job, or for less (PERMISSION_DENIED)."""
 ERROR_REASON_DAMAGED: ErrorReason.ValueType  # 20
 """The bytes that came are no message of this call: they have changed on the way (DATA_LOSS). Try again, with backoff."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

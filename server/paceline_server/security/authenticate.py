@@ -1,8 +1,8 @@
-"""Every call to every service, before its handler sees it: which token does it show, and is that good for its job?
+"""Every call to every service, before its handler sees it: what is its token good for, and is that enough?
 
 Health's Check is open to all, for probes have no tokens; its Watch, which lasts for as long as the caller likes, needs
-one, and so does reflection. Of ours, `JOB_OF` says where each request
-names its job; a method that is not in it is refused to whoever has a token for one job only.
+one, and so does reflection. Of ours, `JOB_OF` says where each request names its job; a method that is not in it is
+refused to whoever has a token for one job only. `role_for` says which role a method needs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.errors import PermissionDenied, Refused, Unauthenticated
 from paceline_server.security.token_file import TokenKeeper
-from paceline_server.security.tokens import Grant
+from paceline_server.security.tokens import Grant, Role
+from paceline_server.services.probes import PROBE
 from paceline_server.services.refusals import OURS, refuse
 from pacelinepb.v1 import admin_pb2, session_pb2
 
-__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor"]
-
-_OPEN = "/grpc.health.v1.Health/Check"
+__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of", "role_for"]
 
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
@@ -58,6 +57,18 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
 }
 """The job that a request is about, by the full name of the method; a test compares it with the services."""
 
+_ADMIN = "/pacelinepb.v1.AdminService/"
+
+_READING = frozenset((LIST_JOBS, f"{_ADMIN}GetJob"))
+
+
+def role_for(method: str) -> Role:
+    """The role that a call needs."""
+    if method in _READING or not method.startswith(OURS):
+        return Role.READ
+    return Role.OPERATOR if method.startswith(_ADMIN) else Role.WORKER
+
+
 _Next = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]]
 
 
@@ -77,12 +88,13 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         """Puts a refusal, or a check of the job, in the place of the handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if not handler or method == _OPEN:  # grpc gives None for a method that nobody serves
+        if not handler or method == PROBE:  # grpc gives None for a method that nobody serves
             return handler
         try:
-            grant = (await self._tokens.current()).grant(_authorization(handler_call_details))
-        except Unauthenticated as unknown:
-            return _refusal(unknown, ours=method.startswith(OURS))
+            grant = (await self._tokens.current()).grant(authorization_of(handler_call_details))
+            grant.check_role(role_for(method))
+        except (Unauthenticated, PermissionDenied) as refused:
+            return _refusal(refused, ours=method.startswith(OURS))
         if grant.jobs is None:
             return handler
         if method == LIST_JOBS:
@@ -91,11 +103,12 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
             return _stream(handler, _opening(handler.stream_stream, grant))
         if method in JOB_OF:
             return _unary(handler, _asking(handler.unary_unary, grant, JOB_OF[method]))
-        refused = PermissionDenied("the token is good for one job, and this call is about none")
-        return _refusal(refused, ours=method.startswith(OURS))
+        about_none = PermissionDenied("the token is good for one job, and this call is about none")
+        return _refusal(about_none, ours=method.startswith(OURS))
 
 
-def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+def authorization_of(details: grpc.HandlerCallDetails) -> str | None:
+    """What a call shows: the value of that name in its metadata, None if there is none."""
     for name, value in details.invocation_metadata or ():
         if name == "authorization":
             return value if isinstance(value, str) else None

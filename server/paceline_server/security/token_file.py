@@ -90,6 +90,11 @@ class TokenKeeper:
             ) from None
         return cls(first, lambda: read_tokens(path))
 
+    @property
+    def last(self) -> Tokens:
+        """The tokens in force as of the last look."""
+        return self._tokens
+
     async def current(self) -> Tokens:
         """The tokens in force; has a look at the file if the last one was a second ago."""
         if self._read is None:

@@ -6,6 +6,7 @@ which one fits nor its length shows.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 
-__all__ = ["MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Grant", "Tokens", "TokensUnusable"]
+__all__ = ["MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Grant", "Role", "Tokens", "TokensUnusable"]
 
 MIN_TOKEN_CHARACTERS = 16
 """A shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
@@ -23,9 +24,25 @@ MAX_TOKENS = 1_000
 
 _SCHEME = "bearer"
 
+_ROLE = "role="
+
+_NODES = "/nodes"
+"""The launchers of a run are members of a job of their own, named after the run's."""
+
 
 class TokensUnusable(ValueError):
     """The tokens cannot be used; the text says where and why, and shows none of them."""
+
+
+class Role(enum.IntEnum):
+    """What a caller may do; each may do what those before it may."""
+
+    READ = 0
+    """See jobs and their members."""
+    WORKER = 1
+    """Be a member of a job, use its store, and report how a worker ended."""
+    OPERATOR = 2
+    """Have others leave, end a job's line, forget a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +50,28 @@ class Grant:
     """What a token is good for.
 
     Attributes:
-        jobs: these alone; None for all, and for what is about no job.
+        jobs: these alone, with those of their launchers; None for all, and for what is about no job.
+        role: the most that it may do there.
     """
 
     jobs: frozenset[str] | None = None
+    role: Role = Role.OPERATOR
 
     def allows(self, job: str) -> bool:
         """True if it is good for the job."""
-        return self.jobs is None or job in self.jobs
+        return self.jobs is None or job in self.jobs or job.removesuffix(_NODES) in self.jobs
+
+    def check_role(self, needed: Role) -> None:
+        """Lets a call through that needs this role.
+
+        Raises:
+            PermissionDenied: the token's is a lesser one.
+        """
+        if self.role < needed:
+            raise PermissionDenied(
+                f"the token that it was shown has the role {self.role.name.lower()!r}, and this call needs "
+                f"{needed.name.lower()!r}: use one that has it"
+            )
 
     def check(self, job: str) -> None:
         """Lets a call for the job through.
@@ -76,27 +107,34 @@ class Tokens:
 
     @classmethod
     def parse(cls, text: str) -> Tokens:
-        """Reads a file of tokens: `TOKEN` or `TOKEN JOB` on a line; `#` begins a comment line.
+        """Reads a file of tokens: on a line `TOKEN`, `TOKEN JOB`, `TOKEN role=ROLE` or `TOKEN role=ROLE JOB`.
+
+        Without a role it is the operator's, and without a job it is good for all. `#` begins a comment line. A token on
+        several lines is good for the jobs of all of them, in one role.
 
         Raises:
             TokensUnusable: a line cannot be read, or no line holds a token.
         """
         jobs: dict[bytes, set[str] | None] = {}
+        roles: dict[bytes, Role] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split(maxsplit=1)
             if not words or words[0].startswith("#"):
                 continue
             _check(words[0], f"the token in line {number}")
             digest = _digest(words[0])
-            if len(words) == 1:
+            role, job = _read_rest(words[1] if len(words) > 1 else "", number)
+            if roles.setdefault(digest, role) is not role:
+                raise TokensUnusable(f"the token in line {number} has another role in a line above: it may have one")
+            if not job:
                 jobs[digest] = None
             elif (known := jobs.setdefault(digest, set())) is not None:
-                known.add(words[1].strip())
+                known.add(job)
         if not jobs:
-            raise TokensUnusable("there is no token in it; a line is TOKEN or TOKEN JOB")
+            raise TokensUnusable("there is no token in it; a line is TOKEN, TOKEN JOB or TOKEN role=ROLE JOB")
         if len(jobs) > MAX_TOKENS:
             raise TokensUnusable(f"there are {len(jobs)} tokens in it, {MAX_TOKENS} at most")
-        return cls({digest: Grant(None if of is None else frozenset(of)) for digest, of in jobs.items()})
+        return cls({digest: Grant(None if of is None else frozenset(of), roles[digest]) for digest, of in jobs.items()})
 
     def grant(self, authorization: str | None) -> Grant:
         """What a caller may do.
@@ -121,6 +159,18 @@ class Tokens:
                 "PACELINE_TOKEN_FILE to one that holds now"
             )
         return found
+
+
+def _read_rest(text: str, number: int) -> tuple[Role, str]:
+    """What follows a token: its role and its job, empty for all."""
+    if not text.startswith(_ROLE):
+        return Role.OPERATOR, text.strip()
+    name, _, job = text.removeprefix(_ROLE).strip().partition(" ")
+    role = next((each for each in Role if each.name.lower() == name), None)
+    if role is None:
+        names = ", ".join(each.name.lower() for each in Role)
+        raise TokensUnusable(f"line {number} has a role that there is not: {_ROLE} is followed by one of {names}")
+    return role, job.strip()
 
 
 def _digest(token: str) -> bytes:

@@ -1,9 +1,9 @@
-"""Calls are served at a pace: a little later, if one connection makes too many. Unary ones come in whole within a time.
+"""Calls are served at a pace, a little later if one payer makes too many, and within what memory he may have (`calls`).
 
 grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes, with what has
-come so far in memory. So unary handlers are served as streams of one message, which is waited for here. Streams wait
-for their turn before anything of them is read: a refusal for want of a token is one, and costs us as much as an answer.
-What is longer than its method may be is not parsed (`sizes`).
+come so far in memory. So unary handlers are served as streams of one message, which is waited for here, and for a time
+only. Streams wait for their turn before anything of them is read: a refusal for want of a token is one, and costs us as
+much as an answer. What is longer than its method may be is not parsed (`sizes`).
 """
 
 from __future__ import annotations
@@ -13,32 +13,41 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from google.protobuf.message import Message
+
 from paceline_server._grpc import EOF, aio, grpc
+from paceline_server.errors import LimitMet
 from paceline_server.pacing import Pacers
+from paceline_server.security.authenticate import authorization_of
+from paceline_server.services.calls import OpenCall, OpenCalls
+from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
 from paceline_server.services.sizes import TooLong, bounded, most_bytes
 from paceline_server.settings import ServerSettings
 
 __all__ = ["PacingInterceptor"]
 
-_PROBE = "/grpc.health.v1.Health/Check"
-"""Probes are few, and must not wait."""
+_Serve = Callable[[Any, "aio.ServicerContext[Any, Any]", OpenCall], Awaitable[None]]
 
-_MOST_CONNECTIONS = 20_000
+_MOST_PAYERS = 20_000
 """Whose pace is remembered: each takes 0.3 KB."""
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Paces calls by connection. Messages of a session's stream are paced where they are read.
+    """Paces calls by payer, but for probes. Messages of a session's stream are paced where they are read.
 
     Args:
         settings: the rates, the time for a request to come in, and how long it may be.
+        calls: those that are open.
+        payer_of: who pays for a call, by its `authorization` and its peer.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_CONNECTIONS)
-        self._patience = settings.first_message_time
+    def __init__(self, settings: ServerSettings, calls: OpenCalls, payer_of: Callable[[str | None, str], str]) -> None:
+        self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_PAYERS)
         self._settings = settings
+        self._calls = calls
+        self._payer_of = payer_of
+        self._probes = Probes()
 
     async def intercept_service(
         self,
@@ -49,61 +58,89 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         handler = await continuation(handler_call_details)
         if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
             return handler
-        pacers = None if handler_call_details.method == _PROBE else self._pacers
+        method, authorization = handler_call_details.method, authorization_of(handler_call_details)
         if handler.unary_unary is not None:
-            inner: Any = self._answering(handler.unary_unary, pacers)
+            serve = self._answering(handler.unary_unary)
         elif handler.unary_stream is not None:
-            inner = self._reading(handler.unary_stream, pacers)
+            serve = self._reading(handler.unary_stream)
         else:
             assert handler.stream_stream is not None, "no service here has a method with a stream and one answer"
-            inner = _opening(handler.stream_stream, pacers)
+            serve = _streaming(handler.stream_stream)
+
+        async def probe(_: object, context: aio.ServicerContext[Any, Any]) -> None:
+            await self._probes.serve(handler.unary_unary, context)
+
+        async def count(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            payer = self._payer_of(authorization, context.peer())
+            try:
+                with self._calls.one(payer) as call:
+                    if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
+                        await asyncio.sleep(delay)
+                    await serve(requests, context, call)
+            except LimitMet as refused:
+                await refuse(context, refused)
+
+        async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            try:
+                await (probe if method == PROBE else count)(requests, context)
+            except aio.AbortError as ended:
+                # grpc keeps it with the call, and the frames that it has passed know the call: a circle, in which the
+                # request would stay until all garbage is collected.
+                ended.__context__ = None
+                raise ended.with_traceback(None) from None
+
         paced: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-            inner,
-            bounded(handler.request_deserializer, most_bytes(self._settings, handler_call_details.method)),
+            handle,
+            bounded(handler.request_deserializer, most_bytes(self._settings, method)),
             handler.response_serializer,
         )
         return paced
 
-    def _answering(self, inner: Any, pacers: Pacers | None) -> Any:
-        async def answer(request: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            await context.write(await inner(request, context))
+    def _answering(self, inner: Any) -> _Serve:
+        async def answer(request: Any, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
+            response = await inner(request, context)
+            call.take_message(len(response) if isinstance(response, bytes) else response.ByteSize())
+            await context.write(response)
 
-        return self._reading(answer, pacers)
+        return self._reading_for(answer)
 
-    def _reading(self, inner: Any, pacers: Pacers | None) -> Any:
-        """For a handler of one request; what it answers it writes to the context."""
+    def _reading(self, inner: Any) -> _Serve:
+        """For a handler of one request that writes what it answers to the context."""
+        return self._reading_for(lambda request, context, _: inner(request, context))
 
-        async def handle(_: object, context: aio.ServicerContext[Any, Any]) -> None:
+    def _reading_for(self, inner: Callable[[Any, Any, OpenCall], Awaitable[None]]) -> _Serve:
+        patience = self._settings.first_message_time
+
+        async def serve(_: object, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
             request: object = EOF
             try:
-                async with asyncio.timeout(self._patience):
-                    request = await context.read()
+                async with asyncio.timeout(patience):
+                    async with call.room():
+                        request = await context.read()
             except TimeoutError:
-                text = f"the request did not come in within {self._patience:g} s"
+                text = f"the request did not come in within {patience:g} s"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             if isinstance(request, TooLong):
                 await refuse(context, request.refusal())
-            await _turn(context, pacers)
-            await inner(request, context)
+            call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
+            await inner(request, context, call)
 
-        return handle
+        return serve
 
 
-def _opening(inner: Any, pacers: Pacers | None) -> Any:
-    """For a handler of a stream: it is not called before its turn."""
+def _streaming(inner: Any) -> _Serve:
+    """For a handler of a stream: it reads and writes through the context, or takes requests and yields answers."""
 
-    async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        await _turn(context, pacers)
+    async def serve(requests: Any, context: aio.ServicerContext[Any, Any], _: OpenCall) -> None:
         await inner(requests, context)
 
-    async def generate(requests: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        await _turn(context, pacers)
+    async def generate(requests: Any, context: aio.ServicerContext[Any, Any], _: OpenCall) -> None:
         async for answer in inner(_short(requests, context), context):
-            yield answer
+            await context.write(answer)
 
-    return generate if inspect.isasyncgenfunction(inner) else handle
+    return generate if inspect.isasyncgenfunction(inner) else serve
 
 
 async def _short(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
@@ -112,8 +149,3 @@ async def _short(requests: AsyncIterator[Any], context: aio.ServicerContext[Any,
         if isinstance(request, TooLong):
             await refuse(context, request.refusal())
         yield request
-
-
-async def _turn(context: aio.ServicerContext[Any, Any], pacers: Pacers | None) -> None:
-    if pacers is not None and (delay := pacers.delay(context.peer(), asyncio.get_running_loop().time())):
-        await asyncio.sleep(delay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from paceline_server import wire
@@ -42,7 +43,7 @@ class StoreHandlers(StoreServiceServicer):
         timeout = self._timeout(request)
         value = job.store.values.get(key)
         while value is None:  # it may be deleted again between the wake-up and here
-            await self._wait(job, request.caller.member_id, [key], timeout)
+            await job.store.until_there(request.caller.member_id, [key], timeout)
             value = job.store.values.get(key)
         return pb.GetResponse(value=value)
 
@@ -69,15 +70,14 @@ class StoreHandlers(StoreServiceServicer):
         if len(request.keys) > self._settings.max_wait_keys:
             raise LimitMet(f"a Wait takes at most {self._settings.max_wait_keys} keys, not {len(request.keys)}")
         keys = [self._key(key) for key in request.keys]
-        await self._wait(job, request.caller.member_id, keys, self._timeout(request))
+        await job.store.until_there(request.caller.member_id, keys, self._timeout(request))
         return pb.WaitResponse()
 
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         """Deletes a key."""
         job, key = self._caller(request.caller), self._key(request.key)
         changes = job.store.values.delete(key)
-        if changes:
-            await self._dispatcher.storage.write(changes)
+        await self._write(job, key, changes)
         return pb.DeleteResponse(existed=bool(changes))
 
     def _caller(self, caller: pb.Caller) -> Job:
@@ -91,13 +91,11 @@ class StoreHandlers(StoreServiceServicer):
             raise BadRequest("timeout is required; 0 answers at once")
         return wire.from_duration(request.timeout, "timeout")
 
-    async def _wait(self, job: Job, member_id: str, keys: list[str], timeout: float) -> None:
-        if sum(each.store.waiting for each in self._dispatcher.jobs.values()) >= self._settings.max_waiters:
-            raise LimitMet(f"{self._settings.max_waiters} store calls wait already")
-        await job.store.until_there(member_id, keys, timeout)
-
     async def _write(self, job: Job, key: str, changes: list[Change]) -> None:
         if changes:
             stored = self._dispatcher.storage.write(changes)
             job.store.wake(key)
-            await stored
+            try:
+                await asyncio.shield(stored)
+            finally:  # the caller may hang up; the call takes memory until its value is on the disk
+                await asyncio.wait({stored})

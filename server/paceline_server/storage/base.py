@@ -19,9 +19,11 @@ __all__ = [
     "JobForgotten",
     "KeyDeleted",
     "KeySet",
+    "NumbersUsed",
     "ReachedStored",
     "StateUnusable",
     "Storage",
+    "StoreCleared",
     "StoredJob",
     "VerdictStored",
     "ViewFormed",
@@ -103,6 +105,21 @@ class KeyDeleted:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreCleared:
+    """All keys of the job's store are gone."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersUsed:
+    """Numbers up to this one are used up, by views of which nothing is kept."""
+
+    job: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobForgotten:
     """Nothing of the job is kept, not even its number."""
 
@@ -118,6 +135,8 @@ Change = (
     | ReachedStored
     | KeySet
     | KeyDeleted
+    | StoreCleared
+    | NumbersUsed
     | JobForgotten
 )
 

@@ -13,7 +13,9 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    NumbersUsed,
     ReachedStored,
+    StoreCleared,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -69,5 +71,9 @@ class MemoryStorage:
                 job.keys[key] = value
             case KeyDeleted(_, key):
                 job.keys.pop(key, None)
+            case StoreCleared():
+                job.keys.clear()
+            case NumbersUsed(_, generation):
+                job.generation = max(job.generation, generation)
             case JobForgotten():
                 del self._jobs[name]

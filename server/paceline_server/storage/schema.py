@@ -12,7 +12,9 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    NumbersUsed,
     ReachedStored,
+    StoreCleared,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -228,6 +230,14 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
             connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
         case KeyDeleted(job, key):
             connection.execute("DELETE FROM key WHERE job = ? AND key = ?", (job, key))
+        case StoreCleared(job):
+            connection.execute("DELETE FROM key WHERE job = ?", (job,))
+        case NumbersUsed(job, generation):
+            connection.execute(
+                "INSERT INTO job VALUES (?, ?, 0, 1, 1, 1, 0, NULL, NULL, NULL, NULL, NULL, NULL, '', x'', NULL, '', "
+                "NULL, '') ON CONFLICT (name) DO UPDATE SET generation = max(generation, excluded.generation)",
+                (job, generation),
+            )
         case JobForgotten(job):
             for statement in (
                 "DELETE FROM job WHERE name = ?",

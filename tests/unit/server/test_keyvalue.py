@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from paceline_server.budget import Budget
 from paceline_server.errors import BadRequest, LimitMet, SessionEnded, TimedOut
 from paceline_server.keyvalue import KeyValues
 from paceline_server.settings import ServerSettings
@@ -12,8 +13,8 @@ from paceline_server.storeroom import Storeroom
 from support.coordinator import run
 
 
-def values(**limits: int) -> KeyValues:
-    return KeyValues("job", ServerSettings(**limits), {})  # type: ignore[arg-type]
+def values(budget: Budget | None = None, **limits: int) -> KeyValues:
+    return KeyValues("job", ServerSettings(**limits), budget or Budget(1 << 30), {})  # type: ignore[arg-type]
 
 
 def test_set_get_delete() -> None:
@@ -48,6 +49,8 @@ def test_losing_a_race_is_an_answer() -> None:
     assert store.compare_set("m", 1, "k", None, b"mine") == (False, b"theirs", [])
     assert store.compare_set("m", 2, "gone", b"x", b"mine") == (False, None, [])
     assert store.compare_set("m", 3, "k", b"theirs", b"mine")[0]
+    store.set("gone", b"x")
+    assert store.compare_set("m", 2, "gone", b"x", b"mine") == (False, b"x", []), "a late repeat changes nothing"
 
 
 @pytest.mark.parametrize("text", [b"", b"1.5", b"1_0", b" 1", b"0x1", "\u0661".encode()])
@@ -66,11 +69,11 @@ def test_sums_fit_into_64_bits() -> None:
 
 
 def test_limits() -> None:
-    store = values(max_keys=2, max_value_bytes=4, max_store_bytes=9)
+    store = values(Budget(2 * (2 * 200 + 9)), max_keys=2, max_value_bytes=4)  # each key takes 200 bytes besides
     with pytest.raises(LimitMet, match="at most 4 bytes, not 5"):
         store.set("a", b"12345")
     store.set("a", b"1234")
-    with pytest.raises(LimitMet, match="is full: it takes 9 bytes"):
+    with pytest.raises(LimitMet, match="is full: it has 205 bytes"):
         store.set("b", b"1234")
     store.set("b", b"1")
     with pytest.raises(LimitMet, match="has 2 keys"):
@@ -79,6 +82,30 @@ def test_limits() -> None:
     store.set("b", b"1234")
     store.delete("a")
     store.set("c", b"123")
+
+
+def test_stores_share_what_there_is_and_none_takes_all_of_it() -> None:
+    budget = Budget(12_000)
+    greedy, other = (KeyValues(job, ServerSettings(), budget, {}) for job in ("greedy", "other"))
+    for number in range(4):
+        greedy.set(str(number), b"x" * 1_000)
+    with pytest.raises(LimitMet, match="the store of job 'greedy' is full"):
+        greedy.set("4", b"x" * 1_000)
+    assert (len(greedy), budget.held("greedy")) == (4, 4 * 1_201)
+    other.set("k", b"x" * 3_000)
+    greedy.set("0", b"")  # less is always taken
+    greedy.clear()
+    other.delete("k")
+    assert (len(greedy), budget.used) == (0, 0)
+
+
+def test_what_was_stored_counts_though_it_be_too_much() -> None:
+    budget = Budget(1_000)
+    store = KeyValues("job", ServerSettings(), budget, {"k": b"x" * 2_000})
+    with pytest.raises(LimitMet):
+        store.set("l", b"")
+    store.set("k", b"")
+    assert budget.used == 201
 
 
 async def waiter(room: Storeroom, *keys: str, timeout: float = 10.0) -> "asyncio.Task[None]":

@@ -18,9 +18,11 @@ from paceline_server.storage.base import (
     JobForgotten,
     KeyDeleted,
     KeySet,
+    NumbersUsed,
     ReachedStored,
     StateUnusable,
     Storage,
+    StoreCleared,
     StoredJob,
     VerdictStored,
     ViewForgotten,
@@ -108,6 +110,19 @@ def test_how_far_a_line_had_come_is_known_until_another_begins(reopen: Reopen) -
 def test_keys(reopen: Reopen) -> None:
     changes = [KeySet("a", "k", b"1"), KeySet("a", "k", b"2"), KeySet("a", "gone", b""), KeyDeleted("a", "gone")]
     assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
+
+
+def test_a_store_that_is_cleared_leaves_the_job(reopen: Reopen) -> None:
+    keys = [KeySet(name, key, b"v") for name in "ab" for key in "kl"]
+    jobs = stored(reopen, ViewFormed("a", view(3)), *keys, StoreCleared("a"))
+    assert jobs == {"a": StoredJob("a", 3, view(3)), "b": StoredJob("b", keys={"k": b"v", "l": b"v"})}
+
+
+def test_numbers_that_are_used_up_never_fall(reopen: Reopen) -> None:
+    changes = [NumbersUsed("", 7), NumbersUsed("", 5), ViewFormed("a", view(3)), NumbersUsed("a", 4)]
+    jobs = stored(reopen, *changes)
+    assert jobs[""] == StoredJob("", 7)
+    assert jobs["a"].generation == 4
 
 
 def test_a_forgotten_job_leaves_nothing(reopen: Reopen) -> None:

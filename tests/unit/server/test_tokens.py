@@ -16,15 +16,22 @@ from hypothesis import strategies as st
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.security import token_file
-from paceline_server.security.authenticate import JOB_OF, LIST_JOBS
+from paceline_server.security.authenticate import JOB_OF, LIST_JOBS, role_for
 from paceline_server.security.exposure import exposure
 from paceline_server.security.token_file import TokenKeeper, read_tokens
-from paceline_server.security.tokens import MAX_TOKENS, Grant, Tokens, TokensUnusable
+from paceline_server.security.tokens import MAX_TOKENS, Grant, Role, Tokens, TokensUnusable
 from paceline_server.settings import ServerSettings, token_settings
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from support.hanging import hanging
 
 ALL, ONE, OTHER = "for-all-of-them-0123456789", "for-job-one-alone-0123456789", "for-two-of-them-0123456789"
+
+METHODS = [
+    f"/{service.full_name}/{method.name}"
+    for file in (session_pb2, store_pb2, admin_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
 
 FILE = f"""\
 # rotated on Monday
@@ -44,6 +51,41 @@ def test_a_file_of_tokens() -> None:
     assert Tokens.parse(f"{ONE} one\n{ONE}\n{ONE} two").grant(f"Bearer {ONE}") == Grant(None)
 
 
+def test_roles() -> None:
+    text = f"{ALL} role=read\n{ONE}  role=worker   job with spaces \n{ONE} role=worker two\n{OTHER} role=operator one\n"
+    tokens = Tokens.parse(text)
+    assert tokens.grant(f"Bearer {ALL}") == Grant(None, Role.READ)
+    assert tokens.grant(f"Bearer {ONE}") == Grant(frozenset({"job with spaces", "two"}), Role.WORKER)
+    assert tokens.grant(f"Bearer {OTHER}") == Grant(frozenset({"one"})), "the operator's is the default"
+
+
+@pytest.mark.parametrize("role", Role)
+def test_each_role_may_do_what_those_before_it_may(role: Role) -> None:
+    for needed in Role:
+        if needed <= role:
+            Grant(None, role).check_role(needed)
+        else:
+            with pytest.raises(PermissionDenied, match=f"has the role '{role.name.lower()}', and this call needs"):
+                Grant(None, role).check_role(needed)
+
+
+def test_what_needs_which_role() -> None:
+    assert {method for method in METHODS if role_for(method) is Role.READ} == {
+        f"/pacelinepb.v1.AdminService/{name}" for name in ("ListJobs", "GetJob")
+    }
+    assert {method for method in METHODS if role_for(method) is Role.OPERATOR} == {
+        f"/pacelinepb.v1.AdminService/{name}" for name in ("DrainMembers", "RestartJob", "ForgetJob")
+    }
+
+
+def test_a_jobs_token_is_good_for_its_launchers() -> None:
+    grant = Grant(frozenset({"A"}))
+    assert [job for job in ("A", "A/nodes", "A/nodes/nodes", "A/x", "B/nodes", "/nodes", "") if grant.allows(job)] == [
+        "A",
+        "A/nodes",
+    ]
+
+
 def test_only_digests_are_kept() -> None:
     assert ALL not in repr(Tokens.parse(FILE))
     assert hashlib.sha256(ALL.encode()).digest() in Tokens.parse(FILE).grants
@@ -53,6 +95,9 @@ def test_only_digests_are_kept() -> None:
     ("text", "words"),
     [
         ("", "there is no token in it"),
+        (f"{ALL} role=root one", "line 1 has a role that there is not: role= is followed by one of read, worker, op"),
+        (f"{ALL} role=", "line 1 has a role that there is not"),
+        (f"{ALL} one\n{ALL} role=read two", "the token in line 2 has another role in a line above"),
         ("# nothing\n\n", "there is no token in it"),
         (f"{ALL}\nshort", "the token in line 2 has 5 characters, 16 at least"),
         ("ü" * 20, "the token in line 1 has characters other than printable ASCII"),

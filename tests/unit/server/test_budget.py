@@ -1,0 +1,153 @@
+"""Who may hold how much of what all share, how much there is, and who pays."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline_server.budget import Budget
+from paceline_server.errors import LimitMet
+from paceline_server.memory import usable_bytes
+from paceline_server.security.payer import payer
+from paceline_server.security.tokens import Tokens
+from paceline_server.services.calls import CALL_BYTES, OpenCall, OpenCalls
+from support.coordinator import run
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(-300, 300)), max_size=200))
+def test_nobody_holds_more_than_is_left_free(greedy: int, moves: list[tuple[int, int]]) -> None:
+    budget = Budget(1_000)
+    for who, size in moves:
+        if size >= 0:
+            before = budget.held(who), budget.used
+            if budget.take(who, size):
+                assert budget.held(who) <= budget.total - budget.used
+            else:
+                assert (budget.held(who), budget.used) == before
+        elif budget.held(who) >= -size:
+            budget.add(who, size)
+    assert budget.used == sum(budget.held(who) for who in range(6)) <= budget.total
+
+    budget = Budget(1_000)
+    for _ in range(1_000):
+        for who in range(greedy):
+            budget.take(who, 1)
+    assert all(abs(budget.held(who) - 1_000 // (greedy + 1)) <= greedy for who in range(greedy))
+    assert budget.take("late", 1_000 // (2 * (greedy + 1)) - greedy), "whoever comes later finds room"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
+        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "4000"}, 4000),
+        ("0::/of/the/host", {"sys/fs/cgroup/memory.max": "3000"}, 3000),
+        ("4:cpu,memory:/x\n0::/", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "2000"}, 2000),
+        ("4:memory:/\n0::/", {"sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+        ("0::/", {"sys/fs/cgroup/memory.max": "max"}, None),
+        (None, {}, None),
+    ],
+)
+def test_usable_memory(groups: str | None, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+    for name, text in {**files, **({} if groups is None else {"proc/self/cgroup": groups})}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    found = usable_bytes(tmp_path)
+    assert found == limit if limit is not None else found > 1 << 28
+
+
+ALL, ONE, TWO = "for-all-of-them-0123456789", "for-job-one-alone-0123456789", "for-two-of-them-0123456789"
+TOKENS = Tokens.parse(f"{ALL}\n{ONE} one\n{TWO} two\n{TWO} one\n")
+
+
+def test_a_jobs_calls_count_together_whatever_they_come_by() -> None:
+    for peer in ("ipv4:10.0.0.5:1", "ipv4:10.0.0.6:2"):
+        assert payer(TOKENS, f"Bearer {ONE}", peer) == "job 'one'"
+        assert payer(TOKENS, f"Bearer {TWO}", peer) == "jobs 'one', 'two'"
+    assert payer(TOKENS, f"Bearer {ALL}", "ipv4:10.0.0.5:1") == payer(None, None, "ipv4:10.0.0.5:2") == "10.0.0.5"
+
+
+@pytest.mark.parametrize("shown", ["Bearer an-unknown-token", None])
+def test_strangers_take_nothing_from_others_at_their_address(shown: str | None) -> None:
+    assert payer(TOKENS, shown, "ipv4:10.0.0.5:1") == "strangers at 10.0.0.5"
+
+
+@pytest.mark.parametrize(
+    ("peer", "said"),
+    [
+        ("ipv4:127.0.0.1:4711", "127.0.0.1"),
+        ("ipv6:%5B::1%5D:4711", "::/64"),
+        ("ipv6:[2001:db8:1:2:3::9]:1", "2001:db8:1:2::/64"),
+        ("ipv6:[fe80::1%25eth0]:1", "fe80::/64"),
+        ("ipv6:[::ffff:10.0.0.5]:1", "10.0.0.5"),
+        ("unix:", "unix"),
+        ("unix:/run/x:y", "unix"),
+        ("", ""),
+    ],
+)
+def test_addresses(peer: str, said: str) -> None:
+    assert payer(None, None, peer) == said
+
+
+def test_calls_are_refused_where_there_is_no_room_and_requests_wait_for_it() -> None:
+    async def main() -> None:
+        open_, reading = Budget(4 * CALL_BYTES), Budget(6 * CALL_BYTES)
+        calls = OpenCalls(open_, reading, CALL_BYTES // 2)  # a request: one and a half times CALL_BYTES
+        with calls.one("a") as first, calls.one("a") as second:
+            with pytest.raises(LimitMet, match="the open calls of a take"), calls.one("a"):
+                pass
+            with pytest.raises(LimitMet):
+                first.take_message(1)
+            with calls.one("b") as other:
+                async with first.room(), second.room():
+                    third = asyncio.create_task(enter(first))
+                    async with other.room():
+                        assert not third.done(), "a has half"
+                    await asyncio.sleep(0)
+                    assert not third.done()
+                await asyncio.wait_for(third, 5.0)
+        assert open_.used == reading.used == 0
+
+    run(main)
+
+
+async def enter(call: OpenCall) -> None:
+    async with call.room():
+        pass
+
+
+@pytest.mark.parametrize("turn_has_come", [True, False])
+def test_who_gives_up_waiting_for_room_leaves_nothing_behind(turn_has_come: bool) -> None:
+    async def main() -> None:
+        reading = Budget(6 * CALL_BYTES)
+        calls = OpenCalls(Budget(1 << 30), reading, CALL_BYTES)
+        with calls.one("a") as one:
+            async with one.room():
+                waiting = [asyncio.create_task(enter(one)) for _ in range(3)]
+                await asyncio.sleep(0)
+                if not turn_has_come:
+                    for task in waiting:
+                        task.cancel()
+            for task in waiting:  # of the first the turn has come, and it has yet to see it
+                task.cancel()
+            await asyncio.wait(waiting)
+            assert all(task.cancelled() for task in waiting)
+            assert reading.used == 0
+            await asyncio.wait_for(enter(one), 5.0)
+        assert reading.used == 0
+
+    run(main)
+
+
+def test_messages_count_three_times() -> None:
+    budget = Budget(8 * CALL_BYTES)
+    with OpenCalls(budget, Budget(0), 1).one("a") as call:
+        call.take_message(CALL_BYTES)
+        assert budget.used == 4 * CALL_BYTES
+        with pytest.raises(LimitMet):
+            call.take_message(1)
+    assert budget.used == 0
