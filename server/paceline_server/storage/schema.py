@@ -235,7 +235,7 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
         case NumbersUsed(job, generation):
             connection.execute(
                 "INSERT INTO job VALUES (?, ?, 0, 1, 1, 1, 0, NULL, NULL, NULL, NULL, NULL, NULL, '', x'', NULL, '', "
-                "NULL, '') ON CONFLICT (name) DO UPDATE SET generation = max(generation, excluded.generation)",
+                "NULL, '', x'') ON CONFLICT (name) DO UPDATE SET generation = max(generation, excluded.generation)",
                 (job, generation),
             )
         case JobForgotten(job):
