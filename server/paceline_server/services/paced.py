@@ -121,8 +121,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 async with call.room(), asyncio.timeout(patience):
                     request = await context.read()
             except TimeoutError:
-                text = f"the request did not come in within {patience:g} s"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+                text = f"the request did not come in within {patience:g} s; other callers need its room"
+                await refuse(context, NoRoom(text))  # of a worker that was cut off or stopped: it makes the call again
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             if isinstance(request, TooLong):
