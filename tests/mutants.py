@@ -56,9 +56,30 @@ MUTANTS = (
     Mutant(
         "one takes all that is free",
         f"{SERVER}/budget.py",
-        "if self.held(who) + size > self.total - self.used - size:",
-        "if size > self.total - self.used:",
+        "if self.held(who) + most > self.total - self.used - most:",
+        "if most > self.total - self.used:",
         ("unit/server/test_budget.py",),
+    ),
+    Mutant(
+        "calls that wait for a key leave no room for who sets it",
+        f"{SERVER}/services/calls.py",
+        "CALL_BYTES + self._room if lasts else 0",
+        "0",
+        ("unit/server/test_budget.py",),
+    ),
+    Mutant(
+        "one payer's calls are all read before another's",
+        f"{SERVER}/services/calls.py",
+        "            self._lines.move_to_end(payer)\n",
+        "",
+        ("unit/server/test_budget.py",),
+    ),
+    Mutant(
+        "a worker for whose call there is no room gives up",
+        f"{SERVER}/errors.py",
+        "NoRoom: grpc.StatusCode.UNAVAILABLE",
+        "NoRoom: grpc.StatusCode.RESOURCE_EXHAUSTED",
+        ("security/test_budgets.py",),
     ),
     Mutant(
         "a worker's token drains others",

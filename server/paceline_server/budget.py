@@ -32,12 +32,23 @@ class Budget:
         """Bytes that one holds."""
         return self._held.get(who, 0)
 
-    def take(self, who: Hashable, size: int) -> bool:
-        """Gives somebody so many bytes more. False if that would be more than is then left free; he has none of it."""
-        if self.held(who) + size > self.total - self.used - size:
+    def take(self, who: Hashable, size: int, spare: int = 0) -> bool:
+        """Gives somebody so many bytes more. False if that would be more than is then left free; he has none of it.
+
+        Args:
+            who: in whose name.
+            size: bytes.
+            spare: bytes that he must be able to take afterwards.
+        """
+        most = size + spare
+        if self.held(who) + most > self.total - self.used - most:
             return False
         self.add(who, size)
         return True
+
+    def has_for_others(self, size: int) -> bool:
+        """True if one who holds nothing may take so many bytes."""
+        return size <= self.total - self.used - size
 
     def add(self, who: Hashable, size: int) -> None:
         """Counts what somebody holds already, or gives back (below 0)."""

@@ -35,6 +35,7 @@ __all__ = [
     "InvalidRank",
     "InvalidWorldSize",
     "LimitMet",
+    "NoRoom",
     "NotFound",
     "PermissionDenied",
     "RankTaken",
@@ -113,6 +114,12 @@ class LimitMet(Refused):
     reason = ErrorReason.ERROR_REASON_LIMIT
 
 
+class NoRoom(Refused):
+    """There is no room for it now, and may be later."""
+
+    reason = ErrorReason.ERROR_REASON_LIMIT
+
+
 class Draining(Refused):
     """The coordinator is stopping; its successor may answer."""
 
@@ -159,6 +166,7 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     InvalidWorldSize: grpc.StatusCode.INVALID_ARGUMENT,
     SettingsDisagree: grpc.StatusCode.INVALID_ARGUMENT,
     LimitMet: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NoRoom: grpc.StatusCode.UNAVAILABLE,
     Draining: grpc.StatusCode.UNAVAILABLE,
     TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
     VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,

@@ -14,7 +14,7 @@ from paceline_server._grpc import aio
 from pacelinepb.v1 import admin_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
-from support.coordinator import RawSession, duration, refused, run, running
+from support.coordinator import RawSession, duration, reason_of, refused, run, running
 
 pytestmark = pytest.mark.alone
 
@@ -90,6 +90,19 @@ def test_a_stream_that_says_nothing_is_ended() -> None:
             session = RawSession(channel, "job")
             assert (await session.call.code()).name == "DEADLINE_EXCEEDED"
             assert "no first message within 0.2 s" in await session.call.details()
+
+    run(main)
+
+
+def test_a_request_that_stops_on_its_way_may_be_made_again() -> None:
+    """A worker's host may have been away for so long."""
+
+    async def main() -> None:
+        async with running(first_message_time=0.2) as channel:
+            call: Any = channel.stream_unary("/pacelinepb.v1.StoreService/Set")()
+            with pytest.raises(aio.AioRpcError, match="the request did not come in") as caught:
+                await call
+            assert (caught.value.code().name, reason_of(caught.value)) == ("UNAVAILABLE", "LIMIT")
 
     run(main)
 

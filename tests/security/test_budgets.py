@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import paceline
+import paceline_server.app
+from paceline import errors
+from paceline_server import Coordinator
 from paceline_server._grpc import aio
+from paceline_server.budget import Budget
 from paceline_server.services.calls import CALL_BYTES
+from paceline_server.services.sizes import most_bytes
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Change, KeySet
 from paceline_server.storage.memory import MemoryStorage
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, duration, reason_of, run, running
+from support.http2 import claimed
+from support.siege import Attacker
 
 MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
 MEMORY = 64 << 20
-ROOM = ServerSettings(memory_bytes=MEMORY).call_bytes // 2 // CALL_BYTES
-"""Calls that one job may have open, about: half of all."""
+_SETTINGS = ServerSettings(memory_bytes=MEMORY)
+ROOM = (_SETTINGS.call_bytes // 2 - 3 * most_bytes(_SETTINGS)) // CALL_BYTES
+"""Calls of one job that may wait, about: half of all, and one with a value can still be made."""
 
 
 def shown(token: str) -> aio.Metadata:
@@ -35,6 +47,11 @@ async def outcome(call: Any) -> str:
     except asyncio.CancelledError:
         pass
     return ""
+
+
+async def end_of(call: Any) -> None:
+    with suppress(aio.AioRpcError, asyncio.CancelledError):
+        await call
 
 
 def test_calls_of_one_job_that_wait(tmp_path: Path) -> None:
@@ -56,7 +73,7 @@ def test_calls_of_one_job_that_wait(tmp_path: Path) -> None:
                 calls = [store.Get(get, metadata=shown(THEIRS)) for _ in range(ROOM + 50)]
                 ends = asyncio.as_completed([asyncio.ensure_future(outcome(call)) for call in calls])
                 for _ in range(50):
-                    assert (await next(ends)).startswith("LIMIT: the open calls of job 'two' take 11 MiB of")
+                    assert (await next(ends)).startswith("LIMIT: the open calls of job 'two' take 8 MiB of")
                 for _ in range(20):
                     await store.Set(fill, metadata=shown(MINE))
                 assert sum(not call.done() for call in calls) > ROOM - 50
@@ -75,6 +92,37 @@ def test_a_burst_of_values_waits_for_room_and_none_is_refused() -> None:
             store: Any = StoreServiceStub(channel)
             requests = [pb.SetRequest(caller=session.caller, key=str(i), value=bytes(30_000)) for i in range(60)]
             await asyncio.gather(*(store.Set(request) for request in requests))
+
+    run(main)
+
+
+def test_more_wait_than_there_is_room_for() -> None:
+    """Workers at one address: those who are refused try again, and the key that all wait for can be set."""
+
+    async def main() -> None:
+        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", memory_bytes=MEMORY))
+        address = await coordinator.start()
+        session = await asyncio.to_thread(paceline.join, address, job="one", min_workers=1)
+        try:
+            async with aio.insecure_channel(address) as channel:
+                other = await RawSession.register(channel, "two", least=1, most=1)
+                store: Any = StoreServiceStub(channel)
+                get = pb.GetRequest(caller=other.caller, key="never", timeout=duration(3_600))
+                calls = [store.Get(get) for _ in range(ROOM + 50)]
+                ends = [asyncio.ensure_future(outcome(call)) for call in calls]
+                await next(asyncio.as_completed(ends))
+                waits = asyncio.create_task(asyncio.to_thread(session.store.get, "k", timeout=20.0))
+                with pytest.raises(errors.LimitExceeded, match="as much as they may; give it more memory"):
+                    await asyncio.to_thread(paceline.join, address, job="three", min_workers=1, timeout=0.5)
+                joins = asyncio.create_task(asyncio.to_thread(paceline.join, address, job="three", min_workers=1))
+                await asyncio.to_thread(session.store.set, "k", bytes(1 << 20))
+                for call in calls:
+                    call.cancel()
+                assert len(await waits) == 1 << 20
+                await asyncio.to_thread((await joins).leave)
+        finally:
+            await asyncio.to_thread(session.leave)
+            await coordinator.stop(grace=0.2)
 
     run(main)
 
@@ -123,3 +171,77 @@ def test_a_value_counts_until_it_is_stored_though_its_caller_hangs_up() -> None:
             return 10
 
     assert run(main) == 3, "12 MiB are for one, and a value counts three times"
+
+
+class Watched(Budget):
+    """Tells when somebody gives back what he held."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.changed = asyncio.Event()
+
+    def add(self, who: Hashable, size: int) -> None:
+        super().add(who, size)
+        self.changed.set()
+
+    async def until_free(self) -> None:
+        while self.used:
+            self.changed.clear()
+            await self.changed.wait()
+        assert self.used == 0
+
+
+def test_all_is_free_again_however_calls_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In good order, refused, cancelled, out of time, cut off at any point of a request."""
+    budgets: list[Watched] = []
+
+    def watched(total: int) -> Watched:
+        budgets.append(Watched(total))
+        return budgets[-1]
+
+    monkeypatch.setattr(paceline_server.app, "Budget", watched)
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text(f"{MINE} one\n{THEIRS} two\n")
+
+    async def main() -> None:
+        settings = ServerSettings(listen="127.0.0.1:0", token_file=tokens, memory_bytes=MEMORY)
+        coordinator = Coordinator(settings)
+        address = await coordinator.start()
+        for _ in range(2):
+            async with aio.insecure_channel(address) as channel:
+                session = await RawSession.register(channel, "one", least=1, most=1, token=MINE)
+                await session.view()
+                store: Any = StoreServiceStub(channel)
+                get = pb.GetRequest(caller=session.caller, key="never", timeout=duration(3_600))
+                value = pb.SetRequest(caller=session.caller, key="k", value=bytes(1 << 20))
+                calls = [
+                    *(store.Get(get, metadata=shown(MINE)) for _ in range(20)),
+                    *(store.Get(get, metadata=shown(MINE), timeout=0.1) for _ in range(5)),
+                    *(store.Get(get, metadata=shown(THEIRS)) for _ in range(5)),
+                    *(store.Get(get) for _ in range(5)),
+                    *(store.Set(value, metadata=shown(MINE)) for _ in range(10)),
+                    store.Get(pb.GetRequest(caller=session.caller, key="x" * 100_000), metadata=shown(MINE)),
+                    channel.unary_unary("/grpc.health.v1.Health/Watch")(b"\xff", metadata=shown(MINE)),
+                    channel.unary_unary("/pacelinepb.v1.StoreService/Set")(b"\xff", metadata=shown(MINE)),
+                    channel.unary_unary("/pacelinepb.v1.SessionService/Session")(b"", metadata=shown(MINE)),
+                ]
+                ends = [asyncio.ensure_future(end_of(call)) for call in calls]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for call in calls[::3]:
+                    call.cancel()
+                attacker = Attacker(address, MINE)
+                data = claimed(value.ByteSize()) + value.SerializeToString()
+                for method in ("Set", "Wait", "Delete"):
+                    attacker.open(f"/pacelinepb.v1.StoreService/{method}", [data[:-1], data[:100], b""] * 30, 3)
+                attacker.open("/pacelinepb.v1.SessionService/Session", [b"", data[:100]] * 10, 2)
+                await asyncio.to_thread(attacker.press, 0.3)
+                assert all(budget.used for budget in budgets)
+                attacker.close()
+                await session.leave()
+            await asyncio.gather(*ends)
+            for budget in budgets:
+                await budget.until_free()
+        await coordinator.stop(grace=0.2)
+
+    run(main)

@@ -92,6 +92,7 @@ class ControlStream:
             CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator; or the
             connection is refused, and this coordinator does not come back.
             TlsFailed: it will never answer like this.
+            LimitExceeded: it has no room for another worker, all that time.
             PacelineError: the coordinator refused.
         """
         start = time.monotonic()
@@ -117,6 +118,8 @@ class ControlStream:
                 last = TimeoutError("no answer")
             waited = time.monotonic() - start
             if waited >= timeout:
+                if isinstance(last, errors.LimitExceeded):  # it answers, and has no room
+                    raise last
                 raise errors.CoordinatorUnreachable(
                     f"no coordinator answers at {self.target}: tried {attempt + 1} times in {waited:.1f} s; "
                     f"the last time: {last}. Is `paceline coordinator --listen {self.target}` running there?"

@@ -43,7 +43,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CONFLICT: _ErrorReason.ValueType  # 9
     """A compare-and-set lost its race (ABORTED). Read again, then decide again."""
     ERROR_REASON_LIMIT: _ErrorReason.ValueType  # 10
-    """A limit on size or number was met (RESOURCE_EXHAUSTED). The text names the limit."""
+    """A limit on size or number was met (RESOURCE_EXHAUSTED). The text names the limit. If there may be room later
+    (UNAVAILABLE), try again, with backoff.
+    """
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 11
     """The coordinator is stopping (UNAVAILABLE). Reconnect with backoff."""
     ERROR_REASON_TIMEOUT: _ErrorReason.ValueType  # 12
@@ -91,7 +93,9 @@ ERROR_REASON_SETTINGS_DISAGREE: ErrorReason.ValueType  # 8
 ERROR_REASON_CONFLICT: ErrorReason.ValueType  # 9
 """A compare-and-set lost its race (ABORTED). Read again, then decide again."""
 ERROR_REASON_LIMIT: ErrorReason.ValueType  # 10
-"""A limit on size or number was met (RESOURCE_EXHAUSTED). The text names the limit."""
+"""A limit on size or number was met (RESOURCE_EXHAUSTED). The text names the limit. If there may be room later
+(UNAVAILABLE), try again, with backoff.
+"""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 11
 """The coordinator is stopping (UNAVAILABLE). Reconnect with backoff."""
 ERROR_REASON_TIMEOUT: ErrorReason.ValueType  # 12

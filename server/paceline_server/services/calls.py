@@ -1,8 +1,10 @@
 """What open calls take of the memory, counted for whoever pays for them; and who waits for room.
 
 Before a request is read there must be room for the longest that may come, for grpc takes it in whole, whichever method
-it is for. For that calls wait, those of each payer in their order, and it is free again when the request is in. So it
-has a budget of its own: whoever has no room for another call is refused, and a burst of calls shall not be.
+it is for. For that calls wait, payers in turn, and it is free again when the request is in. So it has a budget of its
+own: whoever has no room for another call is refused, and a burst of calls shall not be.
+
+Calls that last leave their payer room for one that does not: a key that a thousand wait for can be set.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from paceline_server.budget import Budget
-from paceline_server.errors import LimitMet
+from paceline_server.errors import NoRoom
 
 __all__ = ["CALL_BYTES", "OpenCall", "OpenCalls"]
 
@@ -37,61 +39,74 @@ class OpenCalls:
         self._open = open_
         self._reading = reading
         self._room = _TIMES * longest
-        self._lines: dict[str, OrderedDict[asyncio.Future[None], None]] = {}
+        # Who waits, by payer; the payer whose turn is next comes first.
+        self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
 
     @contextmanager
-    def one(self, payer: str) -> Iterator[OpenCall]:
+    def one(self, payer: str, lasts: bool = False) -> Iterator[OpenCall]:
         """A call, for as long as it is open.
 
         Args:
             payer: who pays for it, in words.
+            lasts: it may be open for as long as it likes.
 
         Raises:
-            LimitMet: the payer has too many.
+            NoRoom: the payer has too many.
         """
         call = OpenCall(self, payer)
-        call.take(CALL_BYTES)
+        call.take(CALL_BYTES, CALL_BYTES + self._room if lasts else 0)
         try:
             yield call
         finally:
             self._open.add(payer, -call.held)
 
-    def take(self, payer: str, size: int) -> None:
+    def take(self, payer: str, size: int, spare: int) -> None:
         """See `OpenCall.take`."""
         budget = self._open
-        if not budget.take(payer, size):
+        if not budget.take(payer, size, spare):
             held, used, total = (each >> 20 for each in (budget.held(payer), budget.used, budget.total))
-            raise LimitMet(
+            raise NoRoom(
                 f"the open calls of {payer} take {held} MiB of the coordinator's memory, and all together {used} of "
-                f"{total} MiB: as much as they may"
+                f"{total} MiB: as much as they may; give it more memory if so many workers are meant to call"
             )
 
     @asynccontextmanager
     async def room(self, payer: str) -> AsyncIterator[None]:
         """Waits until a request may come in; there is room for it in the block."""
-        line = self._lines.setdefault(payer, OrderedDict())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line[turn] = None
-        self._serve(payer)
+        self._lines.setdefault(payer, OrderedDict())[turn] = None
+        self._serve()
         try:
             await turn
             yield
         finally:
-            if not turn.cancelled():  # its turn may have come when it was cancelled
+            if turn.cancelled():
+                self._drop(payer, turn)
+            else:  # though it may have been cancelled when its turn had come
                 self._reading.add(payer, -self._room)
-            for waiting in list(self._lines):
-                self._serve(waiting)
+            self._serve()
 
-    def _serve(self, payer: str) -> None:
-        line = self._lines[payer]
-        while line:
+    def _serve(self) -> None:
+        """Gives room to as many as there is room for, payers in turn."""
+        full = 0  # payers in a row who have as much as they may
+        while full < len(self._lines) and self._reading.has_for_others(self._room):
+            payer, line = next(iter(self._lines.items()))
+            self._lines.move_to_end(payer)
             turn = next(iter(line))
             if not turn.cancelled():
                 if not self._reading.take(payer, self._room):
-                    return
+                    full += 1
+                    continue
                 turn.set_result(None)
-            del line[turn]
-        del self._lines[payer]
+            self._drop(payer, turn)
+            full = 0
+
+    def _drop(self, payer: str, turn: asyncio.Future[None]) -> None:
+        line = self._lines.get(payer)
+        if line is not None:
+            line.pop(turn, None)
+            if not line:
+                del self._lines[payer]
 
 
 class OpenCall:
@@ -106,20 +121,20 @@ class OpenCall:
         self._payer = payer
         self.held = 0
 
-    def take(self, size: int) -> None:
-        """It takes so many bytes more.
+    def take(self, size: int, spare: int = 0) -> None:
+        """It takes so many bytes more, if so many are left to its payer besides.
 
         Raises:
-            LimitMet: that is more than its payer may have.
+            NoRoom: that is more than its payer may have.
         """
-        self._calls.take(self._payer, size)
+        self._calls.take(self._payer, size, spare)
         self.held += size
 
     def take_message(self, size: int) -> None:
         """A request or an answer of so many bytes is there, however slowly it goes.
 
         Raises:
-            LimitMet: there is no room for it.
+            NoRoom: there is no room for it.
         """
         self.take(_TIMES * size)
 

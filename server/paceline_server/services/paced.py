@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from paceline_server._grpc import EOF, aio, grpc
-from paceline_server.errors import LimitMet
+from paceline_server.errors import NoRoom
 from paceline_server.pacing import Pacers
 from paceline_server.security.authenticate import authorization_of
 from paceline_server.services.calls import OpenCall, OpenCalls
@@ -28,6 +28,9 @@ from paceline_server.settings import ServerSettings
 __all__ = ["PacingInterceptor"]
 
 _Serve = Callable[[Any, "aio.ServicerContext[Any, Any]", OpenCall], Awaitable[None]]
+
+_LASTING = frozenset(f"/pacelinepb.v1.StoreService/{method}" for method in ("Get", "Wait"))
+"""Unary calls that wait for others, as streams do."""
 
 _MOST_PAYERS = 20_000
 """Whose pace is remembered: each takes 0.3 KB."""
@@ -59,6 +62,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
             return handler
         method, authorization = handler_call_details.method, authorization_of(handler_call_details)
+        lasts = handler.unary_unary is None or method in _LASTING
         if handler.unary_unary is not None:
             serve = self._answering(handler.unary_unary)
         elif handler.unary_stream is not None:
@@ -73,11 +77,11 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         async def count(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
             payer = self._payer_of(authorization, context.peer())
             try:
-                with self._calls.one(payer) as call:
+                with self._calls.one(payer, lasts) as call:
                     if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
                         await asyncio.sleep(delay)
                     await serve(requests, context, call)
-            except LimitMet as refused:
+            except NoRoom as refused:
                 await refuse(context, refused)
 
         async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
@@ -114,12 +118,11 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         async def serve(_: object, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
             request: object = EOF
             try:
-                async with asyncio.timeout(patience):
-                    async with call.room():
-                        request = await context.read()
+                async with call.room(), asyncio.timeout(patience):
+                    request = await context.read()
             except TimeoutError:
-                text = f"the request did not come in within {patience:g} s"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+                text = f"the request did not come in within {patience:g} s; other callers need its room"
+                await refuse(context, NoRoom(text))  # of a worker that was cut off or stopped: it makes the call again
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             if isinstance(request, TooLong):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline_server.budget import Budget
-from paceline_server.errors import LimitMet
+from paceline_server.errors import NoRoom
 from paceline_server.memory import usable_bytes
 from paceline_server.security.payer import payer
 from paceline_server.security.tokens import Tokens
@@ -98,9 +99,9 @@ def test_calls_are_refused_where_there_is_no_room_and_requests_wait_for_it() -> 
         open_, reading = Budget(4 * CALL_BYTES), Budget(6 * CALL_BYTES)
         calls = OpenCalls(open_, reading, CALL_BYTES // 2)  # a request: one and a half times CALL_BYTES
         with calls.one("a") as first, calls.one("a") as second:
-            with pytest.raises(LimitMet, match="the open calls of a take"), calls.one("a"):
+            with pytest.raises(NoRoom, match="the open calls of a take"), calls.one("a"):
                 pass
-            with pytest.raises(LimitMet):
+            with pytest.raises(NoRoom):
                 first.take_message(1)
             with calls.one("b") as other:
                 async with first.room(), second.room():
@@ -111,6 +112,43 @@ def test_calls_are_refused_where_there_is_no_room_and_requests_wait_for_it() -> 
                     assert not third.done()
                 await asyncio.wait_for(third, 5.0)
         assert open_.used == reading.used == 0
+
+    run(main)
+
+
+def test_calls_that_last_leave_room_for_one_that_does_not() -> None:
+    """Else a key that many wait for could not be set."""
+    budget = Budget(40 * CALL_BYTES)
+    calls = OpenCalls(budget, Budget(0), CALL_BYTES)  # with a request, a call may take four times CALL_BYTES
+    with ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(calls.one("a", lasts=True))
+        with pytest.raises(NoRoom):
+            stack.enter_context(calls.one("a", lasts=True))
+        with calls.one("a") as setting:
+            setting.take_message(CALL_BYTES)
+    assert budget.used == 0
+
+
+def test_payers_wait_in_turn() -> None:
+    async def main() -> None:
+        reading = Budget(3 * CALL_BYTES)
+        calls = OpenCalls(Budget(1 << 30), reading, CALL_BYTES // 3 + 1)  # room for one
+        came: list[str] = []
+
+        async def read(payer: str) -> None:
+            with calls.one(payer) as call:
+                async with call.room():
+                    came.append(payer)
+
+        with calls.one("e") as first:
+            async with first.room():
+                reads = [asyncio.create_task(read(payer)) for payer in "aaaabbcd"]
+                await asyncio.sleep(0)
+        await asyncio.gather(*reads)
+        assert came[:4] == ["a", "b", "c", "d"]
+        assert sorted(came) == sorted("aaaabbcd")
+        assert reading.used == 0
 
     run(main)
 
@@ -148,6 +186,6 @@ def test_messages_count_three_times() -> None:
     with OpenCalls(budget, Budget(0), 1).one("a") as call:
         call.take_message(CALL_BYTES)
         assert budget.used == 4 * CALL_BYTES
-        with pytest.raises(LimitMet):
+        with pytest.raises(NoRoom):
             call.take_message(1)
     assert budget.used == 0
