@@ -239,9 +239,16 @@ MUTANTS = (
         ("unit/server/test_line.py",),
     ),
     Mutant(
+        "candidates that all leave and are too few for a view wait for ever",
+        f"{SERVER}/policy.py",
+        "return replace(decision, meeting=Meeting(decision.reason, dismissed=tuple(candidates)))",
+        "return decision",
+        ("unit/server/test_line.py",),
+    ),
+    Mutant(
         "a view forms before members have had time to find the coordinator again",
         f"{SERVER}/policy.py",
-        "max(state.patient_until, state.restored_at + candidates[0].settings.failure_timeout)",
+        "max(state.patient_until, state.restored_at + candidate.settings.failure_timeout)",
         "state.patient_until",
         ("unit/server/test_old_copy.py",),
     ),

@@ -181,7 +181,7 @@ class Line(Departures):
         return effects + self._announcer.announce(now, reason, self._who_wait(), None)
 
     def _line_is_over(self, view: View) -> bool:
-        """True if all members of the view have gone and nobody may go on from its state, without asking the policy."""
+        """True if all have gone from a view without a state, or from that of a job that is done."""
         endings = self.state.endings
         if len(endings) < len(view.seats):
             return False

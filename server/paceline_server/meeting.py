@@ -356,10 +356,18 @@ def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: 
     if silent:
         return way_out(state, silent)
     waiting = [s for s in state.sessions.values() if s.standing is Standing.WAITING]
-    coming = state.returning()
-    coming += [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
+    returning = state.returning()
+    coming = [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
     coming += [s for s in [*present, *state.bringing()] if s.catching_up]
-    return f"waiting for {names(view, coming)} to say what it holds" if coming else None
+    coming += returning
+    if not coming:
+        return None
+    what, which = ("what it holds", "it") if len(coming) == 1 else ("what they hold", "one of them")
+    text = f"waiting for {names(view, coming)} to say {what}"
+    if not returning:
+        return text
+    processes = ", ".join(f"pid {s.process.pid} on {s.process.host}" for s in returning[:_NAMED])
+    return f"{text}; if {which} hangs, end its process ({processes})"
 
 
 def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:

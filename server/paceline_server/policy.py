@@ -8,7 +8,7 @@ A decision always has a sentence: the same one serves the waiting workers, the l
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline_server.meeting import Meeting, convene, way_out
 from paceline_server.model import JobState, Session, Tag, View
@@ -77,9 +77,11 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
         return Decision(None, "no worker is there")
     if state.storage_trouble:
         return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
-    if candidates[0].claimed_rank is not None:
-        return _decide_explicit(candidates)
-    return _decide_free(now, state, candidates, settle_time)
+    explicit = candidates[0].claimed_rank is not None
+    decision = _decide_explicit(candidates) if explicit else _decide_free(now, state, candidates, settle_time)
+    if decision.members is None and all(s.met is not None and s.met.leaving for s in candidates):
+        return _let_go(now, decision, candidates, _settled_at(state, candidates[0], settle_time))
+    return decision
 
 
 def _is_over(state: JobState) -> bool:
@@ -160,17 +162,31 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
     if count >= most:
         chosen = sorted(candidates, key=_brings, reverse=True)[:most]
         return Decision(tuple(by_host(chosen)), f"{most} workers are there, as many as a view takes")
-    # Who waited while a view ran has settled long ago, but its members may come again in a moment.
-    patient_until = max(state.patient_until, state.restored_at + candidates[0].settings.failure_timeout)
-    settled_at = max(max(state.last_arrival, state.last_parting) + settle_time, patient_until)
+    settled_at = _settled_at(state, candidates[0], settle_time)
     if now >= settled_at:
         return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
-    if settled_at == patient_until:
+    if settled_at == _patient_until(state, candidates[0]):
         text = f"{count} workers are there (at least {least}); former members of the job have time to come back"
         return Decision(None, text, settled_at)
     return Decision(
         None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
     )
+
+
+def _patient_until(state: JobState, candidate: Session) -> float:
+    return max(state.patient_until, state.restored_at + candidate.settings.failure_timeout)
+
+
+def _settled_at(state: JobState, candidate: Session, settle_time: float) -> float:
+    """Who waited while a view ran has settled long ago, but its members may come again in a moment."""
+    return max(max(state.last_arrival, state.last_parting) + settle_time, _patient_until(state, candidate))
+
+
+def _let_go(now: float, decision: Decision, candidates: list[Session], settled_at: float) -> Decision:
+    """All who wait are to leave, and are too few for a view: once it is clear that no others come, they may."""
+    if now < settled_at:
+        return replace(decision, again_at=settled_at)
+    return replace(decision, meeting=Meeting(decision.reason, dismissed=tuple(candidates)))
 
 
 def _brings(session: Session) -> Tag:

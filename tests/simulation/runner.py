@@ -142,10 +142,14 @@ def _has_enough(world: World) -> bool:
 
 
 def _waited_for(world: World) -> list[Process]:
-    """Members of the last view that hang, for ever."""
+    """Members of the last view that hang, for ever, and former ones if a state is not whole without them."""
     membership = world.coordinator.membership
-    present = membership.state.present() if membership is not None and membership.state.view is not None else []
-    members = [world.by_id[session.member_id] for session in present]
+    if membership is None or membership.state.view is None:
+        return []
+    sessions = membership.state.present()
+    if "end its process" in world.coordinator.reason:
+        sessions += membership.state.returning()
+    members = [world.by_id[session.member_id] for session in sessions]
     return [member for member in members if member.alive and member.hangs]
 
 

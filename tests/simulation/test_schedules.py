@@ -55,6 +55,8 @@ SHAPES = {
     "reclaimed": (RECLAIMED, 50),
     "twice": (TWICE, 150),
     "twice-disks": (replace(TWICE, directory="shared", disks=True), 80),
+    "stuck-spread": (replace(STUCK, node_size=0), 60),
+    "stuck-nodes": (replace(STUCK, node_size=2), 60),
 }
 
 

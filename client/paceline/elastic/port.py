@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 from collections.abc import Sequence
 
 from paceline.checkpoint.tag import Tag
@@ -89,7 +90,10 @@ class Port(abc.ABC):
 
     @abc.abstractmethod
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Begins to find out whether there is a way between each of these members and this one; a `Tried` says it."""
+        """Begins to find out whether there is a way between each of these members and this one; a `Tried` says it.
+
+        What has begun before is given up.
+        """
 
     @abc.abstractmethod
     def manifest_of(self, donor: Peer) -> bytes:
@@ -111,6 +115,7 @@ class CoordinatedPort(Port):
         self.config = config
         self._connection = connection
         self._how = config.failure_timeout, connection.credentials
+        self._trying: asyncio.Task[None] | None = None  # on the loop
 
     @property
     def member_id(self) -> str:
@@ -130,13 +135,14 @@ class CoordinatedPort(Port):
             manifest=manifest,
             leaving=meet.leaving,
             closed=meet.closed,
+            unproven=meet.unproven,
         )
         said.step_timeout.FromMilliseconds(round(1e3 * self.config.step_timeout))
         if meet.tag is not None:
             said.tag.generation, said.tag.step = meet.tag
             said.tag.SetInParent()
         if meet.node_size != 1:
-            said.node_size, said.stored, said.unproven = meet.node_size, meet.stored, meet.unproven
+            said.node_size, said.stored = meet.node_size, meet.stored
             said.shares.extend(pb.Share(part=share.part, parts=share.parts) for share in meet.shares)
         if meet.prepared is not None:
             said.prepared.generation, said.prepared.step = meet.prepared
@@ -171,6 +177,9 @@ class CoordinatedPort(Port):
         """See `Port.try_to_reach`."""
 
         async def ask() -> None:
+            if self._trying is not None:
+                self._trying.cancel()  # the line has other members now
+            self._trying = asyncio.current_task()
             troubles = await out_of_reach(self.job, members, self._connection.knocker, *self._how)
             self.mail.put(Tried(members, troubles))
 

@@ -89,7 +89,7 @@ class Waiting:
         """What only time brings.
 
         Raises:
-            Dismissed: a candidate wanted to leave.
+            Dismissed: a candidate that brings no state wanted to leave.
         """
         if self._place.phase is not Phase.MEETING:
             return

@@ -121,6 +121,27 @@ def test_a_candidate_that_leaves_stays_while_its_state_may_be_needed() -> None:
     assert waiting in job.state.sessions
 
 
+def test_candidates_that_all_leave_and_are_too_few_for_a_view_are_let_go() -> None:
+    """The one that came back holds the last state. No view in which it could be handed over will form."""
+    job, (first, second) = elastic(2, least=2)
+    job.cut(first)
+    job.do(AddressRefused(first))
+    again = job.join(2, 9, former=first, former_token=b"token-1")
+    job.do(ExitReported(Process("host-2", 1002), -9))
+    assert second not in job.state.sessions
+    effects = job.do(MetOthers(again, Met(0, Tag(2, 5), False, leaving=True, unproven=True)))
+    assert not any(isinstance(effect, PushDismissed) for effect in effects), "others may be on their way back"
+    assert PushDismissed(again, last=True) in job.pass_time(0.3, [again]), "it writes the last checkpoint"
+
+
+def test_a_candidate_that_leaves_waits_for_others_to_whom_it_can_hand_over() -> None:
+    job = PureJob()
+    waiting = [job.join(3, 9) for _ in range(2)]
+    job.do(MetOthers(waiting[0], Met(0, Tag(2, 5), False, leaving=True)))
+    effects = job.pass_time(9.0, waiting)
+    assert not any(isinstance(effect, PushDismissed) for effect in effects)
+
+
 # A view that is being stored ------------------------------------------------------------------------------------------
 
 

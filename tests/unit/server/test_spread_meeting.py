@@ -65,7 +65,9 @@ def test_one_that_was_a_member_and_is_on_its_way_back_is_waited_for() -> None:
     candidate(state, part("1/2"), came_back=True).met = None
     meeting = convene(state)
     assert not meeting.over
-    assert meeting.reason.endswith("part 1 of 2 is not there; waiting for new to say what it holds")
+    assert meeting.reason.endswith(
+        "part 1 of 2 is not there; waiting for new to say what it holds; if it hangs, end its process (pid 1 on new)"
+    )
 
 
 def test_what_a_candidate_brings_counts() -> None:

@@ -1,0 +1,71 @@
+"""What a member's port says to the coordinator, and whom it asks if it can reach them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint.tag import Tag
+from paceline.config import Config
+from paceline.elastic import port
+from paceline.elastic.place import Meet
+from paceline.elastic.port import CoordinatedPort
+from paceline.links.base import Peer
+from paceline.session.mail import Mail, Tried
+from pacelinepb.v1 import session_pb2 as pb
+
+ONE, TWO = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
+
+
+class Connection:
+    """`MemberConnection`, for a test that runs on the loop itself."""
+
+    job, group, member_id, credentials, knocker = "job", None, "m9", None, None
+
+    def __init__(self) -> None:
+        self.mail = Mail()
+        self.said: list[pb.Meet] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.line = SimpleNamespace(meet=self.said.append)
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.tasks.append(asyncio.ensure_future(work()))
+
+
+@pytest.mark.parametrize("node_size", [1, 0])
+def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> None:
+    connection = Connection()
+    of_port = CoordinatedPort(connection, Config())  # type: ignore[arg-type]
+    of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True), b"", b"")
+    assert [said.unproven for said in connection.said] == [True]
+
+
+def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members end one after the other, each a list of its own: tries that nobody waits for must not pile up."""
+
+    async def try_both() -> Mail:
+        began = asyncio.Event()
+
+        async def out_of_reach(_job: str, members: Sequence[Peer], *_: object) -> list[str]:
+            if TWO in members:
+                began.set()
+                await asyncio.Event().wait()  # it does not answer
+            return []
+
+        monkeypatch.setattr(port, "out_of_reach", out_of_reach)
+        connection = Connection()
+        of_port = CoordinatedPort(connection, Config())  # type: ignore[arg-type]
+        of_port.try_to_reach([ONE, TWO])
+        await began.wait()
+        of_port.try_to_reach([ONE])
+        await asyncio.wait(connection.tasks, timeout=5)
+        assert [task.cancelled() for task in connection.tasks] == [True, False]
+        return connection.mail
+
+    mail = asyncio.run(try_both())
+    assert mail.get(0) == Tried([ONE], [])
+    assert mail.get(0) is None
