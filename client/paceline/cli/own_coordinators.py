@@ -33,8 +33,8 @@ def published(address: str, token: str) -> Iterator[None]:
         address: "IP:port" of loopback. A name could mean another address to whoever looks it up.
         token: what its callers have to show.
     """
-    path = _folder() / address
     try:
+        path = _folder() / address
         lock = _publish(path, token)
     except OSError as error:
         say(f"paceline status and drain cannot ask this run: its token cannot be kept for them: {error}")
@@ -50,7 +50,7 @@ def published(address: str, token: str) -> Iterator[None]:
 
 def own_token(address: str) -> str | None:
     """The token for a coordinator of this user's commands; None if none of them serves there."""
-    return _read(_folder() / address) or None
+    return _read(address) or None
 
 
 def own_addresses() -> list[str]:
@@ -85,9 +85,10 @@ def _publish(path: Path, token: str) -> int:
     return lock
 
 
-def _read(path: Path) -> str:
+def _read(address: str) -> str:
     """What a file holds whose command lives; empty if there is none. A file that should not be used is told of."""
     try:
+        path = _folder() / address
         check_own(path.parent, "it is not used")
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from paceline.cli.address import coordinator_address
 from paceline.cli.credentials import own_credentials
 from paceline.cli.output import UsageError
 from paceline.cli.own_coordinators import own_addresses, own_token, published
+from paceline.session.flight import flight_directory
 
 ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
 
@@ -102,3 +103,16 @@ def test_a_folder_of_somebody_else_stops_no_training(
     with published(ADDRESS, "token"):
         assert own_token(ADDRESS) is None
     assert "paceline status and drain cannot ask this run" in capsys.readouterr().err
+
+
+def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container that is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/1/nowhere"])
+    with published(ADDRESS, "token"):
+        assert (own_token(ADDRESS), own_addresses()) == (None, [])
+        assert own_credentials(ADDRESS).token is None
+    assert "paceline status and drain cannot ask this run" in capsys.readouterr().err
+    assert flight_directory({}) is None
