@@ -154,9 +154,14 @@ def test_another_user_is_refused(run: Run) -> None:
 
 
 def test_a_token_of_the_environment_is_the_only_one(tmp_path: Path) -> None:
+    """It is in no file, and `paceline status` finds the run by the same one."""
     script = tmp_path / "script.py"
-    script.write_text("import os; print('has', os.environ['PACELINE_TOKEN'])")
-    with command("run", str(script), TMPDIR=str(tmp_path), PACELINE_TOKEN="a-token-of-the-users") as ran:
-        assert ran.wait() == 0, str(ran)
+    environment = {"TMPDIR": str(tmp_path), "PACELINE_TOKEN": "a-token-of-the-users"}
+    script.write_text("import os; print('has', os.environ['PACELINE_TOKEN'])\n" + SCRIPT)
+    with command("run", str(script), **environment) as ran:
+        ran.wait_for("joined")
+        (left,) = (tmp_path / f"paceline-{os.geteuid()}" / "coordinators").iterdir()
+        assert left.read_text() == ""
+        with command("status", "--json", **environment) as status:
+            assert status.wait() == 0, str(status)
     assert "has a-token-of-the-users" in ran.stdout
-    assert not (tmp_path / f"paceline-{os.geteuid()}" / "coordinators").exists()
