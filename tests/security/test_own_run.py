@@ -125,6 +125,9 @@ def test_only_who_has_the_token_is_let_in(run: Run, tmp_path: Path) -> None:
     status = run.asks("status", "--json")
     assert [job["world_size"] for job in json.loads(status.stdout)["jobs"]] == [2]
     assert run.asks("status", "--coordinator", run.address, "default").process.returncode == 0
+    (run.temporary / "other.py").write_text("import paceline\nwith paceline.join(): print('in')")
+    joined = run.asks("run", "--coordinator", run.address, "--job", "two", str(run.temporary / "other.py"))
+    assert joined.process.returncode == 0, str(joined)
     restart = run.asks("restart", "default")
     assert "job 'default' is running" in restart.stderr
     drain = run.asks("drain", "--all")
@@ -139,7 +142,7 @@ def test_only_who_has_the_token_is_let_in(run: Run, tmp_path: Path) -> None:
     run.command.signal(signal.SIGTERM)
     run.command.wait()
     assert not path.exists()
-    assert not any(token in str(said) for said in (run.command, status, restart, drain))
+    assert not any(token in str(said) for said in (run.command, status, joined, restart, drain))
 
 
 @pytest.mark.root

@@ -24,7 +24,7 @@ class Served:
 
     Attributes:
         address: of the coordinator, "host:port".
-        token: made for it; None if the environment has one, or if it is not the command's own.
+        token: that this command or another of this user made for it; None for that of the environment, if there is one.
     """
 
     address: str
