@@ -38,7 +38,7 @@ def published(address: str, token: str) -> Iterator[None]:
         lock = _publish(path, token)
     except OSError as error:
         if token:
-            say(f"paceline status and drain cannot ask this run: its token cannot be kept for them: {error}")
+            say(f"paceline status, drain and other launchers cannot ask this run: its token cannot be kept: {error}")
         yield
         return
     try:

@@ -125,7 +125,7 @@ def test_a_folder_of_somebody_else_stops_no_training(
     (tmp_path / "coordinators").write_text("a file")
     with published(ADDRESS, "token"):
         assert own_token(ADDRESS) is None
-    assert "paceline status and drain cannot ask this run" in capsys.readouterr().err
+    assert "paceline status, drain and other launchers cannot ask this run" in capsys.readouterr().err
 
 
 def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
@@ -137,5 +137,5 @@ def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
     with published(ADDRESS, "token"):
         assert (own_token(ADDRESS), own_addresses()) == (None, [])
         assert own_credentials(ADDRESS).token is None
-    assert "paceline status and drain cannot ask this run" in capsys.readouterr().err
+    assert "paceline status, drain and other launchers cannot ask this run" in capsys.readouterr().err
     assert flight_directory({}) is None
