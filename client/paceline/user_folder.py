@@ -11,7 +11,11 @@ __all__ = ["check_own", "make_private", "user_folder"]
 
 
 def user_folder(name: str) -> Path:
-    """`paceline-UID/NAME` among the temporary files; nothing is made."""
+    """`paceline-UID/NAME` among the temporary files; nothing is made.
+
+    Raises:
+        FileNotFoundError: there is no directory for temporary files that can be written to.
+    """
     return Path(tempfile.gettempdir(), f"paceline-{_user()}", name).absolute()
 
 

@@ -172,6 +172,51 @@ def test_nodes_with_a_secret_let_no_stranger_in(secret: str, script: Path) -> No
         assert {one.wait(), two.wait()} <= {1, 130}, f"{one}{two}"  # one may hear of the other's end first
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("numbered", [False, True], ids=["as they come", "numbered"])
+def test_nodes_that_meet_on_one_machine_make_a_token(numbered: bool, script: Path, tmp_path: Path) -> None:
+    """All users of the machine reach it. `paceline status` of this user finds the token, as the other launcher does."""
+    port, path, own = two_free_ports(), write(script, WAIT), {"TMPDIR": str(tmp_path)}
+    where = [["--nnodes=2", f"--rdzv-endpoint=localhost:{port + 1}"]] * 2
+    if numbered:  # node 1, which begins, waits for node 0
+        where = [["--nnodes=2", f"--node-rank={node}", f"--master-port={port}"] for node in (1, 0)]
+    with command("run", *where[0], path, **own) as one, command("run", *where[1], path, **own) as two:
+        for run in (one, two):
+            run.wait_for("of 2 restart 0")
+            run.wait_for(f"meeting the launchers of 2 nodes at 127.0.0.1:{port + 1}")
+        with command("status", "--json", **own) as status:
+            assert status.wait() == 0, str(status)
+        assert {job["name"]: job["phase"] for job in json.loads(status.stdout)["jobs"]}["default/nodes"] == "running"
+        with command("status", "--coordinator", f"127.0.0.1:{port + 1}") as stranger:
+            assert stranger.wait() == 1
+        assert "it wants a token" in stranger.stderr
+        for run in (one, two):
+            run.signal(signal.SIGINT)
+        assert {one.wait(), two.wait()} <= {1, 130}, f"{one}{two}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_nodes_on_one_machine_do_not_join_a_stranger_who_was_first(nodes: str, script: Path, coordinator: str) -> None:
+    """It may be another user's, and would get gradients and state."""
+    with command("run", "--nnodes", nodes, "--rdzv-endpoint", coordinator, write(script, TELL)) as run:
+        assert run.wait() == 1, str(run)
+    assert run.stdout == ""
+    assert f"{coordinator} is in use, and not by a paceline run of yours" in run.stderr
+
+
+def test_one_node_joins_a_run_of_its_user_where_it_would_meet_others(script: Path, tmp_path: Path) -> None:
+    port, path, own = two_free_ports(), write(script, TELL), {"TMPDIR": str(tmp_path)}
+    waiting = tmp_path / "waiting.py"
+    write(waiting, WAIT)
+    with command("run", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "one", str(waiting), **own) as first:
+        first.wait_for("in world 0 of 1")
+        with command("run", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two", path, **own) as second:
+            assert second.wait() == 0, str(second)
+        (worker,) = told(second)
+        assert (worker["PACELINE_COORDINATOR"], len(worker["PACELINE_TOKEN"])) == (f"127.0.0.1:{port}", 64)
+
+
 def test_insecure_nodes_are_warned_of_the_address(script: Path) -> None:
     port = two_free_ports()
     where = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node1.invalid", "--master-port", str(port))

@@ -125,6 +125,9 @@ def test_only_who_has_the_token_is_let_in(run: Run, tmp_path: Path) -> None:
     status = run.asks("status", "--json")
     assert [job["world_size"] for job in json.loads(status.stdout)["jobs"]] == [2]
     assert run.asks("status", "--coordinator", run.address, "default").process.returncode == 0
+    (run.temporary / "other.py").write_text("import paceline\nwith paceline.join(): print('in')")
+    joined = run.asks("run", "--coordinator", run.address, "--job", "two", str(run.temporary / "other.py"))
+    assert joined.process.returncode == 0, str(joined)
     restart = run.asks("restart", "default")
     assert "job 'default' is running" in restart.stderr
     drain = run.asks("drain", "--all")
@@ -139,7 +142,7 @@ def test_only_who_has_the_token_is_let_in(run: Run, tmp_path: Path) -> None:
     run.command.signal(signal.SIGTERM)
     run.command.wait()
     assert not path.exists()
-    assert not any(token in str(said) for said in (run.command, status, restart, drain))
+    assert not any(token in str(said) for said in (run.command, status, joined, restart, drain))
 
 
 @pytest.mark.root
@@ -154,9 +157,14 @@ def test_another_user_is_refused(run: Run) -> None:
 
 
 def test_a_token_of_the_environment_is_the_only_one(tmp_path: Path) -> None:
+    """It is in no file, and `paceline status` finds the run by the same one."""
     script = tmp_path / "script.py"
-    script.write_text("import os; print('has', os.environ['PACELINE_TOKEN'])")
-    with command("run", str(script), TMPDIR=str(tmp_path), PACELINE_TOKEN="a-token-of-the-users") as ran:
-        assert ran.wait() == 0, str(ran)
+    environment = {"TMPDIR": str(tmp_path), "PACELINE_TOKEN": "a-token-of-the-users"}
+    script.write_text("import os; print('has', os.environ['PACELINE_TOKEN'])\n" + SCRIPT)
+    with command("run", str(script), **environment) as ran:
+        ran.wait_for("joined")
+        (left,) = (tmp_path / f"paceline-{os.geteuid()}" / "coordinators").iterdir()
+        assert left.read_text() == ""
+        with command("status", "--json", **environment) as status:
+            assert status.wait() == 0, str(status)
     assert "has a-token-of-the-users" in ran.stdout
-    assert not (tmp_path / f"paceline-{os.geteuid()}" / "coordinators").exists()

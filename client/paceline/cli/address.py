@@ -24,11 +24,15 @@ def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
 def coordinator_address(text: str | None) -> str:
     """The coordinator that an operator means: the one that is named, else that of this user's one `paceline run`.
 
+    What serves at 127.0.0.1 for this user is meant by localhost too: by that name its token would not be shown.
+
     Raises:
         UsageError: it is malformed, or none is named and there is none or several.
     """
     if text is not None:
-        return str(endpoint(text))
+        named = endpoint(text)
+        here = str(Endpoint("127.0.0.1", named.port))
+        return here if named.host == "localhost" and here in own_addresses() else str(named)
     match own_addresses():
         case [address]:
             return address

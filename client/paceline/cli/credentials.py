@@ -15,14 +15,14 @@ def own_credentials(address: str) -> Credentials:
     """Those of a command that talks to a coordinator.
 
     Args:
-        address: the coordinator's. Where a command of this user serves there, and the environment has no token, it is
-            the one that the command made.
+        address: the coordinator's. Where a command of this user serves there and has made a token, it is that one: a
+            token of the environment was not there when the command began, and is for another coordinator.
 
     Raises:
         UsageError: the variables cannot be used; the text says which.
     """
     found = _from_environment()
-    token = own_token(address) if found.token is None else None
+    token = own_token(address)
     return found if token is None else replace(found, token=token)
 
 

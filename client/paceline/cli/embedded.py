@@ -24,7 +24,7 @@ class Served:
 
     Attributes:
         address: of the coordinator, "host:port".
-        token: made for it; None if the environment has one, or if it is not the command's own.
+        token: that this command or another of this user made for it; None for that of the environment, if there is one.
     """
 
     address: str
@@ -43,12 +43,10 @@ def own_coordinator(**settings: Any) -> Iterator[Served]:
     Raises:
         UsageError: the PACELINE_* variables for TLS and tokens cannot be used.
     """
-    if worker_credentials().token is not None:
-        with embedded_coordinator(**settings) as address:
-            yield Served(address)
-        return
-    token = secrets.token_hex(32)
-    with embedded_coordinator(token=token, **settings) as address, published(address, token):
+    token = secrets.token_hex(32) if worker_credentials().token is None else None
+    if token is not None:
+        settings["token"] = token
+    with embedded_coordinator(**settings) as address, published(address, token or ""):
         yield Served(address, token)
 
 

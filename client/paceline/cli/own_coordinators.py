@@ -31,13 +31,14 @@ def published(address: str, token: str) -> Iterator[None]:
 
     Args:
         address: "IP:port" of loopback. A name could mean another address to whoever looks it up.
-        token: what its callers have to show.
+        token: what was made for its callers to show; empty if they are to have that of their environment.
     """
-    path = _folder() / address
     try:
+        path = _folder() / address
         lock = _publish(path, token)
     except OSError as error:
-        say(f"paceline status and drain cannot ask this run: its token cannot be kept for them: {error}")
+        if token:
+            say(f"paceline status, drain and other launchers cannot ask this run: its token cannot be kept: {error}")
         yield
         return
     try:
@@ -49,8 +50,8 @@ def published(address: str, token: str) -> Iterator[None]:
 
 
 def own_token(address: str) -> str | None:
-    """The token for a coordinator of this user's commands; None if none of them serves there."""
-    return _read(_folder() / address) or None
+    """The token that was made for a coordinator of this user's commands; None if none of them serves there with one."""
+    return _read(address) or None
 
 
 def own_addresses() -> list[str]:
@@ -59,7 +60,7 @@ def own_addresses() -> list[str]:
         names = sorted(path.name for path in _folder().iterdir() if not path.name.startswith("."))
     except OSError:
         return []
-    return [name for name in names if own_token(name) is not None]
+    return [name for name in names if _read(name) is not None]
 
 
 def _folder() -> Path:
@@ -85,21 +86,22 @@ def _publish(path: Path, token: str) -> int:
     return lock
 
 
-def _read(path: Path) -> str:
-    """What a file holds whose command lives; empty if there is none. A file that should not be used is told of."""
+def _read(address: str) -> str | None:
+    """What a file holds whose command lives; None if there is none. A file that should not be used is told of."""
     try:
+        path = _folder() / address
         check_own(path.parent, "it is not used")
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return ""
+        return None
     except OSError as error:
         _say_once(f"no token of paceline run is looked for: {error}")
-        return ""
+        return None
     try:
-        return read_own(file, path, _MAX_BYTES).decode() if _is_locked(file) else ""
+        return read_own(file, path, _MAX_BYTES).decode() if _is_locked(file) else None
     except (FileTooOpen, OSError, ValueError) as error:
         _say_once(f"the token of a paceline run is not used: {error}")
-        return ""
+        return None
     finally:
         os.close(file)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.cli.address import endpoint
+from paceline.cli.address import coordinator_address, endpoint
 from paceline.cli.credentials import worker_credentials
 from paceline.cli.embedded import Served, own_coordinator
 from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
@@ -19,6 +19,7 @@ from paceline.cli.launcher.cores import allowed_cores
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
+from paceline.cli.own_coordinators import own_token
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
 from paceline.config import Config
 
@@ -218,7 +219,8 @@ def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | N
 @contextlib.contextmanager
 def _coordinator(address: str | None) -> Iterator[Served]:
     if address is not None:
-        yield Served(str(endpoint(address)))
+        where = coordinator_address(address)
+        yield Served(where, own_token(where))  # of another run of this user, which may take workers in
     else:
         with own_coordinator() as own:
             yield own

@@ -41,13 +41,17 @@ _log = logging.getLogger("paceline.flight")
 
 
 def flight_directory(environ: Mapping[str, str]) -> Path | None:
-    """Where dumps go: PACELINE_FLIGHT_DIR, or `paceline-UID/flight` among the temporary files; None if "off" or empty.
+    """Where dumps go: PACELINE_FLIGHT_DIR, or `paceline-UID/flight` among the temporary files.
 
-    Nothing is made before there is a dump.
+    None if it is "off" or empty, or if nothing can be written there, as in a read-only container. Nothing is made
+    before there is a dump.
     """
     text = environ.get(FLIGHT_DIR)
     if text is None:
-        return user_folder("flight")
+        try:
+            return user_folder("flight")
+        except FileNotFoundError:
+            return None
     return Path(text).absolute() if text not in ("", "off") else None  # absolute: the script may change its directory
 
 

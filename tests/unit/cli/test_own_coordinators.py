@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import tempfile
@@ -14,6 +15,8 @@ from paceline.cli.address import coordinator_address
 from paceline.cli.credentials import own_credentials
 from paceline.cli.output import UsageError
 from paceline.cli.own_coordinators import own_addresses, own_token, published
+from paceline.session.flight import flight_directory
+from paceline.token_source import TokenSource
 
 ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
 
@@ -48,12 +51,26 @@ def test_what_a_killed_command_left_is_shown_to_nobody(folder: Path) -> None:
         assert own_token(ADDRESS) == "new"
 
 
-def test_the_users_own_token_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-the-users")
-    asked: list[str] = []
-    monkeypatch.setattr("paceline.cli.credentials.own_token", asked.append)
-    own_credentials(ADDRESS)
-    assert asked == []
+def test_the_token_that_was_made_for_a_coordinator_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the shell has for a cluster would be refused there."""
+    monkeypatch.setenv("PACELINE_TOKEN", "a-token-for-a-cluster")
+    with published(ADDRESS, "made"):
+        assert shown(ADDRESS) == "made"
+        assert shown(OTHER) == "a-token-for-a-cluster"
+
+
+def test_a_coordinator_with_the_token_of_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "a-token-for-a-cluster")
+    with published(ADDRESS, ""):
+        assert (own_addresses(), own_token(ADDRESS)) == ([ADDRESS], None)
+        assert shown(coordinator_address(None)) == "a-token-for-a-cluster"
+
+
+def shown(address: str) -> str:
+    """What a command shows to that coordinator."""
+    token = own_credentials(address).token
+    assert isinstance(token, TokenSource)
+    return asyncio.run(token.current())
 
 
 def test_an_operator_need_not_name_the_only_one() -> None:
@@ -64,6 +81,13 @@ def test_an_operator_need_not_name_the_only_one() -> None:
         with published(ADDRESS, "one"), pytest.raises(UsageError, match=f"commands have {ADDRESS}, {OTHER}$"):
             coordinator_address(None)
     assert coordinator_address("host") == "host:7400"
+
+
+def test_localhost_is_where_this_users_run_serves() -> None:
+    name = f"localhost:{ADDRESS.rpartition(':')[2]}"
+    assert coordinator_address(name) == name
+    with published(ADDRESS, "token"):
+        assert coordinator_address(name) == ADDRESS
 
 
 @pytest.mark.parametrize("planted", ["open", "link", "fifo", "another's"])
@@ -101,4 +125,17 @@ def test_a_folder_of_somebody_else_stops_no_training(
     (tmp_path / "coordinators").write_text("a file")
     with published(ADDRESS, "token"):
         assert own_token(ADDRESS) is None
-    assert "paceline status and drain cannot ask this run" in capsys.readouterr().err
+    assert "paceline status, drain and other launchers cannot ask this run" in capsys.readouterr().err
+
+
+def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container that is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/1/nowhere"])
+    with published(ADDRESS, "token"):
+        assert (own_token(ADDRESS), own_addresses()) == (None, [])
+        assert own_credentials(ADDRESS).token is None
+    assert "paceline status, drain and other launchers cannot ask this run" in capsys.readouterr().err
+    assert flight_directory({}) is None

@@ -4,47 +4,102 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
+import time
 from collections.abc import Iterator
 
-from paceline.cli.embedded import embedded_coordinator
-from paceline.session.address import Endpoint
+from paceline._loop import loop_thread
+from paceline.cli.credentials import worker_credentials
+from paceline.cli.embedded import embedded_coordinator, own_coordinator
+from paceline.cli.own_coordinators import own_addresses, own_token
+from paceline.errors import CoordinatorUnreachable
+from paceline.session.address import Endpoint, knock
 
 __all__ = ["coordinator_at", "free_port", "is_here"]
 
 _SETTLE_S = 1.0
 """Launchers of one job start within a second or so of each other; each that comes later ends the world there is."""
 
+_KEPT_S, _PAUSE_S = 3.0, 0.05
+"""How long a launcher that serves may take to keep its token where others find it, and how often they look."""
+
+_KNOCK_S = 1.0
+"""For loopback to say whether somebody listens at a port."""
+
 
 @contextlib.contextmanager
-def coordinator_at(place: Endpoint, *, serve: bool | None) -> Iterator[bool]:
+def coordinator_at(place: Endpoint, *, serve: bool | None, patience: float) -> Iterator[bool]:
     """Serves a coordinator at the place if this is its host and nobody does so yet; else another launcher has to.
+
+    All users of the machine reach loopback, and may be first at the port. So there whoever serves makes a token, unless
+    the environment has one, and the others of this user find it: it is in their environment for the rest of the block.
 
     Yields whether it is served here.
 
     Args:
-        place: host and port.
+        place: host and port; by number on loopback.
         serve: True if it is up to this launcher, whatever the place's name resolves to (it may be the address of a
             gateway); False if it is up to another; None if it is up to the first one on that host.
+        patience: seconds to wait for another one on loopback.
 
     Raises:
         OSError: the port cannot be listened at.
         UsageError: the PACELINE_* variables for TLS and tokens cannot be used.
+        CoordinatorUnreachable: on loopback no other launcher of this user serves.
     """
     here = is_here(place.host)
     with contextlib.ExitStack() as stack:
-        served = False
+        served, token = False, None
         if serve or (here and serve is None):
             # What this host's own name resolves to here is often not what it resolves to elsewhere (127.0.1.1).
             host = place.host if here and (place.ip is not None or place.is_loopback) else _everywhere()
+            listen = str(Endpoint(host, place.port))
             try:
-                stack.enter_context(embedded_coordinator(listen=str(Endpoint(host, place.port)), settle_time=_SETTLE_S))
+                if place.is_loopback:
+                    token = stack.enter_context(own_coordinator(listen=listen, settle_time=_SETTLE_S)).token
+                else:
+                    stack.enter_context(embedded_coordinator(listen=listen, settle_time=_SETTLE_S))
                 served = True
             except OSError as error:
                 # Another launcher of this host was first; only one that has to serve cannot do with that.
                 if serve or error.errno != errno.EADDRINUSE:
                     raise
+        if place.is_loopback and not served:
+            token = _token_at(place, patience)
+        if token is not None:
+            os.environ["PACELINE_TOKEN"] = token
+            stack.callback(os.environ.pop, "PACELINE_TOKEN", None)
         yield served
+
+
+def _token_at(place: Endpoint, patience: float) -> str | None:
+    """The token that another launcher of this user has made there; None if all have one of their environment.
+
+    Raises:
+        CoordinatorUnreachable: none serves there.
+    """
+    if worker_credentials().token is not None:
+        return None
+    address, give_up = str(place), time.monotonic() + patience
+    taken: float | None = None
+    while address not in own_addresses():
+        now = time.monotonic()
+        if taken is None and loop_thread().run(knock(place, _KNOCK_S)):
+            taken = now
+        if taken is not None and now - taken > _KEPT_S:
+            raise CoordinatorUnreachable(
+                f"{address} is in use, and not by a paceline run of yours, so no worker joins there. Choose another "
+                "port; or name a coordinator that you trust with --coordinator; or, if launchers have several users or "
+                "TMPDIRs, set PACELINE_TOKEN for all"
+            )
+        if now > give_up:
+            raise CoordinatorUnreachable(
+                f"no launcher of yours has begun to serve at {address} within {patience:.0f} s: is the one with "
+                "--node-rank 0 running, on this machine?"
+            )
+        time.sleep(_PAUSE_S)
+    return own_token(address)
 
 
 def is_here(host: str) -> bool:

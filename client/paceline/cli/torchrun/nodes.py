@@ -16,13 +16,14 @@ from paceline.cli.launcher import Place
 from paceline.cli.torchrun.flags import Plan
 from paceline.cli.torchrun.meeting import free_port
 from paceline.cli.torchrun.world import World
+from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.session.address import parse_endpoint
 
-__all__ = ["enter_world", "node_waits", "wait_until_left"]
+__all__ = ["enter_world", "join_seconds", "node_waits", "wait_until_left"]
 
 _JOIN_S = 600.0
-"""How long launchers wait for each other: torchrun's default (join_timeout of its dynamic rendezvous)."""
+"""torchrun's default (join_timeout of its dynamic rendezvous)."""
 
 _ANSWER_S = 1.0
 """How long the coordinator may take to say who is there."""
@@ -61,7 +62,7 @@ def enter_world(plan: Plan, coordinator: str, restart: int, advertise: str | Non
     bounds: dict[str, Any] = {"min_workers": plan.min_nodes, "max_workers": plan.max_nodes}
     if plan.node is not None:
         bounds = {"rank": plan.node, "world_size": plan.max_nodes}
-    session = paceline.join(coordinator, job=_job(plan), timeout=_join_timeout(), advertise=advertise, **bounds)
+    session = paceline.join(coordinator, job=_job(plan), timeout=join_seconds(), advertise=advertise, **bounds)
     try:
         port = free_port(plan.master_port) if session.rank == 0 else 0
         told: list[list[int]] = session.group.all_gather_object([plan.workers, port, restart])
@@ -104,6 +105,6 @@ def _job(plan: Plan) -> str:
     return f"{plan.run_id}/nodes"
 
 
-def _join_timeout() -> float | None:
-    """None for what PACELINE_JOIN_TIMEOUT says."""
-    return None if os.environ.get("PACELINE_JOIN_TIMEOUT") else _JOIN_S
+def join_seconds() -> float:
+    """How long launchers wait for each other: PACELINE_JOIN_TIMEOUT, else torchrun's default."""
+    return Config.from_environment().join_timeout if os.environ.get("PACELINE_JOIN_TIMEOUT") else _JOIN_S

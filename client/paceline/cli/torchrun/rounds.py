@@ -15,7 +15,7 @@ from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.torchrun.flags import Plan
 from paceline.cli.torchrun.meeting import coordinator_at, is_here
-from paceline.cli.torchrun.nodes import enter_world, node_waits, wait_until_left
+from paceline.cli.torchrun.nodes import enter_world, join_seconds, node_waits, wait_until_left
 from paceline.cli.torchrun.world import Ending
 from paceline.errors import PeerLost
 from paceline.session.address import Endpoint
@@ -127,14 +127,14 @@ def _meeting(plan: Plan, coordinator: str | None) -> Iterator[Served]:
     elif plan.meeting is None:
         with own_coordinator() as own:
             yield own
-    elif plan.alone and is_here(plan.meeting.host):  # nobody else is to come
-        with own_coordinator(listen=str(Endpoint("127.0.0.1", plan.meeting.port))) as own:
-            yield own
     else:
-        with coordinator_at(plan.meeting, serve=plan.serves) as here:
-            yield Served(str(plan.meeting))
+        place = plan.meeting
+        if place.host == "localhost" or (plan.alone and is_here(place.host)):  # alone: nobody else is to come
+            place = Endpoint("127.0.0.1", place.port)
+        with coordinator_at(place, serve=plan.serves, patience=join_seconds()) as here:
+            yield Served(str(place))
             if here:
-                wait_until_left(plan, str(plan.meeting))
+                wait_until_left(plan, str(place))
 
 
 def _range(plan: Plan) -> str:
