@@ -20,7 +20,7 @@ from paceline._fork import protect
 from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.lookup import look_up
 
-__all__ = ["Handle", "Lookout", "Presence"]
+__all__ = ["Handle", "PresenceWatcher", "Presence"]
 
 _SCHEME = "paceline://"
 
@@ -123,7 +123,7 @@ class _Answer(asyncio.Protocol):
         self._asking.discard(self._transport)
 
 
-class Lookout:
+class PresenceWatcher:
     """Looks whether members are there, and notices when one goes; on the loop.
 
     Args:
