@@ -22,7 +22,7 @@ _MOST_DIVERGENCES = 3
 
 
 class StateGuard:
-    """One member's; a `step.Steward` and a `state.Gate`.
+    """One member's; a `step.StepRunner` and a `state.Gate`.
 
     Args:
         port: the session.
@@ -92,7 +92,7 @@ class StateGuard:
         self._saver.settle()
 
     def diverged(self, text: str) -> None:
-        """See `step.Steward`."""
+        """See `step.StepRunner`."""
         if self.step is not None:
             self.step.spoiled = True
         self.spoiled()
@@ -101,7 +101,7 @@ class StateGuard:
             raise DivergenceError(f"{text}, {self._divergences} times by now: its memory or its script is to blame")
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
-        """See `step.Steward`."""
+        """See `step.StepRunner`."""
         self._place.prepare(step.number)
         self._taking.keep_gradients(small, updated=step.updates)
 

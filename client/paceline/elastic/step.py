@@ -28,7 +28,7 @@ from paceline.links.fault import Suspicion
 from paceline.parallel.agreement import NewcomerDiffers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["BETWEEN_STEPS", "Step", "Steward"]
+__all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -51,7 +51,7 @@ BETWEEN_STEPS = (
 """Why none may be called there."""
 
 
-class Steward(Protocol):
+class StepRunner(Protocol):
     """Whoever runs the steps."""
 
     def word_completed(self, step: int) -> None:
@@ -106,7 +106,7 @@ class Step:
         attempt: int,
         group: Group,
         state: TrainState,
-        steward: Steward,
+        runner: StepRunner,
         word: Errand,
         digest: int,
         seed: int,
@@ -129,7 +129,7 @@ class Step:
         self._group = group
         self._mesh = group.mesh
         self._state = state
-        self._steward = steward
+        self._runner = runner
         self._word = word
         self._digest = digest
         self._seed = seed
@@ -245,7 +245,7 @@ class Step:
             self.half_updated = True
             return
         self.spoiled = True
-        self._steward.spoiled()
+        self._runner.spoiled()
 
     def open_gate(self) -> None:
         """Returns when the state may change: all have entered, and all that was called is complete (I1).
@@ -267,12 +267,12 @@ class Step:
             self._find_divergence()
         self._check_complete()
         self.flags = flags_of(sums)
-        self._steward.word_completed(self.number)
+        self._runner.word_completed(self.number)
         if self._state.spreads and self.world > 1:
             self._prepared = True  # from here on another may see all second words, and change its state
             self._group.all_reduce(np.zeros(1), label=f"gate-{self.number}")
             self._prepared = False
-        self._steward.about_to_change()
+        self._runner.about_to_change()
         if not self.keeps_copy:
             self._group.bar(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
         self._open = True
@@ -314,13 +314,13 @@ class Step:
         if self._open and not self.spoiled and not self._takes_back(error):
             self.applied = True
             self._state.advance(self.world)
-            self._steward.applied(self.number)
+            self._runner.applied(self.number)
         else:
             self.cause = self._why(error) if failed else error
             if self._prepared:
                 at_gate = self._state.small()
                 self._state.put_back(self._small)
-                self._steward.prepared(self, at_gate)
+                self._runner.prepared(self, at_gate)
             elif self._open and self.keeps_copy:
                 self._state.undo_updates(self._small)
             elif not self.spoiled:
@@ -380,7 +380,7 @@ class Step:
         operation = self._group.progress().operation
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
         if self.rank in odd:
-            self._steward.diverged(text)
+            self._runner.diverged(text)
         self._mesh.fault.check()
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
-from paceline.elastic.crowd import is_crowded, once_let_in
+from paceline.elastic.crowd import is_overloaded, retry_while_overloaded
 from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
@@ -24,7 +24,7 @@ from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_stat
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 
-__all__ = ["get_manifest", "out_of_reach", "take_state", "wire_tag", "words_of"]
+__all__ = ["get_manifest", "out_of_reach", "refusal_text", "take_state", "wire_tag"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -77,9 +77,9 @@ async def take_state(
         for peer, channel in untried:
             try:
                 describe = partial(_describe, channel, job, tag, peer, own, patience)
-                described = await once_let_in(describe, patience)
+                described = await retry_while_overloaded(describe, patience)
             except (aio.AioRpcError, TimeoutError, ValueError, PacelineError) as error:
-                failures.append(f"{peer}: {words_of(error)}")
+                failures.append(f"{peer}: {refusal_text(error)}")
                 continue
             return await _fetch(job, tag, {peer: channel}, untried, described, own, patience, failures)
         raise LinkUnavailable(f"nobody gave the state {tag}: " + "; ".join(failures))
@@ -95,7 +95,7 @@ async def get_manifest(job: str, donor: Peer, patience: float, credentials: Cred
         request = peer_pb2.GetManifestRequest(job=job, to_member=donor.member_id)
         ask = partial(PeerServiceStub(channel).GetManifest, request, timeout=patience, wait_for_ready=True)
         try:
-            answer = await once_let_in(ask, patience)
+            answer = await retry_while_overloaded(ask, patience)
         except aio.AioRpcError as error:
             raise error_from_status(error, f"the manifest of {donor}") from error
         return answer.manifest
@@ -122,12 +122,14 @@ async def out_of_reach(
     async def try_one(member: Peer) -> None:
         async with at_once, credentials.member_channel(member.address, options=call_options(patience)) as channel:
             try:
-                trouble = await once_let_in(partial(knock, channel, job, member.member_id, own, patience), patience)
+                trouble = await retry_while_overloaded(
+                    partial(knock, channel, job, member.member_id, own, patience), patience
+                )
             except aio.AioRpcError as error:  # any other refusal came from the door: it has been reached
-                if is_crowded(error):
-                    unheard.append(f"{member} at {member.address} answers, but has no time: {words_of(error)}")
+                if is_overloaded(error):
+                    unheard.append(f"{member} at {member.address} answers, but has no time: {refusal_text(error)}")
                 elif error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    unheard.append(f"{member} at {member.address} does not answer: {words_of(error)}")
+                    unheard.append(f"{member} at {member.address} does not answer: {refusal_text(error)}")
                 return
             if trouble:
                 there = f"{member} at {member.address} does not get through to this worker at {own.address}"
@@ -178,9 +180,9 @@ async def _fetch(
             wanted = [missing.popleft() for _ in range(min(_BATCH, share))]
             try:
                 pull = partial(_pull, channel, job, tag, peer, wanted, content, described, patience)
-                await once_let_in(pull, patience)
+                await retry_while_overloaded(pull, patience)
             except (aio.AioRpcError, TimeoutError, PacelineError) as error:
-                failures.append(f"{peer}: {words_of(error)}")
+                failures.append(f"{peer}: {refusal_text(error)}")
                 missing.extend(wanted)
                 del giving[peer]  # not asked again: what it keeps back, the others would wait for each time
                 return
@@ -227,8 +229,8 @@ def wire_tag(tag: Tag) -> session_pb2.Tag:
     return session_pb2.Tag(generation=tag.generation, step=tag.step)
 
 
-def words_of(error: Exception) -> str:
-    """What a member answered."""
+def refusal_text(error: Exception) -> str:
+    """The reason that a member gave for refusing a call."""
     if isinstance(error, aio.AioRpcError):
         return error.details() or error.code().name
     return str(error) or "no answer"

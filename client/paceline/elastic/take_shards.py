@@ -13,12 +13,12 @@ from typing import NamedTuple
 from paceline._grpc import aio
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
-from paceline.elastic.crowd import once_let_in
+from paceline.elastic.crowd import retry_while_overloaded
 from paceline.elastic.parcel import borrow, unpack
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.runs import Run, assign, checksum
 from paceline.elastic.share import Share
-from paceline.elastic.take import wire_tag, words_of
+from paceline.elastic.take import refusal_text, wire_tag
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
@@ -67,7 +67,7 @@ async def take_shards(
     Raises:
         LinkUnavailable: nobody gave some run; the text says which, and what each one answered.
     """
-    taking = _Taking(job, tag, plan, patience)
+    taking = _ShardFetcher(job, tag, plan, patience)
     holders = random.sample(holders, len(holders))  # replicas shall not all be asked for the same
     held = {number: holder.shares for number, holder in enumerate(holders)}
     channels: dict[int, aio.Channel] = {}
@@ -95,7 +95,7 @@ async def take_shards(
     plan.wanted = []
 
 
-class _Taking:
+class _ShardFetcher:
     """One member's taking of one share."""
 
     def __init__(self, job: str, tag: Tag, plan: Resharding, patience: float) -> None:
@@ -116,9 +116,9 @@ class _Taking:
             while batches and not rest:
                 batch = batches.popleft()
                 try:
-                    await once_let_in(partial(self._get, channel, peer, batch), self._patience)
+                    await retry_while_overloaded(partial(self._get, channel, peer, batch), self._patience)
                 except (aio.AioRpcError, TimeoutError, PacelineError) as error:
-                    self.failures.append(f"{peer}: {words_of(error)}")
+                    self.failures.append(f"{peer}: {refusal_text(error)}")
                     rest.extend(batch)
 
         await asyncio.gather(*(ask() for _ in range(_AT_ONCE)))

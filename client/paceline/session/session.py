@@ -255,9 +255,9 @@ class SoloSession(Session):
         self._on_commit, self._on_view = [], []
 
     def _port(self) -> Port:
-        from paceline.elastic.port import SoloPort
+        from paceline.elastic.port import NullCoordinator
 
-        return SoloPort(self.job, self.group, self._config)
+        return NullCoordinator(self.job, self.group, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:
