@@ -20,7 +20,7 @@ from paceline._fork import protect
 from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.lookup import look_up
 
-__all__ = ["Handle", "PresenceWatcher", "Presence"]
+__all__ = ["Handle", "Presence", "PresenceWatcher"]
 
 _SCHEME = "paceline://"
 
