@@ -159,8 +159,8 @@ class Session(abc.ABC):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
         if self._asked_early and self._line is None and not self.all_start_again:
             _log.warning(
-                "session.%s was asked for before session.steps(): a worker that is started again would end there with "
-                "StepOrderError, for it is given a rank in its first step. %s",
+                "session.%s was read before session.steps(): a worker that is restarted would end there with "
+                "StepOrderError, because it gets a rank only in its first step. %s",
                 self._asked_early,
                 _DO_WITHOUT,
             )
