@@ -242,7 +242,7 @@ class ShmIncoming(Incoming):
         try:
             self._epoll = select.epoll()
         except OSError as error:
-            raise LimitExceeded(f"what {self._peer} sends cannot be waited for: {error}") from error
+            raise LimitExceeded(f"cannot wait for frames from {self._peer}: {error}") from error
         self._epoll.register(self._bell.fd, select.EPOLLIN | select.EPOLLET)
         self._loop.call_soon_threadsafe(self._listen, self._epoll)
 
