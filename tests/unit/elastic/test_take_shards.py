@@ -252,7 +252,7 @@ def test_what_nobody_gives_is_named(givers: Any, way: str, trouble: Any) -> None
 
 
 def test_nobody_was_named_for_it(givers: Any) -> None:
-    with pytest.raises(LinkUnavailable, match="none of those that were named has it"):
+    with pytest.raises(LinkUnavailable, match="none of the members that were named has it"):
         take(plan_for(WHOLE), givers(Share(1, 2)))
 
 
