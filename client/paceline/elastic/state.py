@@ -90,9 +90,7 @@ class TrainState:
         self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in self._things.items()}
         samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
         if len(samplers) > 1:
-            raise UnsupportedOp(
-                "a training state has at most one sampler, which gives step.indices: leave out the others"
-            )
+            raise UnsupportedOp("a training state has one sampler, which gives step.indices: leave out the others")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
         self._given = parts
         self._spread = Spread(self._parts, self._things)

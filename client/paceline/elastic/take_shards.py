@@ -157,9 +157,7 @@ class _ShardFetcher:
                         if parcel.HasField("memory"):
                             memory, start = borrow(parcel.memory, size, peer), parcel.memory.offset
                             self._mapped.add(memory)
-                            limit.reschedule(
-                                None
-                            )  # no member is waited for, and an abandoned thread would go on writing
+                            limit.reschedule(None)  # no member is waited for; an abandoned thread would write on
                             view = memory.view[start : start + size]
                             await asyncio.to_thread(unpack, view, parcel.crc, into, checksum(batch))
                             return
