@@ -238,9 +238,8 @@ class Reducer:
     def _reduce(self, bucket: Bucket, codec: Codec | None, *, behind: bool) -> Any:
         flat, first = bucket.flat, self._buckets[0]
         if codec is None:
-            divisor = (
-                first.total.item if self._divides(bucket, codec) else None
-            )  # complete by then, since buckets are reduced in order
+            # The first bucket is complete by then, since buckets are reduced in order.
+            divisor = first.total.item if self._divides(bucket, codec) else None
             return self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=behind)
         return self._group.all_reduce_compressed(
             flat, codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind

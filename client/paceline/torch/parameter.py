@@ -109,9 +109,7 @@ class TorchParameter(Parameter):
         """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
         if self._handles or not self.requires_grad:
             return
-        for handle in _HANDLES.get(
-            self.tensor, ()
-        ):  # the module was wrapped before: the new wrapper replaces the old one
+        for handle in _HANDLES.get(self.tensor, ()):  # the module was wrapped before: the new wrapper replaces it
             handle.remove()
         self._autograd_observer = observer
         # The hooks are on the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call them.

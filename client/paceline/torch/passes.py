@@ -116,9 +116,7 @@ class Passes(DDP):
         begun, self._weight = self._begun, weight
         try:
             yield
-            if (
-                self._begun == begun
-            ):  # the pass reached no parameter, but the other ranks wait for this rank's reduction
+            if self._begun == begun:  # the pass reached no parameter, but the other ranks wait for this one
                 self._begin()
                 self._end()
         except BaseException as error:
