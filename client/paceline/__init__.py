@@ -44,7 +44,6 @@ from paceline.errors import (
     StoreConflict,
     TlsFailed,
     UnsupportedOp,
-    ViewChanged,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +123,6 @@ __all__ = [
     "StoreConflict",
     "TlsFailed",
     "UnsupportedOp",
-    "ViewChanged",
 ]
 
 _HOME = {

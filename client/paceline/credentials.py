@@ -70,7 +70,7 @@ class Credentials:
             _filled(environ, name, "there is no token to show") for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE")
         )
         if token and token_file:
-            raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
+            raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: unset one of them")
         return cls._from_environment(environ, Path(token_file) if token_file else token)
 
     @classmethod
@@ -111,7 +111,7 @@ class Credentials:
         """
         if self.ca is not None and self.cert is None:
             raise ValueError(
-                f"{_CA} is set, but {_CERT} and {_KEY} are not: a worker's own door would be in the clear. "
+                f"{_CA} is set, but {_CERT} and {_KEY} are not: connections from other members would not be encrypted. "
                 "paceline certs makes a certificate for members"
             )
         if self.files is not None:
@@ -213,7 +213,9 @@ def _check_together(given: Mapping[str, object], names: tuple[str, str, str]) ->
         there, missing = (cert, key) if given[key] is None else (key, cert)
         raise ValueError(f"{there} is set, but {missing} is not: a certificate and its key go together")
     if given[cert] is not None and given[ca] is None:
-        raise ValueError(f"{cert} and {key} are set, but {ca} is not: without an authority nobody else can be checked")
+        raise ValueError(
+            f"{cert} and {key} are set, but {ca} is not: without the authority no certificate of others can be checked"
+        )
 
 
 def _read(name: str, path: str | None, *, secret: bool = False) -> bytes | None:

@@ -19,7 +19,6 @@ PacelineError
     NotAuthenticated (PermissionError)  the coordinator wants a token, or does not know the one that it was shown
     NotPermitted (PermissionError)      the token is good for another job, or for less
     StaleGeneration                     an act on a generation that is over
-    ViewChanged                         a barrier or wait that the end of its generation has ended
     DataWorkerLost (RuntimeError)       a process that fetches data for this one has died
     StepVoid                            a step whose generation was voided
     StepOrderError                      a collective or a gradient at a moment when it cannot be right
@@ -64,7 +63,6 @@ __all__ = [
     "StoreConflict",
     "TlsFailed",
     "UnsupportedOp",
-    "ViewChanged",
 ]
 
 
@@ -154,10 +152,6 @@ class NotPermitted(PacelineError, PermissionError):
 
 class StaleGeneration(PacelineError):
     """An act on a generation that is over."""
-
-
-class ViewChanged(PacelineError):
-    """The end of its generation has ended a barrier or a wait."""
 
 
 class DataWorkerLost(PacelineError, RuntimeError):

@@ -107,4 +107,4 @@ def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
 
 
 def _no_passphrase() -> NoReturn:
-    raise ValueError("the key is locked with a passphrase, and a worker has nobody to ask for it")
+    raise ValueError("the key is locked with a passphrase, and a worker cannot ask for it: give a key without one")

@@ -261,7 +261,7 @@ class Lane:
         caller, owner = threading.current_thread(), self._owner
         if self._busy is caller:
             if self._inside:
-                raise ConcurrentUse("a collective was called from within another one, by a signal handler perhaps")
+                raise ConcurrentUse("a collective was called inside another one, perhaps by a signal handler")
             self._busy = None  # an interrupt came between the end of its operation and the end of its turn
         if self._exclusive and owner is not caller:
             if owner is not None and owner.is_alive():

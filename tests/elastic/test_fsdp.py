@@ -149,7 +149,7 @@ def test_a_state_that_is_lost_is_read_from_the_last_checkpoint(tmp_path: Path) -
         assert sorted(codes.values()) == [-9, 0, 0], str(c)
         c.check(count=2)
         assert resumed_from(c) == 50
-        (lost,) = {line for t in c.finishers for line in t.stderr.splitlines() if "line is lost" in line}
+        (lost,) = {line for t in c.finishers for line in t.stderr.splitlines() if "state is lost" in line}
         assert "part 1 of 3" in lost, lost
 
 

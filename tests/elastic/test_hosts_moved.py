@@ -89,5 +89,5 @@ def test_a_newcomer_that_nobody_reaches_is_not_let_in_and_told_why(tmp_path: Pat
         for member in net.hosts[1:3]:
             assert f"({member.name}, pid " in newcomer.stderr
             assert f"at {member.address}:" in newcomer.stderr
-        assert "does not get through to this worker at 10.77.0.99:" in newcomer.stderr
+        assert "cannot connect to this worker at 10.77.0.99:" in newcomer.stderr
         assert "tell peers another address (--advertise)" in newcomer.stderr

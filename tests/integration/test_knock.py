@@ -65,7 +65,7 @@ def test_a_member_that_does_not_get_through_says_so(shut: str) -> None:
         start = time.monotonic()
         first, advice = _tried([_peer(2, "b", there)], Knocker("a", own))
         assert time.monotonic() - start < PATIENCE, "it is through with it before the caller gives up"
-    head = f"rank 2 (host-2, pid 7) at {there} does not get through to this worker at {own}: "
+    head = f"rank 2 (host-2, pid 7) at {there} cannot connect to this worker at {own}: "
     assert first.startswith(head)
     assert ("another worker answers there" if shut == "it is another's" else "refused") in first.removeprefix(head)
     assert advice == "tell peers another address (--advertise)"
@@ -89,7 +89,7 @@ def test_a_certificate_that_the_member_does_not_take_is_found(tmp_path: Path) ->
     good, foreign = (make_folder(tmp_path / name) for name in ("good", "foreign"))
     with _door("a", foreign.credentials) as (_, here), _door("b", good.credentials) as (_, there):
         trouble, _ = _tried([_peer(0, "b", there)], Knocker("a", here), good.credentials)
-    assert f"does not get through to this worker at {here}: " in trouble
+    assert f"cannot connect to this worker at {here}: " in trouble
     assert "handshake" in trouble.lower() or "certificate" in trouble.lower()
 
 
@@ -180,7 +180,7 @@ def test_a_door_that_is_crowded_is_knocked_at_again(monkeypatch: pytest.MonkeyPa
         assert _tried([_peer(0, "b", there)], Knocker("a", here)) == []
         door._knocks._under_way = grpc_knock.MAX_AT_ONCE
         (trouble,) = _tried([_peer(0, "b", there)], Knocker("a", here))
-    assert f"at {there} answers, but has no time: this worker knocks at 64 doors already" in trouble
+    assert f"at {there} answers, but is overloaded: this worker knocks at 64 doors already" in trouble
 
 
 @pytest.mark.parametrize(("left", "seconds"), [(None, 10.0), (100.0, 10.0), (3.0, 1.8), (0.3, 0.2), (0.0, 0.2)])
@@ -195,5 +195,5 @@ def test_a_door_that_answers_is_not_said_to_be_silent(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as silent, _door("b") as (_, there):
         own = Knocker("a", f"127.0.0.1:{silent.getsockname()[1]}")
         first, _ = loop_thread().run(out_of_reach(JOB, [_peer(0, "b", there)], own, 0.1, IN_THE_CLEAR))
-    assert "does not get through to this worker" in first
+    assert "cannot connect to this worker" in first
     assert first.endswith("it has not said within 0.1 s that it does")

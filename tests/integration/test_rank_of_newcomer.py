@@ -34,7 +34,7 @@ def test_a_newcomer_is_told_what_to_do_without_and_the_first_workers_are_warned(
     environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
     with coordinator() as address, workers(1, CODE, COORDINATOR=address, **environment) as (first,):
         assert [first.expect("has")["number"] for _ in range(2)] == [0, 1]
-        assert first.expect("warned")["text"].startswith("session.rank was asked for before session.steps()")
+        assert first.expect("warned")["text"].startswith("session.rank was read before session.steps()")
         assert first.expect("trains")["size"] == 1
         with workers(1, CODE, COORDINATOR=address, **environment) as (late,):
             for name in ("rank", "size"):

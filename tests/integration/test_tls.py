@@ -278,7 +278,7 @@ def test_a_coordinators_certificate_does_not_make_a_member(good: CertificateFold
 
 
 def test_a_worker_without_a_certificate(good: CertificateFolder) -> None:
-    with pytest.raises(ValueError, match="a worker's own door would be in the clear"):
+    with pytest.raises(ValueError, match="connections from other members would not be encrypted"):
         paceline.join("127.0.0.1:1", credentials=good.authority_only)
 
 

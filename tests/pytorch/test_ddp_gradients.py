@@ -250,7 +250,7 @@ def test_a_stale_pass_is_not_gone_on_with() -> None:
     second = cross_entropy(model(X), T)
     with pytest.raises(ValueError, match="mine"):
         cross_entropy(model.module[3](Raises.apply(model.module[:3](X))), T).backward()
-    with pytest.raises(StepOrderError, match="before the last one was through"):
+    with pytest.raises(StepOrderError, match="before the last one was finished"):
         second.backward(retain_graph=True)
     second.backward()
     assert all(p.grad is not None for p in model.parameters())

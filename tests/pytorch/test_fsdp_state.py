@@ -184,7 +184,7 @@ def test_what_is_there_before_the_first_step_changes_no_bit(make: Any) -> None:
         (torch.optim.Adamax, "does not begin with zeros"),
         (torch.optim.LBFGS, "does not step by itself"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), "dampening"),
-        (lambda p: torch.optim.SGD([*p, torch.nn.Parameter(torch.zeros(1))], lr=0.1), "and others"),
+        (lambda p: torch.optim.SGD([*p, torch.nn.Parameter(torch.zeros(1))], lr=0.1), "and other parameters"),
     ],
 )
 def test_optimizers_whose_state_cannot_be_told_apart(make: Any, text: str) -> None:

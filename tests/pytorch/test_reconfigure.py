@@ -28,7 +28,7 @@ from paceline.errors import CoordinatorUnreachable, PeerRaised
 from paceline.session.address import Endpoint
 from paceline.session.lookup import Found
 from paceline.torch.process_group import handles as handles_of_members
-from paceline.torch.process_group.handles import Handle, Lookout, Presence
+from paceline.torch.process_group.handles import Handle, Presence, PresenceWatcher
 from support.processes import Worker
 from support.python_process import Process, start_python
 
@@ -593,14 +593,14 @@ def test_a_door_answers_by_the_addresses_that_it_has(host: str) -> None:
     for asked in {"::": ["127.0.0.1", "::1"]}.get(host, [host]):
         right, wrong = (Handle(Endpoint(asked, 1), presence.door, name) for name in (presence.member, "f" * 16))
         gone: queue.SimpleQueue[int] = queue.SimpleQueue()
-        lookout = Lookout([right, wrong])
-        assert 0 not in thread.run(lookout.find_gone())
-        thread.run(lookout.begin(gone.put))
+        watcher = PresenceWatcher([right, wrong])
+        assert 0 not in thread.run(watcher.find_gone())
+        thread.run(watcher.begin(gone.put))
         assert gone.get(timeout=SOON_S) == 1
         if asked == host:
             thread.run(presence.close())
             assert gone.get(timeout=SOON_S) == 0
-        thread.run(lookout.close())
+        thread.run(watcher.close())
     thread.run(presence.close())
 
 
@@ -613,10 +613,10 @@ def test_a_member_with_two_addresses_is_watched_at_one(monkeypatch: pytest.Monke
     thread = loop_thread()
     presence = Presence()
     thread.run(presence.open("::"))
-    lookout = Lookout([Handle(Endpoint("twice", 1), presence.door, presence.member)])
-    assert thread.run(lookout.find_gone()) == []
+    watcher = PresenceWatcher([Handle(Endpoint("twice", 1), presence.door, presence.member)])
+    assert thread.run(watcher.find_gone()) == []
     assert len(presence._asking) <= 1
-    thread.run(lookout.close())
+    thread.run(watcher.close())
     thread.run(presence.close())
 
 
@@ -633,12 +633,12 @@ def test_a_member_that_dies_before_it_has_said_its_name_has_gone() -> None:
 
         dying = threading.Thread(target=die)
         dying.start()
-        lookout = Lookout([Handle(Endpoint("127.0.0.1", 1), server.getsockname()[1], "f" * 16)])
-        thread.run(lookout.find_gone())
-        thread.run(lookout.begin(gone.put))
+        watcher = PresenceWatcher([Handle(Endpoint("127.0.0.1", 1), server.getsockname()[1], "f" * 16)])
+        thread.run(watcher.find_gone())
+        thread.run(watcher.begin(gone.put))
         assert gone.get(timeout=SOON_S) == 0
         dying.join()
-    thread.run(lookout.close())
+    thread.run(watcher.close())
 
 
 @pytest.fixture

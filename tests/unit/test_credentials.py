@@ -61,7 +61,9 @@ def test_what_is_missing_is_named(good: CertificateFolder, names: list[str], wor
 def test_an_authority_alone_is_for_the_command_line(good: CertificateFolder) -> None:
     found = Credentials.from_environment({"PACELINE_TLS_CA": good.environment["PACELINE_TLS_CA"]})
     assert found == good.authority_only
-    with pytest.raises(ValueError, match="PACELINE_TLS_CERT and PACELINE_TLS_KEY are not: a worker's own door"):
+    with pytest.raises(
+        ValueError, match="PACELINE_TLS_CERT and PACELINE_TLS_KEY are not: connections from other members"
+    ):
         found.for_worker()
 
 

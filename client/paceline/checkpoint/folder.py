@@ -136,7 +136,7 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
     manifest = json.dumps({"blake2b": _digest(text), "body": text}).encode()
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise CheckpointFailed(
-            f"checkpoint {tag} was not written: what is no array of it, and the names of the arrays, take "
+            f"checkpoint {tag} was not written: its values other than arrays, and the names of its arrays, take "
             f"{len(manifest):,} bytes as JSON, above {MAX_MANIFEST_BYTES:,}: keep large data in arrays"
         )
     write_file(hidden / MANIFEST, [memoryview(manifest)])

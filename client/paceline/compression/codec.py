@@ -1,4 +1,4 @@
-"""What a codec is: floats to fewer bytes and nearly back. Pure: no links, no ranks.
+"""The interface of a codec, which turns floats into fewer bytes and back, with rounding. Pure: no links, no ranks.
 
 Letters: n elements of a piece, b elements of a block.
 """
@@ -6,14 +6,14 @@ Letters: n elements of a piece, b elements of a block.
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UnsupportedOp
 
-__all__ = ["PIECE", "Codec", "codec_of", "words_of"]
+__all__ = ["PIECE", "Codec", "words_of"]
 
 PIECE = 1 << 16
 """Most elements that are encoded at once: their intermediate results stay in the processor's cache. Source: measured,
@@ -46,30 +46,6 @@ class Codec(Protocol):
 
     def decode(self, data: NDArray[np.uint8], into: NDArray[np.float32]) -> None:
         """Decodes shape [nbytes(n)] into shape [n]. Whatever the bytes are, it does not raise."""
-
-
-def codec_of(compression: str | Codec) -> Codec:
-    """The codec that a user asks for.
-
-    Args:
-        compression: "bf16", "int8", or a codec.
-
-    Raises:
-        UnsupportedOp: there is no such codec.
-    """
-    given: object = compression
-    if isinstance(given, str):
-        from paceline.compression.bf16 import Bf16
-        from paceline.compression.int8 import Int8
-
-        known: dict[str, Any] = {"bf16": Bf16, "int8": Int8}
-        if given in known:
-            codec: Codec = known[given]()
-            return codec
-    elif isinstance(given, Codec) and not isinstance(given, type):
-        words_of(given)
-        return given
-    raise UnsupportedOp(f"compression is 'bf16', 'int8' or a paceline.compression.Codec, not {given!r:.80}")
 
 
 def words_of(codec: Codec) -> str:

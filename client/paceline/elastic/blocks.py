@@ -1,4 +1,4 @@
-"""How many blocks between two steps (`session.retry`) are through, here and at whoever is furthest."""
+"""Counts the finished blocks between two steps (`session.retry`), of this member and of the furthest one."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ __all__ = ["Blocks", "Outcome"]
 
 
 class Outcome(enum.Enum):
-    """What is to become of a block that was cut short."""
+    """What happens to a block that a failure interrupted."""
 
     AGAIN = "again"
     """It runs again."""
     PASSED = "passed"
-    """Another member has got through it: then all were at its end."""
+    """Another member has finished it, so all members had reached its end."""
     OVERTAKEN = "overtaken"
-    """The line has gone on without this member, and took it in again at a later step."""
+    """The others went on without this member, which was admitted again at a later step: it skips the block."""
 
 
 class Blocks:
-    """Those since the last step."""
+    """The number of blocks that were finished since the last step."""
 
     def __init__(self) -> None:
         self._here = self._furthest = 0
 
     @property
     def passed(self) -> bool:
-        """True if another member has got through the block that was cut short here: then all were at its end."""
+        """True if another member has finished the block that was interrupted here: so all had reached its end."""
         return self._furthest > self._here
 
     def done(self) -> None:
-        """A block is through."""
+        """Counts a finished block."""
         self._here += 1
 
     def forget(self) -> None:
-        """A step counts: there are none since."""
+        """Starts again from zero, because a step was applied."""
         self._here = self._furthest = 0
 
     def compare(self, group: Group) -> None:
-        """Members that begin anew between two steps may have got through different numbers of them. A collective.
+        """Learns how many blocks the furthest member has finished, at the begin of a generation. A collective.
 
         Raises:
             PacelineError: the generation has failed.

@@ -1,4 +1,4 @@
-"""Calls to a member's door that is crowded: it refuses with UNAVAILABLE, and means that one may knock again."""
+"""Repeats calls to a member that refuses them because it is overloaded (status UNAVAILABLE with the reason LIMIT)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from paceline._grpc import aio, grpc
 from paceline.errors import LimitExceeded
 from paceline.session.wire import error_from_status
 
-__all__ = ["is_crowded", "once_let_in"]
+__all__ = ["is_overloaded", "retry_while_overloaded"]
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
-"""Between two tries: doubled each time."""
+"""Pauses between two tries: the first, doubled after each try up to the longest."""
 
 
-async def once_let_in(call: Callable[[], Awaitable[T]], patience: float) -> T:
-    """What the call gives, tried again for so many seconds while the door is crowded. Nobody at the door is no crowd.
+async def retry_while_overloaded(call: Callable[[], Awaitable[T]], patience: float) -> T:
+    """Returns the call's result, and repeats the call for up to `patience` seconds while the member is overloaded.
+
+    A refused connection is not overload: it is raised at once.
 
     Raises:
-        AioRpcError: it was still crowded, or the call failed otherwise; anything else that the call raises.
+        AioRpcError: the member was still overloaded, or the call failed otherwise; anything else that the call raises.
     """
     loop = asyncio.get_running_loop()
     end, pause = loop.time() + patience, _FIRST_PAUSE_S
@@ -30,12 +32,15 @@ async def once_let_in(call: Callable[[], Awaitable[T]], patience: float) -> T:
         try:
             return await call()
         except aio.AioRpcError as error:
-            if not is_crowded(error) or loop.time() + pause > end:
+            if not is_overloaded(error) or loop.time() + pause > end:
                 raise
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def is_crowded(error: aio.AioRpcError) -> bool:
-    """True if a door has refused for the crowd. Of one that is not there grpc says so too, without a reason."""
+def is_overloaded(error: aio.AioRpcError) -> bool:
+    """True if a member refused the call because it is overloaded.
+
+    For a member that cannot be reached, gRPC reports UNAVAILABLE too, but without a reason.
+    """
     return error.code() is grpc.StatusCode.UNAVAILABLE and isinstance(error_from_status(error, ""), LimitExceeded)

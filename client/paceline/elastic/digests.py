@@ -19,21 +19,21 @@ from paceline.group import Group
 __all__ = ["crc_of", "digests_of", "find_minority", "where_they_differ"]
 
 _MOST_NAMES = 6
-"""Names in a text: of so many of a model's arrays one sees which part it is."""
+"""Most names of arrays in a text: enough to see which part of a model differs."""
 
 
 def digests_of(state: TrainState) -> dict[str, int]:
-    """32 bits of each array that every member has whole, and of all else that a part has; the same names everywhere."""
+    """32-bit digests of each array that is not sharded and of the rest of each part; the same names on all members."""
     arrays = {name: crc_of(array) for name, array in state.named().items()}
     return {**arrays, **{name: crc_of(part.rest()) for name, (_, part) in state.objects.items()}}
 
 
 def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
-    """Which arrays and parts are not the same at all members.
+    """Describes which arrays and parts are not the same on all members.
 
     Args:
-        names: of `digests_of`.
-        digests: shape [W, number of names].
+        names: the names of `digests_of`.
+        digests: digests of all members, shape [W, number of names].
     """
     odd = [name for name, differs in zip(names, (digests != digests[0]).any(axis=0), strict=True) if differs]
     if not odd:  # the word is of the state, and of whether the update ran
@@ -43,16 +43,16 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
 
 
 def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tuple[list[int], str]:
-    """The ranks that do not hold what most members hold, and where they differ, in a sentence. A collective.
+    """Finds the ranks that do not hold what most members hold, and a sentence on where they differ. A collective.
 
     Args:
         group: all members, of which some differ.
-        state: this member's.
-        step: the next one; of some members it may be another one.
-        digest: of this member's state.
+        state: this member's state.
+        step: number of the next step; some members may have another one.
+        digest: digest of this member's state.
 
     Raises:
-        DivergenceError: there is no majority, so nobody can tell who is right.
+        DivergenceError: there is no majority, so that no member can tell which state is right.
         PacelineError: the generation has failed.
     """
     found: Any = group.all_gather(np.array([step << 32 | digest], np.uint64))
@@ -60,7 +60,7 @@ def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tu
     theirs: Any = group.all_gather(np.array([[*digests.values()]], np.uint32))
     where = where_they_differ(list(digests), theirs)
     with contextlib.suppress(PacelineError):
-        group.barrier()  # so that nobody ends the generation before all have heard
+        group.barrier()  # so that no member ends the generation before all know
     values, counts = np.unique(found, return_counts=True)
     if 2 * counts.max() <= group.size:
         text = f"before step {step}, members did not hold the same bits: {where}"
@@ -74,7 +74,7 @@ def crc_of(tree: Any) -> int:
     """CRC-32 of nested values.
 
     Raises:
-        UnsupportedOp: there is one that could not be kept in a checkpoint.
+        UnsupportedOp: a value cannot be kept in a checkpoint.
     """
     skeleton, arrays = split(tree)
     crc = zlib.crc32(json.dumps(skeleton, sort_keys=True).encode())

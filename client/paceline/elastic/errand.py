@@ -1,4 +1,4 @@
-"""A step word on its way: in a bucket of gradients where there is one, else in a message of its own."""
+"""Sends a step word: in a bucket of gradients if there is one, else in its own message."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Errand"]
 
 
 class Errand:
-    """One member's word for one step.
+    """One member's step word while it is being summed over the members.
 
     Args:
         group: the view.
         values: the word.
-        step: its step.
-        rides: whether it waits for a bucket of gradients; alike on all ranks. Else it goes at once, behind whatever the
-            step computes.
+        step: number of its step.
+        rides: whether it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once, in the
+            background of what the step computes.
 
     Raises:
         PacelineError: the generation has failed.
@@ -49,7 +49,7 @@ class Errand:
         """The sums over all members, once all have entered the step.
 
         Raises:
-            StepOrderError: it rode in gradients that were given up.
+            StepOrderError: it was to be sent with gradients that were dropped.
             PacelineError: the generation has failed.
         """
         if self._work is not None:
@@ -58,9 +58,9 @@ class Errand:
             self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
         if self._sums is None:
             self._group.mesh.fault.check()
-            raise StepOrderError("the gradients of this step were given up, and its word with them")
+            raise StepOrderError("the gradients of this step were dropped, and its step word with them")
         return self._sums
 
     def drop(self) -> None:
-        """The step is over."""
+        """Withdraws the word from the gradients if it was not sent, because the step is over."""
         self._group.leave_behind(self)

@@ -1,8 +1,8 @@
-"""How often something was tried in a row, and why it failed each time: what fails too often will fail again. Pure.
+"""Counts failed attempts in a row with their causes, and gives up after too many. Pure.
 
-An attempt that failed because of a worker that has left since does not count: five reclaimed machines in one long step
-say nothing about the step. A worker is known by its process, so that one which comes back as a new member after each
-failure is the same worker. Host and process id alone do not tell: a container that is started again has the same ones.
+An attempt that failed because of a worker that has left since does not count: if five machines are reclaimed during one
+long step, the step is not at fault. A worker is identified by its process, so that a process that returns as a new
+member after each failure is the same worker. Host and process id are not enough: a restarted container keeps them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from paceline.links.base import Peer
 __all__ = ["MAX_ATTEMPTS", "Failures"]
 
 MAX_ATTEMPTS = 5
-"""After so many failures in a row, of workers that are all still there, the next attempt would fail too."""
+"""Failures in a row, of workers that are all still present, after which another attempt is pointless."""
 
 _Worker = tuple[str, int, int]
 
 
 class Failures:
-    """The failed attempts at what is tried now."""
+    """The failed attempts at one step or block."""
 
     def __init__(self) -> None:
         self._what = ""
@@ -29,11 +29,11 @@ class Failures:
         self._causes: list[tuple[str, frozenset[_Worker]]] = []
 
     def begin(self, what: str, members: Iterable[Peer]) -> int:
-        """Begins an attempt; returns how many that makes in a row, from 1.
+        """Begins an attempt; returns its number in the row, from 1.
 
         Args:
-            what: "step 12", or whatever else is tried.
-            members: who takes part.
+            what: what is tried, such as "step 12".
+            members: the members that take part.
 
         Raises:
             StepVoid: it has failed too often; the text has every cause.
@@ -47,7 +47,7 @@ class Failures:
         return self._attempts + 1
 
     def add(self, what: str, cause: BaseException | None, members: Iterable[Peer]) -> None:
-        """Takes note that an attempt has failed.
+        """Records that an attempt has failed.
 
         Args:
             what: as given to `begin`.

@@ -1,4 +1,4 @@
-"""Lets the training state change only where it may: what a step asks of its surroundings, and the gate of the state."""
+"""Lets the training state change only inside a step's gate, and carries out what a step reports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.errors import DivergenceError, StepOrderError
 __all__ = ["StateGuard"]
 
 _MOST_DIVERGENCES = 3
-"""A member that differs from the others so often leaves: once is a flipped bit, three times is a cause that stays."""
+"""Divergences after which a member leaves: one may be a flipped bit, three have a lasting cause."""
 
 
 class StateGuard:
-    """One member's; a `step.Steward` and a `state.Gate`.
+    """Guards one member's training state; a `step.StepRunner` and a `state.Gate`.
 
     Args:
         port: the session.
@@ -30,8 +30,8 @@ class StateGuard:
         place: the member's place.
         saver: keeps checkpoints.
         taking: takes the state from others, or finishes a step.
-        blocks: those between the steps.
-        committed: hears that the steps up to this one are committed.
+        blocks: counts the blocks between the steps.
+        committed: called with the number of the last committed step.
 
     Attributes:
         step: the attempt that runs; None between two.
@@ -59,7 +59,7 @@ class StateGuard:
         self._divergences = 0
 
     def begin(self) -> None:
-        """A step begins.
+        """Checks the state when a step begins.
 
         Raises:
             StepOrderError: the state has changed since the step before.
@@ -67,13 +67,13 @@ class StateGuard:
         self._heed(self._watch.begin)
 
     def forget(self) -> None:
-        """Another generation has begun, and the state may be that of others."""
+        """Forgets what the state looked like: in a new generation it may have come from another member."""
         self._watch.forget()
 
     # What a step asks -------------------------------------------------------------------------------------------------
 
     def word_completed(self, step: int) -> None:
-        """Every member has entered `step`, so all have applied the one before: it is committed."""
+        """Commits the step before `step`: every member has entered `step`, so all have applied the one before."""
         self._port.word_completed(step)
         self._saver.commit(step - 1)
         self._tell_committed(step - 1)
@@ -81,7 +81,7 @@ class StateGuard:
         self._state.keep_live_share()
 
     def about_to_change(self) -> None:
-        """Nobody may take the state any more.
+        """Stops offering the state to others, because it is about to change.
 
         Raises:
             StepOrderError: it has changed already.
@@ -92,7 +92,7 @@ class StateGuard:
         self._saver.settle()
 
     def diverged(self, text: str) -> None:
-        """See `step.Steward`."""
+        """See `step.StepRunner`."""
         if self.step is not None:
             self.step.spoiled = True
         self.spoiled()
@@ -101,18 +101,18 @@ class StateGuard:
             raise DivergenceError(f"{text}, {self._divergences} times by now: its memory or its script is to blame")
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
-        """See `step.Steward`."""
+        """See `step.StepRunner`."""
         self._place.prepare(step.number)
         self._taking.keep_gradients(small, updated=step.updates)
 
     def applied(self, step: int) -> None:
-        """The step counts here."""
+        """Records that the step was applied here."""
         self._watch.applied()
         self._blocks.forget()
         self._place.applied(step)
 
     def _heed(self, look: Callable[[], None]) -> None:
-        """Looks whether the state has changed where it must not; if so it is the state of no step."""
+        """Runs a check of the state; if the state has changed where it must not, it is marked as unusable."""
         try:
             look()
         except StepOrderError:
@@ -130,10 +130,12 @@ class StateGuard:
         """See `state.Gate`."""
         step = self.step
         if step is None or not step.entered or step.left:
-            raise StepOrderError("optimizer.step() outside of a step: call it inside `with step:`")
-        if step.updated and self._state.spreads:  # who finishes a step for others runs the optimizer once
-            raise StepOrderError("a second optimizer.step() in one step, of a state that is spread over workers")
-        step.updates = step.updating = True  # first: whatever interrupts this behind the gate has spoiled the state
+            raise StepOrderError("optimizer.step() was called outside of a step: call it inside `with step:`")
+        if step.updated and self._state.spreads:  # a step that is finished later runs it once
+            raise StepOrderError("optimizer.step() was called twice in one step: a sharded state has one update")
+        step.updates = step.updating = (
+            True  # set first: an interrupt after the gate opens leaves the state half changed
+        )
         try:
             step.open_gate()
         except BaseException:
@@ -154,6 +156,6 @@ class StateGuard:
             self.spoiled()
 
     def spoiled(self) -> None:
-        """Marks the state that this member holds as unusable: it leads nothing until it has taken the base."""
+        """Marks this member's state as unusable until it has taken the base from others."""
         self._state.is_whole = False
         self._place.spoiled()

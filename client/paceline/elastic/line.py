@@ -1,7 +1,7 @@
-"""The shell around a member's place in its line: reads letters, takes and gives state, begins and ends steps.
+"""The shell around a member's place in its line: reads letters, takes and offers state, begins and ends steps.
 
-Everything here runs on the training thread, between the user's steps. What may happen next is `place`'s to say; what
-the coordinator says comes as letters; what is done while none comes is `waiting`'s.
+Everything here runs on the training thread, between the user's steps. `place` decides what may happen next, the
+coordinator's messages arrive as letters, and `waiting` acts while there are none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["Line"]
 _log = logging.getLogger("paceline.elastic")
 
 _UPDATED = 0x9E3779B9
-"""What a word's digest is changed by if the optimizer ran in the step before: any number but 0."""
+"""Is XORed into a word's digest if the optimizer ran in the step before; any number but 0."""
 
 
 class Line:
@@ -51,17 +51,17 @@ class Line:
 
     Args:
         port: the session.
-        state: what is trained.
+        state: the training state.
         total: number of the last step.
-        seed: of `Step.rng`.
-        manifest: what all members must have alike, as canonical JSON.
-        saver: keeps checkpoints.
-        place: this member's; with the tag of the state.
+        seed: seed of `Step.rng`.
+        manifest: what must be the same on all members, as canonical JSON.
+        saver: writes checkpoints.
+        place: this member's place, with the tag of its state.
 
     Attributes:
         done: True once the last step is committed.
         left: True once the loop over the steps is over.
-        guard: of what is trained.
+        guard: the guard of the training state.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Line:
         self.guard = StateGuard(port, state, place, saver, self._taking, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
-        """The tag of a state, if it is this line's; None if it is another, or does not count."""
+        """The tag of a state, if it is this line's; None if it is another one, or unusable."""
         return self._place.held if state is self._state else None
 
     # What the loop over the steps does --------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Takes its place: compares what it holds with the others."""
+        """Opens the line, and compares this member's state with that of the others."""
         self._port.shelf.manifest = self._manifest
         self._port.open()
         mesh = self._port.group.mesh
@@ -107,10 +107,10 @@ class Line:
             self._waiting.as_candidate()
 
     def wait_until_ready(self) -> None:
-        """Waits until a step may begin, or all is done.
+        """Waits until a step may begin, or the job is done.
 
         Raises:
-            Dismissed: this member wanted to leave, or came when everything was done.
+            Dismissed: this member wanted to leave, or joined after the job was done.
             OrphanedError: the coordinator did not come back.
             PacelineError: this member cannot be in the line; the text says why.
         """
@@ -139,7 +139,7 @@ class Line:
         number, group = self._state.step + 1, self._port.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
-        # Once gradients have gone out in this generation, the word rides with them; all members know that alike.
+        # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
         rides = group.boarding
         self._place.begin()
         try:
@@ -153,7 +153,7 @@ class Line:
         return step
 
     def end(self, step: Step) -> None:
-        """After the block of a step: on to the next one, or to a meeting.
+        """Ends a step after its block, and begins a meeting if one is due.
 
         Raises:
             StepOrderError: the block was not entered.
@@ -163,10 +163,10 @@ class Line:
         if not step.entered:
             self.guard.spoiled()
             raise not_entered(step)
-        over = step.generation != self._place.generation  # a block between the steps was cut short since, and run again
+        over = step.generation != self._place.generation  # a block between the steps was interrupted, and run again
         if not over:
-            # Whether the optimizer ran goes into the next word: a member that skipped it is found out at once. Where
-            # another generation has begun since it does not: those who took its base ran none.
+            # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
+            # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
             self._saver.heard(writing=bool(step.flags & Flag.WRITES))
         if not step.applied:
@@ -177,7 +177,7 @@ class Line:
             self._say(self._place.meet())
 
     def close(self) -> None:
-        """After the last step: the closing word, which commits it, and the end of the job."""
+        """Commits the last step by a closing word, and ends the job."""
         group = self._port.group
         try:
             group.all_reduce(word(Flag(0), 0, 0), label="closing")
@@ -185,29 +185,29 @@ class Line:
             self._saver.keep(self._place.held, self._state, group)
         except CheckpointFailed:
             raise
-        except PacelineError as error:  # of a spread state all members write a part: the next generation does it again
+        except PacelineError as error:  # all members write a sharded state: the next generation tries again
             self._failed(error)
             return
         self._port.finish(self._total)
         letter = await_finish(self._port)
         if letter is None:
             self.done = True
-        else:  # this member holds the last state: the others are to take it
+        else:  # this member holds the last state, which others have to take
             self._read(letter)
 
     def drain(self, reason: str) -> None:
-        """This member is to leave after the step that it is in."""
+        """Makes this member leave after its present step."""
         self._port.mail.draining = reason
 
     def leave(self) -> None:
-        """The loop is over, for whatever reason."""
+        """Ends the loop over the steps, for whatever reason."""
         self.left = True
         self._port.group.bar("")
         self._port.shelf.withdraw()
         self._saver.wait()
 
     def retry(self) -> Outcome:
-        """A block between two steps was cut short by a failure: on to the next generation, without newcomers."""
+        """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
         self._place.closed = True
         barred = self._port.group.barred
@@ -223,11 +223,11 @@ class Line:
         return Outcome.PASSED if self._blocks.passed else Outcome.AGAIN
 
     def block_done(self) -> None:
-        """A block between two steps is through."""
+        """Counts a finished block between two steps."""
         self._blocks.done()
 
     def _tell_committed(self, step: int) -> None:
-        """Calls what listens for commits, once for each step up to this one."""
+        """Calls the listeners for commits, once for each step up to this one."""
         while self._committed < step:
             self._committed += 1
             for hear in self.on_commit:
@@ -238,7 +238,7 @@ class Line:
     def _read(self, letter: letters.Letter) -> None:
         match letter:
             case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:
-                _log.info("generation %d formed with the member that this worker was before", letter.generation)
+                _log.info("generation %d formed with this worker's former member id", letter.generation)
             case letters.ViewCame():
                 self._enter_view(letter)
             case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
@@ -246,7 +246,7 @@ class Line:
                 own = any(peer.member_id == self._port.member_id for peer, _ in holders)
                 self._do(self._place.catch_up(generation, base, share, own=own))
             case letters.NoSeat(reason):
-                _log.info("this worker is spare: %s", reason)
+                _log.info("this worker has no place in the next generation and is spare: %s", reason)
                 self._come_back()
             case letters.StateGone(reason):
                 self._committed, meet = self._taking.start_from_checkpoint(reason)
@@ -257,15 +257,15 @@ class Line:
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
-                        _log.warning("nobody goes on, and without checkpoint_dir the state of step %d is lost", number)
+                        _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
                     self._saver.keep_last(self._place.held, self._state, self._port.group)
                 raise Dismissed(self._port.mail.draining or "this worker was drained")
             case letters.JobDone(step):
                 self._job_done(step)
             case letters.CaughtOut():
                 if self._place.held is None:
-                    raise OrphanedError("the state of the line is lost, and this worker's own was not whole")
-                _log.warning("this worker was taken for lost; it comes back with the state %s", self._place.held)
+                    raise OrphanedError("the training state is lost, and this worker's own state was half changed")
+                _log.warning("this worker was declared lost; it rejoins with the state %s", self._place.held)
                 self._come_back()
             case letters.Runs(_, members):
                 self._waiting.line_runs(members)
@@ -307,7 +307,7 @@ class Line:
                 self._committed, self._taking.read_a_checkpoint = view.base.step, False
             if view.rank in view.newcomers:
                 self._blocks.forget()
-                self._overtaken = True  # who is in a block lets no newcomer in
+                self._overtaken = True  # no newcomer is admitted while members are in a block
             _log.info(
                 "generation %d goes on from step %d with %d members",
                 view.generation,
@@ -324,7 +324,7 @@ class Line:
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _compare_blocks(self) -> bool:
-        """With newcomers nobody was in a block (`closed`): there is nothing to compare, and nobody waits for them."""
+        """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
         if self._place.phase is not Phase.READY:
             return False
         try:
@@ -335,22 +335,22 @@ class Line:
         return True
 
     def _do(self, order: Meet | Take | None) -> None:
-        """Carries out what the place orders, and what follows from it."""
+        """Carries out an order of the place, and those that follow."""
         meet = self._taking.carry_out(order)
         if meet is not None:
             self._say(meet)
 
     def _come_back(self) -> None:
-        """In no view any more: what others may need of a spread state is there at once, and this member later."""
+        """Becomes a candidate; offers shares of a sharded state that others may need at once."""
         meet = self._place.cast_out()
         if meet.unproven:
             self._say(meet)
         self._waiting.as_candidate()
 
     def _say(self, meet: Meet) -> None:
-        """Tells the coordinator, and offers what is held to others: it does not change while this member waits."""
+        """Sends a meet, and offers the state to others, since it does not change while this member waits."""
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
-            self._place.found(latest)  # others have written one since
+            self._place.found(latest)  # others have written a newer one
             meet = replace(meet, tag=latest)
         fingerprint = self._taking.fingerprint(meet)
         if meet.tag is not None and not meet.stored:
@@ -359,7 +359,7 @@ class Line:
         self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
 
     def _job_done(self, step: int) -> None:
-        if self._place.generation:  # a candidate had no part in it
+        if self._place.generation:  # a candidate took no part in it
             self._tell_committed(step)
         if self._state.step < step or self._place.held is None:
             raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
@@ -368,7 +368,7 @@ class Line:
                 f"job {self._port.job!r} is done: its last step was {step}, and {self._total} are asked for; "
                 f"to train on: paceline restart {self._port.job}, or another name for the job"
             )
-        if not self._port.group.mesh.peers:  # it came when all was done, and has no rank to go on with
+        if not self._port.group.mesh.peers:  # it joined after the end, and has no rank to go on with
             raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
         self.done = True
 
@@ -378,19 +378,19 @@ class Line:
         mail, flags = self._port.mail, Flag.WRITES if self._saver.is_writing else Flag(0)
         if not mail.connected:
             return flags
-        if mail.summoned == self._place.generation or self._waiting.went_on:  # the meeting that did not come about
+        if mail.summoned == self._place.generation or self._waiting.went_on:  # again for a meeting that did not happen
             flags |= Flag.JOIN
         if mail.draining:
             flags |= Flag.LEAVE
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
-        """An attempt has failed: it counts for nothing, and its generation is over (I1)."""
+        """Handles a failed attempt: it is undone, and its generation is over (I1)."""
         with contextlib.suppress(PacelineError):
             self._port.group.flush()
         number = self._state.step + 1
         if meet and self._port.group.mesh.peers and not self._port.group.mesh.fault.failed:
-            # The script caught what interrupted its update: the others have applied the step, and would wait.
+            # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._port.group.mesh.peers)

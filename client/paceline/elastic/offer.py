@@ -1,8 +1,8 @@
-"""What a member gives of its state to others, and how others take it: by chunks, checked by hashes that the tag binds.
+"""The state that a member offers to others, which fetch it in chunks and check them by hashes.
 
-Whoever gives reads its live arrays while it trains: they cannot change, for a change needs the word of the step, and
-that needs whoever takes to enter the step. Should the two meet all the same (the taker was given up, and the step went
-on without it), the offer is withdrawn before anything changes, and a chunk that was read meanwhile is not sent.
+The giver reads its live arrays while it trains. They cannot change meanwhile: a change needs the word of the step, and
+that needs the taker to enter the step. If the taker is declared dead and the step goes on without it, the offer is
+withdrawn before anything changes, and a chunk that was read meanwhile is not sent.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ HASH_BYTES = 16
 
 
 class Content:
-    """A state as bytes: a skeleton, and arrays that lie one after the other; apart from them, shards.
+    """A state as bytes: a skeleton and a sequence of arrays; shards are kept apart from them.
 
     Args:
         skeleton: as `tree.split_shards` makes it.
-        arrays: by name, what every member has whole; referred to, not copied.
-        shards: by name, what this member has of arrays that are spread: some runs of each.
+        arrays: by name, the arrays that every member has whole; referred to, not copied.
+        shards: by name, this member's shards of sharded arrays.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Content:
 
     @classmethod
     def of(cls, tree: Any, more: Sequence[Mapping[str, Shard]] = ()) -> Content:
-        """That of nested values.
+        """The content of nested values.
 
         Args:
-            tree: the values; shards in place of arrays that are spread.
+            tree: the values; `Shard`s in place of sharded arrays.
             more: other shards of the same arrays, by name.
         """
         skeleton, leaves = split_shards(tree)
@@ -70,14 +70,14 @@ class Content:
         return cls(skeleton, arrays, shards)
 
     def select(self, runs: Sequence[Run], most_bytes: int) -> list[NDArray[Any]]:
-        """Some runs of the arrays that are spread: the elements where they lie, shape [count] each.
+        """Views of some runs of the sharded arrays, shape [count] each.
 
         Raises:
-            PacelineError: a run is not held, or they are more than `most_bytes`.
+            PacelineError: a run is not held here, or they have more than `most_bytes` in all.
         """
         found = [self._find(run) for run in runs]
         if (size := sum(array.nbytes for array in found)) > most_bytes:
-            raise PacelineError(f"runs of {size} bytes, where {most_bytes} are given at a time")
+            raise PacelineError(f"{size} bytes were requested; at most {most_bytes} are sent at a time")
         return found
 
     def _find(self, run: Run) -> NDArray[Any]:
@@ -124,7 +124,7 @@ class Content:
         return digest.digest()
 
     def tree(self) -> Any:
-        """The nested values; None in place of arrays that are spread."""
+        """The nested values; None in place of sharded arrays."""
         return join(self.skeleton, {**dict.fromkeys(self.shards), **self.arrays})
 
     def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
@@ -142,8 +142,8 @@ class Description:
     Attributes:
         skeleton: as `tree.split_shards` made it.
         arrays: name, dtype and shape of each array, in order.
-        hashes: of the chunks.
-        spread: names of the arrays that are spread; who has which run of them is known otherwise.
+        hashes: hashes of the chunks.
+        spread: names of the sharded arrays; the coordinator says who holds which shard.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Description:
 
     @classmethod
     def of(cls, content: Content) -> Description:
-        """The description of a content that is here."""
+        """The description of a content."""
         arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in content.arrays.items()]
         hashes = b"".join(map(content.hash, range(content.chunks)))
         return cls(content.skeleton, arrays, hashes, list(content.shards))
@@ -172,31 +172,31 @@ class Description:
 
     @classmethod
     def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
-        """Reads what came from another member; never evaluates it (I9).
+        """Reads the description that another member sent; never evaluates it (I9).
 
         Args:
             data: the JSON.
             hashes: of the chunks.
-            most_bytes: no state is larger.
+            most_bytes: the largest size that is accepted.
 
         Raises:
-            ValueError: it is none, or describes more than `most_bytes`, or another number of chunks.
+            ValueError: it is malformed, or describes more than `most_bytes`, or another number of chunks.
         """
         try:
             fields = json.loads(data)
             skeleton, arrays = fields["skeleton"], [_array_from(entry) for entry in fields["arrays"]]
             spread = _names_from(fields["spread"])
         except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"no description of a state: {type(error).__name__}: {error!s:.200}") from error
+            raise ValueError(f"malformed description of a state: {type(error).__name__}: {error!s:.200}") from error
         names = [*(name for name, *_ in arrays), *spread]
         if len(set(names)) < len(names):
-            raise ValueError("a description of a state in which two arrays have one name")
+            raise ValueError("malformed description of a state: two arrays have the same name")
         size = sum(prod(dims) * dtype_named(dtype).itemsize for _, dtype, dims in arrays)
         if size > most_bytes:
             raise ValueError(f"the state has {size} bytes, which is not to be believed of this model")
         if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
-        join(skeleton, dict.fromkeys(names, np.empty(0)))  # a skeleton that is none fails here, not later
+        join(skeleton, dict.fromkeys(names, np.empty(0)))  # a malformed skeleton fails here, not later
         return cls(skeleton, arrays, hashes, spread)
 
     def hash(self, chunk: int) -> bytes:
@@ -204,7 +204,7 @@ class Description:
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
 
     def allocate(self, own: Mapping[str, NDArray[Any]]) -> Content:
-        """Memory for the state, with this member's own values where arrays are alike: what is equal need not travel."""
+        """Memory for the state, filled with this member's values where arrays match, so equal chunks are not sent."""
         arrays = {}
         for name, dtype, shape in self.arrays:
             mine = own.get(name)
@@ -214,50 +214,50 @@ class Description:
 
 
 def _names_from(told: Any) -> list[str]:
-    """Names of arrays, as another member tells them."""
+    """Checks names of arrays that another member sent."""
     if type(told) is not list or not all(type(name) is str for name in told):
-        raise ValueError(f"no names of arrays: {told!r:.80}")
+        raise ValueError(f"malformed names of arrays: {told!r:.80}")
     return told
 
 
 def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
-    """Name, dtype and shape of an array, as another member tells them."""
+    """Checks name, dtype and shape of an array that another member sent."""
     name, dtype, dims = entry
     if type(name) is not str or type(dtype) is not str or type(dims) is not list or len(dims) > MAX_DIMENSIONS:
-        raise ValueError(f"no description of an array: {name!r:.80} {dtype!r:.80} {dims!r:.80}")
+        raise ValueError(f"malformed description of an array: {name!r:.80} {dtype!r:.80} {dims!r:.80}")
     if not all(type(n) is int and 0 <= n <= MAX_ARRAY_BYTES for n in dims):
-        raise ValueError(f"no shape of an array: {dims!r:.80}")
+        raise ValueError(f"malformed shape of an array: {dims!r:.80}")
     # NumPy has limits for the other dimensions of an empty array too.
     if prod(filter(None, dims)) * dtype_named(dtype).itemsize > MAX_ARRAY_BYTES:
-        raise ValueError(f"no array is that large: {dims!r:.80}")
+        raise ValueError(f"the shape of an array is too large: {dims!r:.80}")
     return name, dtype, tuple(dims)
 
 
 class Shelf:
-    """What this member offers now: one state at a time. Thread-safe."""
+    """The state that this member offers to others now, at most one. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tag: Tag | None = None
         self._content: Content | None = None
         self._description: Description | None = None
-        self._epoch = 0  # of what is offered: its bits stay the same within one, however often it is offered again
+        self._epoch = 0  # grows when the bits of the offer may change; offering the same tag again keeps it
         self.manifest = b""
 
     def offer(self, tag: Tag, content: Content) -> None:
-        """From now on others may take this."""
+        """Offers a state to others."""
         with self._lock:
             self._epoch += tag != self._tag
             self._tag, self._content, self._description = tag, content, None
 
     def withdraw(self) -> None:
-        """Before anything of it changes. What is being read just now is not sent."""
+        """Withdraws the offer before the state changes; chunks that are being read are not sent."""
         with self._lock:
             self._epoch += 1
             self._tag = self._content = self._description = None
 
     def describe(self, tag: Tag) -> Description:
-        """What the state consists of; hashes are computed when first asked for.
+        """The description of the offered state; hashes are computed at the first call.
 
         Raises:
             PacelineError: another state is offered, or none.
@@ -287,10 +287,10 @@ class Shelf:
         return data
 
     def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Parcel:
-        """Copies some runs of what is spread: name, first element and count of each.
+        """Copies some runs of sharded arrays: name, first element and count of each.
 
         Raises:
-            PacelineError: another state is offered, or none, or a run is not held, or they are more than `most_bytes`.
+            PacelineError: another state is offered, or none, or a run is not held, or they have more than `most_bytes`.
         """
         content, epoch = self._get(tag)
         asked = [Run(*run) for run in runs]
@@ -307,4 +307,4 @@ class Shelf:
     def _check(self, epoch: int, tag: Tag) -> None:
         with self._lock:
             if self._epoch != epoch:
-                raise PacelineError(f"the state {tag} is no more")
+                raise PacelineError(f"the state {tag} is no longer offered")

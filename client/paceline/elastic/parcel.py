@@ -1,6 +1,6 @@
-"""A parcel: copies of some runs of a state, on their way to a member, through shared memory if it is on this machine.
+"""A parcel: copies of some runs of a state for another member, sent through shared memory on the same machine.
 
-Over gRPC 0.4 GB/s come through on 2 cores, which is too slow to move a model while training waits. A process of the
+gRPC moves 0.4 GB/s on 2 cores, which is too slow for a model while training waits. A process of the
 same user and pid namespace may open another one's memory through /proc (proc(5), /proc/pid/fd), which needs no socket;
 what it maps is sealed, so nobody can cut it short. The CRC tells whoever mapped something else by mistake. A giver
 names a number only: it is looked up among the descriptors of the process that the coordinator knows the giver by, and
@@ -29,14 +29,14 @@ __all__ = ["Parcel", "borrow", "unpack"]
 
 
 class Parcel:
-    """What is given.
+    """Copies of some runs of a state.
 
     Args:
         runs: arrays, copied one after the other.
-        asked: checksum of what was asked for (`runs.checksum`).
+        asked: checksum of the request (`runs.checksum`).
 
     Attributes:
-        crc: CRC-32 of what was asked for, and then of the bytes.
+        crc: CRC-32 of the request followed by the bytes.
         data: the bytes.
     """
 
@@ -50,7 +50,7 @@ class Parcel:
         self.crc = zlib.crc32(self.data, asked)
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
-        """Where that process finds the bytes; None if it cannot map them."""
+        """Where another process finds the bytes; None if it cannot map them."""
         here = process_identity()
         if not here.node or (here.node, here.pid_namespace) != (process.node, process.pid_namespace):
             return None
@@ -62,16 +62,16 @@ class Parcel:
 
 
 def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
-    """The memory in which a parcel lies; to be kept as long as more may come in it, for mapping it takes time.
+    """Maps the memory that a parcel lies in. Keep it while more parcels may come in it, since mapping takes time.
 
     Args:
-        lent: where that is.
+        lent: where the memory is.
         size: bytes of the parcel.
-        giver: who lends it, as the coordinator knows it.
+        giver: the member that lends it, as the coordinator knows it.
 
     Raises:
         OSError: this process may not open it.
-        SegmentError: it is no such memory, too small, or another process's than the giver's.
+        SegmentError: it is no memory of Paceline, too small, or of another process than the giver.
     """
     if lent.pid != giver.pid or not giver.start_ticks:
         raise SegmentError(f"{giver} names memory of process {lent.pid}")
@@ -82,7 +82,7 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
             raise SegmentError(f"{giver} has ended, and another process has its pid")
         path = f"/proc/self/fd/{found}"
         if not stat.S_ISREG(os.fstat(found).st_mode) or os.readlink(path) != MEMORY_NAME:
-            raise SegmentError(f"{giver} names what is no memory of Paceline's")
+            raise SegmentError(f"{giver} names a file that is no memory of Paceline")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             memory = attach(descriptor, lent.size)
@@ -102,10 +102,10 @@ def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int 
         data: the bytes.
         crc: what came with them (`Parcel.crc`).
         into: the arrays, contiguous; as many bytes in all.
-        asked: checksum of what was asked for.
+        asked: checksum of the request.
 
     Raises:
-        PacelineError: they have other bytes than they should; what is written does not count.
+        PacelineError: the checksum is wrong; the arrays are not to be used.
     """
     found, start = asked, 0
     for array in into:
@@ -114,4 +114,6 @@ def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int 
         found = zlib.crc32(target.data, found)
         start += target.size
     if found != crc:
-        raise PacelineError("a parcel has other bytes than it should")
+        raise PacelineError(
+            "a parcel has a wrong checksum: other bytes arrived than were sent, or others than were requested"
+        )

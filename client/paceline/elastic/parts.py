@@ -1,9 +1,9 @@
-"""The objects that a training state consists of, each behind one interface: what may be read where it lies, and when.
+"""The objects of a training state behind one interface, which tells large state from small.
 
-Two kinds of state in each object. *Large* state (parameters, moments) changes only behind the gate, which is
-`optimizer.step`: a step that is undone has not touched it, so it needs no copy, and whoever takes it reads it where it
-lies. *Small* state (buffers, learning rates, whatever has no known gate) may change any time: it is copied when a step
-begins, and put back when the step is undone.
+Each object has two kinds of state. *Large* state (parameters, moments) changes only after the gate, in
+`optimizer.step`: a step that is undone has not changed it, so it needs no copy, and other members read the live arrays.
+*Small* state (buffers, learning rates, anything without a known gate) may change at any time: it is copied when a step
+begins, and restored when the step is undone.
 
 Arrays of other frameworks are read and written through NumPy views of their memory (`foreign`).
 """
@@ -49,7 +49,7 @@ class Part(abc.ABC):
     """One object of a training state.
 
     Attributes:
-        kind: what it is, in a word; the same on every member.
+        kind: a word for what it is; the same on every member.
     """
 
     kind: str
@@ -58,38 +58,38 @@ class Part(abc.ABC):
         """Large state: the live arrays by path, in the same order on every member.
 
         Args:
-            held: what this member has of arrays that are spread: they are shards of it.
+            held: this member's shards of sharded arrays.
         """
         del held
         return {}
 
     def spread(self) -> dict[str, Parameter]:
-        """The arrays that ranks may hold different parts of: by path the piece with which they are cut."""
+        """The arrays that are sharded over ranks: by path the piece that defines their shards."""
         return {}
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
-        """Copies arrays, which fit, into those that are here."""
+        """Copies arrays of the same shapes into the live ones."""
         write(self.arrays(held), arrays)
 
     @abc.abstractmethod
     def rest(self) -> Tree:
-        """A copy of all that is not in `arrays`."""
+        """A copy of everything that is not in `arrays`."""
 
     @abc.abstractmethod
     def load_rest(self, rest: Tree) -> None:
-        """Takes over what another member's `rest` gave; arrays are written by the caller, in place.
+        """Loads what another member's `rest` returned; the caller writes the arrays in place.
 
         Raises:
             SizeMismatch: it does not fit.
         """
 
     def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
-        """A copy of all that it is, for `back_to`; in the memory of an earlier one where that fits."""
+        """A copy of everything, for `back_to`; reuses the memory of an earlier copy where it fits."""
         arrays = before[0] if before is not None else {}
         return {path: copied(_values(leaf), arrays.get(path)) for path, leaf in self.arrays().items()}, self.rest()
 
     def back_to(self, kept: tuple[Tree, Tree]) -> None:
-        """Takes over what `kept` gave."""
+        """Restores what `kept` returned."""
         arrays, rest = kept
         self.load_rest(rest)
         self.write(_NOTHING, arrays)
@@ -103,23 +103,23 @@ class Part(abc.ABC):
         self.load_rest(small)
 
     def clear_gradients(self) -> None:
-        """A step was undone: its gradients count for nothing."""
+        """Drops the gradients of a step that is undone."""
         return
 
     def fixed(self) -> Tree:
-        """A copy of what of the small state only the block of a step changes; settings may be set at any time."""
+        """A copy of the small state that only a step's block changes; without settings, which may change any time."""
         return self.rest()
 
     def parameters(self) -> Mapping[str, Any]:
-        """A model's parameters by path, one that is tied under one of its paths."""
+        """A model's parameters by path; a tied one has one of its paths."""
         return {}
 
     def trained(self) -> Sequence[Any]:
-        """The parameters that `gated().step` changes and some model has."""
+        """The models' parameters that `gated().step` changes."""
         return ()
 
     def holds(self) -> set[int] | None:
-        """Marks (`marks_of`) of the parameters and arrays that it gives and takes; None if nobody knows."""
+        """Marks (`marks_of`) of the parameters and arrays in this part; None if they cannot be known."""
         return None
 
     def gated(self) -> Any:
@@ -128,14 +128,14 @@ class Part(abc.ABC):
 
 
 class _Model(Part):
-    """A module, wrapped or not, of this or another framework."""
+    """A module of this or another framework, wrapped or not."""
 
     kind = "model"
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[str, Any] = {}
-        """Its parameters as of the last look at all of it: to ask a module for them takes a millisecond."""
+        """The parameters at the last call of `arrays`: listing those of a module takes a millisecond."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
         self._known = self.parameters()
@@ -201,7 +201,7 @@ class _Model(Part):
 
 
 class _Optimizer(Part):
-    """One of `paceline.optim`, or what stands for another framework's."""
+    """An optimizer of `paceline.optim`, or the stand-in for one of another framework."""
 
     kind = "optimizer"
 
@@ -226,7 +226,7 @@ class _Optimizer(Part):
     def load_rest(self, rest: Tree) -> None:
         mine = self.rest()
         if _names(mine) != _names(rest):
-            raise SizeMismatch(f"the state is not one of this {type(self._optimizer).__name__}: other names in it")
+            raise SizeMismatch(f"the state does not fit this {type(self._optimizer).__name__}: other names in it")
         self.put_back(rest["settings"])
         self._optimizer.load_numbers(rest["numbers"])
 
@@ -253,7 +253,7 @@ class _Optimizer(Part):
 
 
 class _Values(Part):
-    """A dict of arrays, those of frameworks too, and plain values, nested as the user likes and changed at any time."""
+    """A nested dict of arrays (also of frameworks) and plain values, which the user may change at any time."""
 
     kind = "values"
 
@@ -276,8 +276,8 @@ class _Values(Part):
 class _Opaque(Part):
     """Anything else with `state_dict` and `load_state_dict`: copied whole at every step unless it has a gate.
 
-    What has one is an optimizer of another framework: of it only settings may change outside of the gate, where they
-    are the items of `param_groups`.
+    An object with a gate is an optimizer of another framework. Outside of the gate only its settings, the items of
+    `param_groups`, may change.
     """
 
     def __init__(self, thing: Any, kind: str = "") -> None:
@@ -316,7 +316,7 @@ class _Opaque(Part):
         return list(getattr(self._thing, "param_groups", ()))
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Of each group of parameters what is not the parameters."""
+        """The settings of each group of parameters."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
     def fixed(self) -> Tree:
@@ -337,15 +337,15 @@ class _Opaque(Part):
 
 
 def opaque(thing: Any, kind: str) -> Part:
-    """The part that an object with `state_dict` and `load_state_dict` is, under a kind that says what must be alike."""
+    """Makes a part of an object with `state_dict` and `load_state_dict`; `kind` must be the same on all members."""
     return _Opaque(thing, kind)
 
 
 def part_of(name: str, thing: Any) -> Part:
-    """The part that an object is; one that knows best itself has a method `as_part` that gives it.
+    """Makes a part of an object, by its own method `as_part` if it has one.
 
     Raises:
-        UnsupportedOp: it is nothing that could be given to another member; the text names it.
+        UnsupportedOp: the object cannot be given to another member; the text names it.
     """
     own = getattr(thing, "as_part", None)
     part = own() if callable(own) else None
@@ -360,13 +360,13 @@ def part_of(name: str, thing: Any) -> Part:
     if isinstance(thing, dict):
         return _Values(thing)
     raise UnsupportedOp(
-        f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and what "
-        "has state_dict() and load_state_dict()"
+        f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and "
+        "objects with state_dict() and load_state_dict()"
     )
 
 
 def _is_spread(parameter: Any) -> bool:
-    """True if it, or the piece that is trained in its stead, belongs to a wrapper that spreads."""
+    """True if the parameter, or the piece that is trained in its place, belongs to a wrapper that shards."""
     owner = getattr(parameter, "_owner", None)
     return isinstance(owner, FSDP) and owner.spreads
 
@@ -376,17 +376,17 @@ def _values(leaf: Leaf) -> NDArray[Any]:
 
 
 def as_trained(parameter: Any) -> Any:
-    """What optimizers know it as: of a torch model that is spread a tensor over this member's piece."""
+    """The object that optimizers have for a parameter: for a sharded torch model, a tensor over this member's piece."""
     return getattr(parameter, "tensor", parameter)
 
 
 def trains(parameter: Any) -> bool:
-    """False if it is frozen."""
+    """False if the parameter is frozen."""
     return bool(getattr(parameter, "requires_grad", True))
 
 
 def _marks(tree: Tree) -> Iterator[int]:
-    """Of all values, nested or not."""
+    """Yields the marks of all values in nested ones."""
     if isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _marks(value)
@@ -395,5 +395,5 @@ def _marks(tree: Tree) -> Iterator[int]:
 
 
 def _names(rest: Tree) -> Tree:
-    """What an optimizer's small state consists of, without the values."""
+    """The names in an optimizer's small state."""
     return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}

@@ -1,20 +1,21 @@
 """A member's place in its line: which state it holds, and what it may do next. Pure: no clock, no socket, no thread.
 
-The rules of I1 and I2 at the member's side; the coordinator's are in `paceline_server.meeting`:
+These are the rules of I1 and I2 at the member's side; the coordinator's are in `paceline_server.meeting`:
 
-- What is held is known by its tag. A step that is applied gives a new one, a step that is undone none.
-- An update that was interrupted leaves nothing that counts (`held` is None) until the base is taken.
-- A base is taken whole or not at all: until then the member holds what it held.
-- A view is entered only with its base. Who was counted on to hold it and holds something newer, because its generation
-  went on while the coordinator was away, meets again instead: so no committed step can be lost.
+- A state is identified by its tag. An applied step gives it a new tag, an undone step does not.
+- After an interrupted update the member holds no usable state (`held` is None) until it has taken the base.
+- A base is taken whole or not at all: until then the member holds its old state.
+- A view is entered only with its base. A member that should hold the base may hold a newer state, because its
+  generation went on while the coordinator was away. It meets again instead, so that no committed step can be lost.
 
-Of a state that is spread, a member holds *shares*, the one that it trains on first:
+Of a sharded state a member holds *shares*, first the one that it trains on:
 
-- A share that is taken comes beside those that are there. They are dropped when all members of a generation have begun
-  its first step, for each of them holds its own then; so whatever comes to nothing before, nothing is lost by it.
-- A step's second word says that its sender has all gradients. Who has sent it and not seen it complete is *prepared*:
-  others may have applied the step. If the base turns out to be that step, it finishes it too; else it undoes it.
-- What is left of a state that is lost is never brought to another line: a checkpoint is, if there is one.
+- A share that is taken is added to those that the member holds. The old ones are dropped when all members of a
+  generation have begun its first step, since each of them holds its own share then; a failure before loses nothing.
+- A step's second word says that its sender has all gradients. A member that has sent it and not seen it complete is
+  *prepared*: others may have applied the step. If the step becomes the base, the member finishes it; else it undoes
+  it.
+- Shares of a state that is lost are never brought to another line; a checkpoint is, if there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Meet", "Phase", "Place", "Take", "ViewNews"]
 
 
 class Phase(enum.Enum):
-    """What a member is about."""
+    """What a member is doing."""
 
     MEETING = "meeting"
     """It waits for the coordinator: for the next view, or what to do until then."""
@@ -43,7 +44,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ViewNews:
-    """A view, as far as a member's place depends on it.
+    """The part of a view that a member's place depends on.
 
     Attributes:
         generation: its number.
@@ -62,19 +63,19 @@ class ViewNews:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """To be said to the coordinator.
+    """What a member tells the coordinator when it stops between steps.
 
     Attributes:
-        generation: the one that is over for this member, 0 for a candidate.
-        tag: what it holds.
-        holds_base: it got that generation's base.
-        leaving: it wants to go.
-        closed: no newcomer may come in now.
-        node_size: so many members hold one copy of the state between them.
-        shares: what it holds of it.
+        generation: the generation that is over for this member, 0 for a candidate.
+        tag: tag of the state that it holds.
+        holds_base: whether it got that generation's base.
+        leaving: whether it wants to leave.
+        closed: whether no newcomer may be admitted now.
+        node_size: number of members that hold one copy of the state between them.
+        shares: its shares of the state.
         prepared: the step that it can finish if others have applied it.
-        stored: it holds nothing of that state yet, but can read it from a checkpoint.
-        unproven: it is a candidate that has yet to show its links.
+        stored: whether it holds nothing of that state yet, but can read it from a checkpoint.
+        unproven: whether it is a candidate that has not yet shown that it can connect to all members.
     """
 
     generation: int
@@ -91,13 +92,13 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """This state is to be taken from those who hold it, or read from a checkpoint.
+    """An order to take a state from the members that hold it, or to read it from a checkpoint.
 
     Attributes:
-        base: which.
-        share: what of it.
-        own: what this member holds is of that state: only what it lacks is to be taken.
-        finish: it is the step that this member is prepared for: it finishes that one, and keeps its share.
+        base: tag of the state.
+        share: the share to take.
+        own: whether this member holds shares of that state, so that only the rest is taken.
+        finish: whether it is the step that this member is prepared for, which it finishes with its own share.
     """
 
     base: Tag
@@ -107,10 +108,10 @@ class Take:
 
 
 class Place:
-    """One member.
+    """The place of one member.
 
     Args:
-        held: what it holds to begin with: Tag(0, 0) for a state it has built itself, or that of a checkpoint.
+        held: tag of the state that it starts with: Tag(0, 0) for a state it has built itself, or that of a checkpoint.
         node_size: so many members hold one copy of the state between them: 1 where each holds it whole, 0 for all.
         shares: what it holds of it.
         stored: it holds nothing of it yet, for it is to be read from a checkpoint.
@@ -143,7 +144,7 @@ class Place:
         self._in_view = False  # what is taken is the view's, not the meeting's
 
     def meet(self, *, unproven: bool = False) -> Meet:
-        """It stops here: after a step that was undone or asked for it, or to be taken into its first view."""
+        """Stops the member for a meeting: after a step that was undone or asked for it, or to enter its first view."""
         self.phase = Phase.MEETING
         return Meet(
             self.generation,
@@ -159,7 +160,7 @@ class Place:
         )
 
     def formed(self, view: ViewNews) -> Meet | Take | None:
-        """A view has formed with this member; None if it may begin a step there."""
+        """Enters a view that has formed with this member; returns None if it may begin a step there."""
         if view.generation <= self.generation:
             return None if self.phase in (Phase.READY, Phase.STEPPING) else self.meet()
         self.generation, self.holds_base = view.generation, False
@@ -177,25 +178,25 @@ class Place:
         return None
 
     def catch_up(self, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False) -> Meet | Take | None:
-        """It lags behind in a meeting; None if that meeting is past. A candidate is in generation 0 for the others.
+        """Takes a base that this member lacks in a meeting; None if that meeting is past.
 
         Args:
-            generation: that the meeting is after.
-            base: what to take.
-            share: of it.
-            own: this member is one of those who hold shares of it.
+            generation: the generation that the meeting follows; 0 for a candidate.
+            base: tag of the state to take.
+            share: the share to take.
+            own: whether this member holds shares of it.
         """
         if generation not in (0, self.generation) or self.phase is not Phase.MEETING:
             return None
         if self.node_size != 1 and base == self.held != Tag(0, 0) and self.shares[:1] == (share,):
-            return self.meet()  # it was told twice, and has done it; (0, 0) does not tell states apart
+            return self.meet()  # a repeated order that is done; (0, 0) does not identify a state
         if base == self.prepared:
             return self._begin_to_take(Take(base, self.shares[0], own=False, finish=True), in_view=False)
         self.prepared = None
         return self._begin_to_take(Take(base, share, own), in_view=False)
 
     def took(self) -> Meet | None:
-        """The base is taken; None if a step may begin."""
+        """Notes that the base has been taken; returns None if a step may begin."""
         assert self.phase is Phase.TAKING
         assert self._take is not None
         base, share = self._take.base, self._take.share
@@ -207,44 +208,44 @@ class Place:
         return None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         assert self.phase is Phase.READY, f"a step begins while {self.phase}"
         self.phase = Phase.STEPPING
 
     def all_began(self) -> None:
-        """All members of the generation have begun this step: each of them holds its share."""
+        """Drops all shares but the live one, because all members have begun a step with their own."""
         self.shares = self.shares[:1]
 
     def prepare(self, step: int) -> None:
-        """Others may have applied the step that has failed here; what it takes to apply it is at hand."""
+        """Notes that others may have applied the step that failed here, and that this member can finish it."""
         assert self.phase is Phase.STEPPING
         self.prepared = Tag(self.generation, step)
 
     def applied(self, step: int) -> None:
-        """The step has changed the state."""
+        """Notes that the step has changed the state."""
         assert self.phase is Phase.STEPPING
         assert self.generation > 0
         self.held = Tag(self.generation, step)
         self.phase = Phase.READY
 
     def spoiled(self) -> None:
-        """An update of the state was interrupted half way."""
+        """Discards the state, because an update was interrupted half way."""
         self.held, self.shares, self.prepared = None, (), None
 
     @property
     def takes_for_view(self) -> bool:
-        """True if it takes the state of a view that runs: the others have begun the first step, and wait there."""
+        """True if it takes the state for a view whose other members wait in their first step."""
         return self.phase is Phase.TAKING and self._in_view
 
     @property
     def is_needed(self) -> bool:
-        """True if nobody else may have what it holds: its shares of a line's state, or what finishes a step."""
+        """True if no other member may have what it holds: shares of a line's state, or gradients that finish a step."""
         of_line = self.holds_base or self.held not in (None, Tag(0, 0))
         return self.node_size != 1 and (self.prepared is not None or (of_line and bool(self.shares)))
 
     @property
     def brings_state(self) -> bool:
-        """True if it holds something of a line's state, or can finish it: not what every newcomer has, or its disk."""
+        """True if it holds some of a line's state or can finish it; states of newcomers and disks do not count."""
         held = self.held if not self.stored else None
         return self.prepared is not None or self.holds_base or held not in (None, Tag(0, 0))
 
@@ -252,29 +253,29 @@ class Place:
     def may_go_on(self) -> bool:
         """True if its generation can go on without the meeting that was asked for.
 
-        Not where the state is spread: whoever has no seat in a view that has formed meanwhile may go, and with it its
-        part of what came after.
+        Not with a sharded state: a view may have formed meanwhile, and a member that is left out of it may leave with
+        its shares of later steps.
         """
         return self.phase is Phase.MEETING and self.holds_base and self.node_size == 1
 
     def go_on(self) -> None:
-        """The meeting that was asked for does not come about, for the coordinator is away: the generation goes on."""
+        """Goes on in the generation without the meeting, because the coordinator is away."""
         assert self.may_go_on
         self.phase = Phase.READY
 
     def cast_out(self) -> Meet:
-        """The session has ended: what this member holds it brings as a newcomer."""
+        """Becomes a newcomer with the state that it holds, because its session has ended."""
         self.generation, self.holds_base, self.leaving = 0, False, False
         return self.meet(unproven=self.node_size != 1)
 
     def lost(self, checkpoint: Tag) -> Meet:
-        """Nobody has all of the state: this member is a newcomer with what it finds on its disk."""
+        """Becomes a newcomer with the checkpoint on its disk, because parts of the state are lost."""
         self.held, self.shares, self.stored, self.prepared = checkpoint, (), True, None
         self.generation, self.holds_base = 0, False
         return self.meet()
 
     def found(self, checkpoint: Tag) -> None:
-        """This is the latest checkpoint now: what was to be read from one may have been removed meanwhile."""
+        """Updates the checkpoint that is to be read to the latest; an earlier one may have been removed."""
         if self.stored:
             self.held = checkpoint
 

@@ -1,4 +1,4 @@
-"""What the steps need of a session: the coordinator's letters, its ear, and the way to other members' state."""
+"""What the steps need from a session: messages to and from the coordinator, and access to other members' state."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Tried, Vie
 from paceline.session.member import MemberConnection
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["CoordinatedPort", "Port", "SoloPort"]
+__all__ = ["CoordinatedPort", "Port", "NullCoordinator"]
 
 
 class Port(abc.ABC):
-    """One session, as the steps see it.
+    """The part of a session that the steps use.
 
     Attributes:
         job: name of the job.
         group: the session's group.
-        mail: what the coordinator says.
-        shelf: what others may take.
+        mail: messages from the coordinator.
+        shelf: the state that other members may fetch.
         config: timeouts.
     """
 
@@ -50,57 +50,57 @@ class Port(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Training begins."""
+        """Tells the coordinator that training begins."""
 
     @abc.abstractmethod
     def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
-        """Says that this member has stopped."""
+        """Tells the coordinator that this member has stopped between steps and what state it holds."""
 
     @abc.abstractmethod
     def go_on(self) -> None:
-        """What was said about a meeting is not to be said again."""
+        """Stops repeating the last `meet`, for instance after a reconnect: this member goes on."""
 
     @abc.abstractmethod
     def finish(self, step: int) -> None:
-        """Says that the line is done; the answer is a letter."""
+        """Tells the coordinator that all steps are done; the answer arrives in `mail`."""
 
     @abc.abstractmethod
     def move(self, mesh: Mesh) -> None:
-        """The group goes on in the next generation."""
+        """Moves the group to the links of the next generation."""
 
     @abc.abstractmethod
     def word_completed(self, step: int) -> None:
-        """For heartbeats."""
+        """Notes the last step that every member has entered, for the next heartbeat."""
 
     @abc.abstractmethod
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """A state that others hold.
+        """Fetches a state that other members hold.
 
         Raises:
-            LinkUnavailable: nobody gave it.
+            LinkUnavailable: no member gave it.
         """
 
     @abc.abstractmethod
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
-        """Fills what a plan wants of a state that others hold between them.
+        """Fetches the shards that a plan needs of a state that other members hold in parts.
 
         Raises:
-            LinkUnavailable: nobody gave some of it.
+            LinkUnavailable: no member gave one of them.
         """
 
     @abc.abstractmethod
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Begins to find out whether there is a way between each of these members and this one; a `Tried` says it.
+        """Starts to test whether this member and each of these can connect; a `Tried` in `mail` has the result.
 
-        What has begun before is given up.
+        It gives up a test that is under way.
         """
 
     @abc.abstractmethod
     def manifest_of(self, donor: Peer) -> bytes:
-        """Another member's manifest.
+        """Fetches another member's manifest.
 
         Raises:
-            PacelineError: it did not give it.
+            PacelineError: the member did not give it.
         """
 
 
@@ -190,8 +190,8 @@ class CoordinatedPort(Port):
         return self._connection.run(get_manifest(self.job, donor, *self._how))
 
 
-class SoloPort(Port):
-    """A world of one without a coordinator: what it says is what happens."""
+class NullCoordinator(Port):
+    """Stands in for the coordinator in a world of one: it answers every call at once, as a coordinator would."""
 
     def __init__(self, job: str, group: Group, config: Config) -> None:
         self.job = job
@@ -202,7 +202,7 @@ class SoloPort(Port):
 
     @property
     def member_id(self) -> str:
-        """See `Port.member_id`: nobody asks."""
+        """See `Port.member_id`; empty, since there are no other members."""
         return ""
 
     def open(self) -> None:
@@ -224,7 +224,7 @@ class SoloPort(Port):
         self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
 
     def go_on(self) -> None:
-        """See `Port.go_on`: it is never away."""
+        """See `Port.go_on`; does nothing, since no message is ever repeated."""
 
     def finish(self, step: int) -> None:
         """See `Port.finish`."""
@@ -238,17 +238,17 @@ class SoloPort(Port):
         """See `Port.word_completed`."""
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """See `Port.take`: there is nobody."""
-        raise LinkUnavailable("a world of one holds what it has")
+        """See `Port.take`; always raises, since there are no other members."""
+        raise LinkUnavailable("this job has a single worker: no other member holds a state")
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
-        """See `Port.take_shards`: there is nobody."""
-        raise LinkUnavailable("a world of one holds what it has")
+        """See `Port.take_shards`; always raises, since there are no other members."""
+        raise LinkUnavailable("this job has a single worker: no other member holds a state")
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """See `Port.try_to_reach`: there is nobody."""
-        raise AssertionError("a world of one has nobody to reach")
+        """See `Port.try_to_reach`; never called, since there are no other members."""
+        raise AssertionError("this job has a single worker: there is no member to reach")
 
     def manifest_of(self, donor: Peer) -> bytes:
-        """See `Port.manifest_of`: there is nobody."""
-        raise AssertionError("a world of one compares nothing")
+        """See `Port.manifest_of`; never called, since there are no other members."""
+        raise AssertionError("this job has a single worker: there is no manifest to compare with")

@@ -1,8 +1,8 @@
 """`session.retry`: a block between two steps that changes no state, run again until no failure cuts it short.
 
-At its end members wait for each other: so if one is past it, all have run it to its end, and whoever was cut off while
-waiting need not run it again. Otherwise one would compute the next step while another repeats the block. Nor does one
-that got no seat meanwhile: when it comes in again the line is past it.
+Members wait for each other at the end of the block. So if one member is past the block, all have finished it, and a
+member whose wait was interrupted must not run it again: otherwise it would repeat the block while another computes the
+next step. A worker that is left out of the new generation skips the block too: the others are past it when it returns.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WHAT = "a block between steps"
 
 
 class Attempt:
-    """One attempt; a context manager that swallows a failure of the group.
+    """One attempt at a block; a context manager that swallows failures of the group.
 
     Attributes:
-        number: from 1.
-        completed: True after the block if nothing cut it short, here or elsewhere.
+        number: number of the attempt, from 1.
+        completed: True after the block if no failure interrupted it, here or elsewhere.
         ended: True after the block if it ran to its end here.
     """
 
@@ -59,13 +59,13 @@ class Attempt:
                 error = failure
         self._group.bar(self._barred)
         if self._fault.failed and (error is None or isinstance(error, Exception)):
-            _log.info("a block between steps was cut short: %s", error or self._fault.error())
+            _log.info("a block between steps was interrupted: %s", error or self._fault.error())
             return True
         return False
 
 
 def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
-    """Attempts until one completes; see `Session.retry`."""
+    """Yields attempts until one completes; see `Session.retry`."""
     failures = Failures()
     while True:
         attempt = Attempt(failures.begin(_WHAT, group.mesh.peers), group)

@@ -1,7 +1,7 @@
-"""Rules of the loop that a script can break while nothing fails: only a restart or a newcomer would show it.
+"""Checks rules of the loop whose breach would show only later, after a restart or when a newcomer joins.
 
-What is looked at is the script's doing, alike on every worker and in every run: the training state once, before the
-loop, and the first steps of the job. Later steps cost nothing, and a worker that comes in later finds no fault in them.
+The checks look at what the script does, which is the same on every worker and in every run: at the training state once,
+before the loop, and at the first steps of the job. Later steps are not checked and cost nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from paceline.errors import StepOrderError, UnsupportedOp
 __all__ = ["Watch", "check_complete", "no_other_optimizer"]
 
 _STEPS = 3
-"""So many steps of a job are looked at: what a script does wrong it does in each, as a rule."""
+"""Number of steps of a job that are checked: a script that breaks a rule mostly does so in every step."""
 
 _SAMPLE = 4096
-"""Elements of an array that are looked at: an update changes all of them. 500 MB in 60 arrays take 16 ms."""
+"""Elements of an array that are sampled, since an update changes all of them. 500 MB in 60 arrays take 16 ms."""
 
 _DEPTH = 3
-"""So deep in a part its optimizer is looked for: what wraps schedulers may have a dict of lists of them."""
+"""Levels of a part in which its optimizer is searched: a wrapper of schedulers may have a dict of lists of them."""
 
 
 def check_complete(state: TrainState) -> None:
-    """Makes sure that the state has what its optimizers change, and what changes its optimizers.
+    """Checks that the state has the models that its optimizers change, and the schedulers that change its optimizers.
 
     Raises:
         ValueError: a model or a scheduler is missing; the text names the optimizer and says what to write.
@@ -43,7 +43,7 @@ def check_complete(state: TrainState) -> None:
     held: set[int] = set()
     for _, part in state.objects.values():
         if (marks := part.holds()) is None:
-            break  # nobody knows what is in that one
+            break  # this part cannot say what it holds
         held |= marks
     else:
         for name, (_, part) in state.objects.items():
@@ -65,25 +65,25 @@ def check_complete(state: TrainState) -> None:
         ):
             raise ValueError(
                 f"the learning rate of {name} ({_kind(optimizer)}) has a scheduler that is no part of the training "
-                "state: it would begin anew at each worker that comes in later. Give it too, "
-                "TrainState(..., scheduler=scheduler), and call scheduler.step() in the block, behind optimizer.step()"
+                "state: it would start from the beginning on every worker that joins later. Give it too, "
+                "TrainState(..., scheduler=scheduler), and call scheduler.step() in the block, after optimizer.step()"
             )
 
 
 @contextlib.contextmanager
 def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block no optimizer of torch changes a model of the state unless it is a part of it.
+    """Inside the block, refuses updates of the state's models by torch optimizers that are no part of the state.
 
     Args:
         state: what is trained.
         updating: True while an optimizer of the state runs, which may have others inside.
 
     Raises:
-        StepOrderError: out of the other optimizer's `step`, before it changes anything.
+        StepOrderError: raised by the other optimizer's `step`, before it changes anything.
     """
     torch_has = sys.modules.get("torch.optim.optimizer")
     own = {id(part.gated()) for _, part in state.objects.values()}
-    models = {  # with the parameters, so that no stranger gets the id of one that is replaced meanwhile
+    models = {  # keeps the parameters alive, so that no other object gets the id of one
         id(as_trained(parameter)): (f"{name} {path!r}", parameter)
         for name, (_, part) in state.objects.items()
         for path, parameter in part.parameters().items()
@@ -110,7 +110,7 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
 
 
 class Watch:
-    """Whether the state of a loop changes only where it may.
+    """Checks that the training state changes only inside a step, after the gate.
 
     Args:
         state: what is trained.
@@ -119,15 +119,15 @@ class Watch:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._after: dict[str, int] | None = None
-        """What the last step has left."""
+        """Checksums of the state after the last step."""
         self._before: dict[str, int] | None = None
-        """What this step has found, while it must not change."""
+        """Checksums of the state at the begin of this step, until its update."""
 
     def begin(self) -> None:
-        """A step begins.
+        """Checks the state at the begin of a step.
 
         Raises:
-            StepOrderError: something has changed since the last one.
+            StepOrderError: something has changed since the last step.
         """
         after, self._after, self._before = self._after, None, None
         is_watched = self._state.step < _STEPS
@@ -137,33 +137,33 @@ class Watch:
         if after is not None and (odd := _differ(after, {**arrays, **_rest_of(self._state)})):
             raise StepOrderError(
                 f"{odd} changed between step {self._state.step} and the next one, where it could not be undone or "
-                "would be done again: what changes the training state belongs inside `with step:`, behind "
+                "would be done again: change the training state only inside `with step:`, after "
                 "optimizer.step()"
             )
         if is_watched:
             self._before = arrays
 
     def before_update(self) -> None:
-        """The first optimizer of a step is about to run, or the step ends without one. Not for steps with a copy.
+        """Checks the state before the first update of a step, or at its end without one. Not for steps with a copy.
 
         Raises:
-            StepOrderError: something has changed that the step could not put back.
+            StepOrderError: something has changed that the step could not restore.
         """
         before, self._before = self._before, None
         if before is not None and (odd := _differ(before, _arrays_of(self._state))):
             raise StepOrderError(
                 f"{odd} changed in step {self._state.step + 1} before optimizer.step() of an optimizer in the training "
-                "state, and could not be put back if the step failed: change it behind that, give whichever optimizer "
-                "did it to the TrainState, or call step.keep_copy() first"
+                "state, and could not be restored if the step failed: change it after that call, give the optimizer "
+                "that changed it to the TrainState, or call step.keep_copy() first"
             )
 
     def applied(self) -> None:
-        """A step counts here."""
+        """Remembers the state after an applied step."""
         if self._state.step <= _STEPS:
             self._after = {**_arrays_of(self._state), **_rest_of(self._state)}
 
     def forget(self) -> None:
-        """Another generation has begun, and the state may be that of others."""
+        """Forgets the checksums: in a new generation the state may have come from another member."""
         self._after = self._before = None
 
 
@@ -173,7 +173,7 @@ def _arrays_of(state: TrainState) -> dict[str, int]:
 
 
 def _rest_of(state: TrainState) -> dict[str, int]:
-    """A checksum of all else that only a block changes, by part; of none that has what cannot be kept."""
+    """A checksum of the small state that only a block changes, by part; without parts that cannot be kept."""
     found = {}
     for name, (_, part) in state.objects.items():
         with contextlib.suppress(UnsupportedOp):
@@ -182,17 +182,17 @@ def _rest_of(state: TrainState) -> dict[str, int]:
 
 
 def _sampled(array: NDArray[Any]) -> int:
-    stride = array.size // _SAMPLE | 1  # odd: it meets all columns
+    stride = array.size // _SAMPLE | 1  # odd, so that the sample reaches all columns
     return zlib.crc32(np.ascontiguousarray(array.reshape(-1)[::stride]).view(np.uint8).data)
 
 
 def _differ(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """The first name whose value is another one, in words; empty if none is."""
+    """The first name whose value has changed; empty if none has."""
     return next((name for name, value in before.items() if now.get(name) != value), "")
 
 
 def _knows(thing: Any, optimizer: Any, depth: int) -> bool:
-    """True if an object has the optimizer as an attribute, or something that has."""
+    """True if an object refers to the optimizer, directly or within `depth` levels."""
     if isinstance(thing, Mapping):
         values = list(thing.values())
     elif isinstance(thing, list | tuple):

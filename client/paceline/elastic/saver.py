@@ -1,7 +1,7 @@
-"""Checkpoints of a line, written beside training: copied when a step begins, written once it is committed.
+"""Checkpoints, written in the background: copied when a step begins, written once the state is committed.
 
-Each host's lowest rank writes. Where hosts share the directory, one of them does: all of a generation write under the
-same name, and a host that finds that folder there leaves the checkpoint to the one that made it.
+The lowest rank of each host writes. If hosts share the directory, only one of them does: all writers of a generation
+use the same folder name, and a host that finds the folder leaves the checkpoint to the host that created it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from paceline.group import Group
 __all__ = ["VISIBLE_S", "Saver", "warning_of_frozen"]
 
 VISIBLE_S = 70.0
-"""Seconds after which whatever one host has written is seen by others: a network file system keeps what it knows of a
-directory for a minute (nfs(5), acdirmax)."""
+"""Seconds after which all hosts see what one of them has written: a network file system caches directories for up to a
+minute (nfs(5), acdirmax)."""
 
 _LOOK_S = 0.05
-"""Seconds between two looks for it."""
+"""Seconds between two looks for a checkpoint that another host has written."""
 
-_SHARED = "where the state is spread, checkpoint_dir must lie on a disk that all workers share"
+_SHARED = "with a sharded state, checkpoint_dir must lie on a disk that all workers share"
 
 _log = logging.getLogger("paceline.elastic")
 
 
 def _elsewhere(tag: Tag, where: object) -> str:
-    return f"others go on from the checkpoint {tag}, which is not in {where} here"
+    return f"other workers resume from the checkpoint {tag}, which is not in {where} here"
 
 
 @contextlib.contextmanager
 def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
     """Logs a warning if a checkpoint that is loaded inside the block freezes or unfreezes parameters.
 
-    A run that goes on wants that. The second stage of a fine-tuning, which begins with what the first left, does not.
+    That is right for a run that resumes, and mostly wrong for a second stage of fine-tuning, which begins with the
+    checkpoint of the first.
 
     Args:
-        state: what it is loaded into.
-        step: the checkpoint's.
+        state: the state that the checkpoint is loaded into.
+        step: the checkpoint's step.
     """
     before = _trained(state)
     yield
@@ -74,7 +75,7 @@ def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
 
 
 def _trained(state: TrainState) -> dict[str, bool]:
-    """Of each model's parameters whether it is trained."""
+    """For each parameter of each model, whether it is trained."""
     return {
         f"{name} {path!r}": trains(parameter)
         for name, (_, part) in state.objects.items()
@@ -86,13 +87,13 @@ class Saver:
     """The checkpoints of one member.
 
     Args:
-        directory: where they are kept; None for none.
-        every: steps between two; None for none but at the end, and when all leave.
+        directory: where checkpoints are kept; None for no checkpoints.
+        every: steps between two checkpoints; None for one at the end only, or when all workers leave.
 
     Attributes:
-        tag: of the state that was loaded, Tag(0, 0) for none.
-        fingerprint: of the checkpoint that it was loaded from: members with local disks may have made different states
-            of one tag, in different runs. Empty if none was loaded.
+        tag: tag of the state that was loaded, Tag(0, 0) for none.
+        fingerprint: fingerprint of the checkpoint that was loaded: on local disks members may have different states of
+            one tag, from different runs. Empty if none was loaded.
         keeps: True if there is a directory.
 
     Raises:
@@ -114,11 +115,11 @@ class Saver:
         self._missing: tuple[Tag, float] | None = None  # what others see and this member does not, and since when
 
     def load(self, state: TrainState) -> None:
-        """Takes up the greatest tag that is whole, if there is one.
+        """Loads the latest checkpoint that is not damaged, if there is one.
 
         Raises:
-            CheckpointDamaged: there are some, and all are damaged.
-            SizeMismatch: it is of another model.
+            CheckpointDamaged: there are checkpoints, and all are damaged.
+            SizeMismatch: the checkpoint is of another model.
         """
         if self._directory is None:
             return
@@ -132,7 +133,7 @@ class Saver:
         _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)
 
     def latest(self) -> Tag:
-        """The greatest tag that is there, as far as sizes can tell and `read` has found; Tag(0, 0) for none."""
+        """Tag of the latest checkpoint that seems complete by its file sizes and to `read`; Tag(0, 0) for none."""
         if self._directory is not None:
             for tag in reversed(checkpoint.tags(self._directory)):
                 if tag not in self._damaged and self.has(tag):
@@ -140,23 +141,23 @@ class Saver:
         return Tag(0, 0)
 
     def has(self, tag: Tag) -> bool:
-        """True if the checkpoint of that tag is here, as far as sizes can tell."""
+        """True if the checkpoint of that tag is here, and complete by its file sizes."""
         return self._directory is not None and is_there(Path(self._directory) / str(tag))
 
     def read(self, tag: Tag, plan: Resharding, interrupted: Callable[[], bool] = lambda: False) -> Any:
-        """Fills a plan out of a checkpoint that other members can read; returns the rest of the state.
+        """Fills a plan from a checkpoint that other members can read; returns the rest of the state.
 
-        Waits for it if it is not to be seen here, up to `VISIBLE_S` since that was first found.
+        If this member does not see it, waits for it for up to `VISIBLE_S` since it first looked.
 
         Args:
             tag: the checkpoint's.
-            plan: what to read of it.
-            interrupted: true when there is something else to do than to wait.
+            plan: what to read from it.
+            interrupted: returns True when the wait should end, because there is something else to do.
 
         Raises:
             CheckpointDamaged: it is damaged, was removed meanwhile, or the wait was interrupted; `latest` gives the one
                 before.
-            CheckpointFailed: it is not on this member's disk, nor is a greater one, and none came.
+            CheckpointFailed: neither it nor a later one is on this member's disk, and none appeared.
             SizeMismatch: it is of another model.
         """
         if self._directory is None:
@@ -173,11 +174,11 @@ class Saver:
         return rest
 
     def _wait_for(self, tag: Tag, interrupted: Callable[[], bool]) -> None:
-        """Others go on from a checkpoint that is not here."""
+        """Waits for a checkpoint that other members resume from and that is not visible here."""
         text = _elsewhere(tag, self._directory)
         if self._missing is None or self._missing[0] != tag:
             self._missing = tag, time.monotonic()
-            _log.warning("%s; waiting up to %g s for it, as a network file system may", text, VISIBLE_S)
+            _log.warning("%s; waiting up to %g s, since a network file system may show it late", text, VISIBLE_S)
         while not self.has(tag) and self.latest() <= tag:
             if time.monotonic() - self._missing[1] >= VISIBLE_S:
                 raise CheckpointFailed(f"{text}: {_SHARED}")
@@ -186,9 +187,9 @@ class Saver:
             time.sleep(_LOOK_S)
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """A step begins: what is held is copied if it is due."""
+        """Copies the state, when a step begins, if a checkpoint is due."""
         if self._pending is not None and self._pending[0] != held:
-            self._pending = None  # it was not committed, and the line goes on from another state
+            self._pending = None  # the copy was not committed, and training goes on from another state
         if self._every is None or held is None or held.step % self._every or held in (self._last, Tag(0, 0)):
             return
         if _is_lowest(group):
@@ -196,7 +197,7 @@ class Saver:
             self._last = held
 
     def settle(self) -> None:
-        """The state is about to change: what is saved of it has been copied when this returns."""
+        """Waits, before the state changes, until what is to be saved of it has been copied."""
 
     @property
     def is_writing(self) -> bool:
@@ -204,10 +205,10 @@ class Saver:
         return False
 
     def heard(self, *, writing: bool) -> None:
-        """Whether any member said so in the word of the last step."""
+        """Learns from the word of the last step whether any member is still writing."""
 
     def commit(self, step: int) -> None:
-        """A step is committed: what was copied of it may be written."""
+        """Starts to write the copy of a step, because the step is committed."""
         if self._pending is None or self._pending[0].step > step:
             return
         pending, self._pending = self._pending, None
@@ -220,10 +221,10 @@ class Saver:
         self._thread = thread
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """As `keep`, where all leave and nobody can try again: if a member is lost, each of the others writes.
+        """As `keep`, when all members leave and there is no other try: if one is lost, each of the others writes.
 
         Raises:
-            CheckpointFailed: a disk refused.
+            CheckpointFailed: a disk refused the write.
         """
         if not group.mesh.fault.failed:
             try:
@@ -239,18 +240,18 @@ class Saver:
             self._check()
 
     def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """Writes what is held now: nothing comes after it. A collective: at its end all who write have written.
+        """Writes the last state. A collective: when it returns, all writers have finished.
 
-        The wait for them has no limit but their lives: a big state on a slow disk takes its time.
+        The wait for them ends only if one of them dies, because a big state on a slow disk may take long.
 
         Raises:
-            CheckpointFailed: a disk refused, here or at another member.
+            CheckpointFailed: a disk refused the write, here or at another member.
             PacelineError: the generation has failed.
         """
         if self._directory is not None and held is not None and _is_lowest(group):
             self._write_now(held, state, _attempt(group))
         else:
-            self._complain()  # it wrote once, and another writes now
+            self._complain()  # this member may have written an earlier one; another member writes this one
         refused = group.rank + 1 if self._error is not None else 0
         refused = int(group.all_reduce(np.int64(refused), op="max", timeout=math.inf, label="kept"))
         self._check()
@@ -270,10 +271,10 @@ class Saver:
             self._error = error
 
     def wait(self) -> None:
-        """Waits until what was begun is written.
+        """Waits until the checkpoint that is being written is complete.
 
         Raises:
-            OSError: it could not be.
+            OSError: it could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -290,7 +291,7 @@ class Saver:
             self._error = error
 
     def _complain(self) -> None:
-        """A disk that is full ends no step: the next checkpoint is tried all the same."""
+        """Logs the error of the last write: a full disk does not end training, and the next checkpoint is tried."""
         error, self._error = self._error, None
         if error is not None:
             _log.error("a checkpoint could not be written: %s", error)
@@ -307,7 +308,7 @@ def _is_lowest(group: Group) -> bool:
 
 
 def _attempt(group: Group) -> str:
-    """The name of all writers' attempts in this generation; empty where there is one writer."""
+    """The folder name that all writers of this generation use; empty if there is only one writer."""
     if len({member.host for member in group.members}) == 1:
         return ""
     return hashlib.sha256(f"{group.generation} {group.members[0].member_id}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Which part of a spread state a member holds. Pure; the coordinator's is `paceline_server.shares`."""
+"""Which part of a sharded state a member holds. Pure; the same rule as the coordinator's `paceline_server.shares`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ __all__ = ["WHOLE", "Share", "share_of"]
 
 
 class Share(NamedTuple):
-    """One of the parts that a state is cut into; all parts together, and of one cut, are the state."""
+    """One of the parts that a state is cut into; all parts of one cut together are the state."""
 
     part: int
-    """From 0."""
+    """Number of the part, from 0."""
     parts: int
-    """How many there are; 1 where the state is whole."""
+    """Number of parts; 1 if the state is not sharded."""
 
 
 WHOLE = Share(0, 1)
 
 
 def share_of(rank: int, world: int, node_size: int) -> Share:
-    """What a rank is to hold.
+    """The share that a rank holds.
 
     Args:
         rank: the rank.
-        world: ranks in the view.
-        node_size: so many ranks hold one copy of the state between them: 1 where each holds it whole, 0 for all ranks.
+        world: number of ranks in the view.
+        node_size: number of ranks that hold one copy of the state between them: 1 if each holds it whole, 0 for all.
     """
     size = node_size or world
     return Share(rank % size, size)

@@ -1,4 +1,4 @@
-"""What of a training state is spread over members: the models and optimizers, and their arrays by name."""
+"""The sharded part of a training state: its models and optimizers, and their arrays by name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Spread"]
 
 
 class Spread:
-    """The part of a `TrainState` that FSDP spreads.
+    """The part of a `TrainState` that FSDP shards.
 
     Args:
-        parts: of the state, by name.
-        things: the objects that they are.
+        parts: the parts of the state, by name.
+        things: the objects behind the parts, by name.
     """
 
     def __init__(self, parts: Mapping[str, Part], things: Mapping[str, Any]) -> None:
@@ -36,11 +36,11 @@ class Spread:
 
     @property
     def node_size(self) -> int:
-        """So many ranks hold one copy between them: 1 where each holds all, 0 for all ranks.
+        """The number of ranks that hold one copy between them: 1 if each holds all, 0 for all ranks.
 
         Raises:
-            UnsupportedOp: models are spread in different ways, or over nodes without a size: who comes in later, or in
-                the place of another, cannot know it.
+            UnsupportedOp: models are sharded in different ways, or over nodes without a size, which a worker that
+                joins later could not know.
         """
         sizes: set[int] = set()
         for part in (part for model in self._models for part in model._parts() if part.spreads):
@@ -48,8 +48,8 @@ class Spread:
             hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
             if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
                 raise UnsupportedOp(
-                    "HYBRID_SHARD needs intra_node_size= in session.steps: who comes in later, or in the place of "
-                    "another, may be on any host"
+                    "HYBRID_SHARD needs intra_node_size= in session.steps, because a worker that joins later, or "
+                    "replaces another, may be on any host"
                 )
             sizes.add((size or 0) if hybrid else 0)
         if len(sizes) > 1:
@@ -65,14 +65,14 @@ class Spread:
 
     @property
     def share(self) -> Share:
-        """What is held."""
+        """The share that this member holds."""
         return Share(*self.holding().share)
 
     def check(self) -> None:
-        """Makes sure that everything that is spread can move. In a world of one it need not.
+        """Checks that everything that is sharded can move to other ranks; not needed in a world of one.
 
         Raises:
-            UnsupportedOp: it cannot; the text says what to give instead.
+            UnsupportedOp: a part cannot; the text says what to give instead.
         """
         ours = {id(piece) for model in self._models for _, piece in model.named_parameters()}
         spreads = self.node_size != 1
@@ -87,7 +87,7 @@ class Spread:
                         "torch.optim that has the parameters of a paceline.torch.FSDP"
                     )
                 gated.setdefault(id(self._things[name]), name)
-        if len(gated) > 1:  # who finishes a step could not know which of them had run elsewhere
+        if len(gated) > 1:  # to finish a step, a member would have to know which of them had run elsewhere
             raise UnsupportedOp(
                 f"{' and '.join(gated.values())} are several optimizers of a state that is spread: make one, of a "
                 "wrapper around all models, or use ShardingStrategy.NO_SHARD"
@@ -95,16 +95,16 @@ class Spread:
         self.holding()
 
     def holding(self, *, to_write: bool = False) -> Holding:
-        """What this member has; see `sharding.resharding.holding`."""
+        """The shards that this member holds; see `sharding.resharding.holding`."""
         return holding(self._models, self._optimizers, to_write=to_write)
 
     def gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
-        """What the optimizer would work on now."""
+        """The gradients that the optimizer would use now."""
         pieces = (piece for optimizer in self._optimizers for piece in optimizer.parameters.values())
         return [(piece, piece.grad) for piece in pieces if piece.grad is not None]
 
     def move(self, share: Share) -> Move:
-        """The change to a share."""
+        """Prepares the change to another share."""
         return Move(self._models, self._optimizers, share)
 
     def named(self, held: Holding) -> dict[str, Shard]:
@@ -117,7 +117,7 @@ class Spread:
         }
 
     def cut(self, parts: int) -> dict[str, tuple[int, int]]:
-        """How arrays are cut into so many parts, by name; see `runs.assign`."""
+        """How arrays are cut into `parts` parts, by name; see `runs.assign`."""
         places = places_of(self._models, parts)
         return {
             f"parts.{name}.arrays.{path}": places[id(piece)]

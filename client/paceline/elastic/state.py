@@ -1,4 +1,4 @@
-"""`TrainState`: all that training changes, so that a step can be undone and a newcomer can be given it."""
+"""`TrainState`: everything that training changes, so that a step can be undone and newcomers can receive it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ __all__ = ["Gate", "TrainState"]
 _log = logging.getLogger("paceline.elastic")
 
 _BLOCK = 1 << 20
-"""Elements that a fingerprint takes at a time."""
+"""Elements that a fingerprint hashes at a time."""
 
 _COSTLY_BYTES = 1 << 20
-"""Small state above this is worth a word: it is copied in every step."""
+"""Bytes of small state above which a warning is logged: it is copied in every step."""
 
 
 class Gate(Protocol):
-    """Who is asked before large state changes."""
+    """Is asked before an optimizer changes large state."""
 
     def open(self) -> None:
-        """Returns when it may change; raises if it must not."""
+        """Waits until the state may change; raises if it must not."""
 
     def spoil(self) -> None:
-        """The change was interrupted half way."""
+        """Notes that the change was interrupted half way."""
 
     def changed(self) -> None:
-        """The change is complete. If neither this nor `spoil` is called, it was interrupted too."""
+        """Notes that the change is complete. If neither this nor `spoil` is called, it was interrupted too."""
 
 
 class TrainState:
@@ -63,24 +63,24 @@ class TrainState:
     has `state_dict()` and `load_state_dict()`; of any framework whose arrays show NumPy their memory. Arrays of a dict,
     torch's tensors too, are restored where they lie, if shape and dtype are the same.
 
-    What only `optimizer.step` changes is never copied: `session.steps` lets that call through when it is sure that the
-    step counts. All the rest is copied when a step begins. So give every object that `optimizer.step` changes, and
-    change them nowhere else; gradients need not be given.
+    What only `optimizer.step` changes is never copied: `session.steps` runs that call only when it is sure that the
+    step will be applied on every worker. Everything else is copied when a step begins. So give every object that
+    `optimizer.step` changes, and change them nowhere else; gradients need not be given.
 
-    Of a model that FSDP spreads give the wrapper, and one optimizer of `paceline.optim`, or of `torch.optim` for
-    `paceline.torch.FSDP`: their parts move with the ranks.
+    For a model that FSDP shards, give the wrapper and one optimizer of `paceline.optim`, or of `torch.optim` for
+    `paceline.torch.FSDP`: their shards move with the ranks.
 
     Args:
         parts: the objects, by names that are the same on every member.
 
     Attributes:
-        step: how many steps it has been through.
+        step: number of steps that were applied to it.
         sampler: the `ElasticSampler` among the parts, None if there is none.
-        is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is the state
-            of no step, until `load_state_dict` has replaced all of it.
+        is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is unusable
+            until `load_state_dict` has replaced all of it.
 
     Raises:
-        UnsupportedOp: a part is nothing that could be given to another member, or there are two samplers.
+        UnsupportedOp: a part cannot be given to another member, or there are two samplers.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -90,34 +90,34 @@ class TrainState:
         self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in self._things.items()}
         samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
         if len(samplers) > 1:
-            raise UnsupportedOp("a training state has one sampler: which of them would step.indices be of?")
+            raise UnsupportedOp("a training state has one sampler, which gives step.indices: leave out the others")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
         self._given = parts
         self._spread = Spread(self._parts, self._things)
         self._kept: dict[Share, dict[str, Shard]] = {}
-        """Shares that are not live any more, and are given all the same: what they consist of, and the way back."""
+        """Earlier shares that are still offered to other members, with their arrays by name."""
         self._copy: dict[str, tuple[Any, Any]] = {}
-        """Of each part, if a step has asked for it."""
+        """Copies of all parts, if a step has asked for them."""
         self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
-        """What is guarded, and the `step` that the object itself had, None for that of its class."""
+        """Guarded optimizers, each with the `step` that the object itself had; None if its class had it."""
 
     # For users --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that is here: what a checkpoint keeps. Shards of what other members have too."""
+        """A copy of everything that this member holds, for a checkpoint; sharded arrays as `Shard`s."""
         skeleton, leaves = split_shards(self.content())
         copied: dict[str, Any] = join(skeleton, {name: _copy(leaf) for name, leaf in leaves.items()})
         return copied
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes everything over, in place, or nothing at all.
+        """Loads everything in place, or nothing if it raises.
 
         Args:
-            saved: of `state_dict`. Of an array that is spread here, the whole or just this member's shard will do, and
-                with None in its place it stays as it is.
+            saved: of `state_dict`. For an array that is sharded here, either the whole array or this member's shard;
+                None leaves it as it is.
 
         Raises:
-            SizeMismatch: it is of other parts, or of other shapes; the text names them.
+            SizeMismatch: it has other parts or other shapes; the text names them.
             Exception: what a part's own `load_state_dict` raised.
         """
         step, parts = int(saved["step"]), saved["parts"]
@@ -145,12 +145,12 @@ class TrainState:
         self.step = step
         self.is_whole = True
 
-    # For whoever runs the steps ---------------------------------------------------------------------------------------
+    # For the loop over the steps --------------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
-        """Everything, as nested values: large arrays as they lie, the rest copied.
+        """Everything as nested values: the live large arrays, and copies of the rest.
 
-        Where a strategy spreads arrays over members there are shards of them, in a world of one too.
+        Arrays that a strategy shards over members are `Shard`s, in a world of one too.
         """
         held = self._spread.holding()
         parts = {name: {"arrays": part.arrays(held), "rest": part.rest()} for name, part in self._parts.items()}
@@ -161,16 +161,16 @@ class TrainState:
         return any(part is thing for part in self._given.values())
 
     def offered(self) -> Content:
-        """What others may take: everything, and the shares that are kept."""
+        """What other members may fetch: everything, and the earlier shares that are kept."""
         return Content.of(self.content(), list(self._kept.values()))
 
     @property
     def objects(self) -> dict[str, tuple[Any, Part]]:
-        """By name each object that it has, and the part that this is."""
+        """By name, each object and the part that represents it."""
         return {name: (self._things[name], part) for name, part in self._parts.items()}
 
     def named(self) -> dict[str, NDArray[Any]]:
-        """The live arrays of large state that every member has whole, in the same order on each, by part and path."""
+        """The live arrays of large state that are not sharded, by part and path, in the same order on every member."""
         held = self._spread.holding()
         leaves = {f"{name} {path!r}": x for name, part in self._parts.items() for path, x in part.arrays(held).items()}
         return {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
@@ -184,22 +184,22 @@ class TrainState:
         return {name: part.small() for name, part in self._parts.items()}
 
     def undo(self, small: Mapping[str, Any]) -> None:
-        """A step counts for nothing: puts small state back and drops gradients."""
+        """Undoes a step: restores small state and drops gradients."""
         self.put_back(small)
         self.clear_gradients()
 
     def keep_copy(self) -> None:
-        """Copies all of it, for `undo_updates`. The memory stays, for the next copy: new memory costs far more time."""
+        """Copies everything, for `undo_updates`. The memory stays allocated, since new memory is far slower."""
         self._copy = {name: part.kept(self._copy.get(name)) for name, part in self._parts.items()}
 
     def undo_updates(self, small: Mapping[str, Any]) -> None:
-        """A step counts for nothing, though large state has changed since `keep_copy`."""
+        """Undoes a step, and all changes of large state since `keep_copy`."""
         for name, part in self._parts.items():
             part.back_to(self._copy[name])
         self.undo(small)
 
     def put_back(self, small: Mapping[str, Any]) -> None:
-        """Puts back what `small` gave; gradients stay."""
+        """Restores what `small` returned; gradients stay."""
         for name, part in self._parts.items():
             part.put_back(small[name])
 
@@ -209,13 +209,13 @@ class TrainState:
             part.clear_gradients()
 
     def advance(self, world: int) -> None:
-        """A step is applied, in a world of that size."""
+        """Counts an applied step, and moves the sampler on in a world of that size."""
         self.step += 1
         if self.sampler is not None:
             self.sampler.advance(world)
 
     def manifest(self, **settings: object) -> bytes:
-        """What it consists of and how the run is set up, as canonical JSON: alike on all members of a line."""
+        """The parts with their shapes, and the run's settings, as canonical JSON; must be the same on all members."""
         held = self._spread.holding()
         described = {
             name: [part.kind, [[path, *_described(leaf)] for path, leaf in part.arrays(held).items()]]
@@ -227,9 +227,9 @@ class TrainState:
         return json.dumps({"settings": words, "parts": described}, separators=(",", ":"), sort_keys=True).encode()
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of everything that a member has whole; of what is cut already, of what it was cut from.
+        """SHA-256 of the whole state; for arrays that are sharded already, of the values that they were cut from.
 
-        So it is the same for members that have cut one state, if none has changed it since.
+        So it is the same for members that have cut the same state, if none has changed it since.
         """
         skeleton, leaves = split_shards(self.content())
         is_cut = self._spread.share != WHOLE
@@ -246,11 +246,11 @@ class TrainState:
         return digest.digest()
 
     def check_round_trip(self) -> None:
-        """Makes sure that what is given to another member is what it will hold.
+        """Checks that every part can be given to another member and loads again unchanged.
 
         Raises:
-            UnsupportedOp: some value cannot travel, or comes back as another, or is spread in a way that cannot change;
-                the text names it.
+            UnsupportedOp: a value cannot be sent, or changes when it is loaded again, or is sharded in a way that
+                cannot change; the text names it.
         """
         self._spread.check()
         for name, part in self._parts.items():
@@ -267,11 +267,11 @@ class TrainState:
                 where = f" at {changed[0]}" if changed else ""
                 raise UnsupportedOp(f"the state of {name} does not come back as it was given{where}")
 
-    # What is spread over members --------------------------------------------------------------------------------------
+    # Shards -----------------------------------------------------------------------------------------------------------
 
     @property
     def spreads(self) -> bool:
-        """True if members hold different parts of it; in a world of one too."""
+        """True if the state is sharded over members; also in a world of one."""
         return self._spread.node_size != 1
 
     @property
@@ -280,15 +280,15 @@ class TrainState:
         return self._spread.node_size
 
     def shares(self) -> tuple[Share, ...]:
-        """What this member can give in full, the live share first."""
+        """The shares that this member can give in full, the live one first."""
         return tuple(dict.fromkeys((self._spread.share, *self._kept)))
 
     def resharding(self, share: Share, *, own: bool = True) -> Resharding:
-        """Prepares a change to another share, or to the one that is held; takes memory, and changes nothing.
+        """Prepares a change to a share; allocates memory for it and changes nothing else.
 
         Args:
-            share: what is to be held.
-            own: False if what this member holds is not of the state that is wanted.
+            share: the share to hold; may be the present one.
+            own: False if the shares that this member holds are of another state than the wanted one.
         """
         move = self._spread.move(share)
         targets = self._spread.named(move.target)
@@ -297,13 +297,13 @@ class TrainState:
         return Resharding(share, own, targets, wanted, self._spread.cut, move.switch)
 
     def switch(self, plan: Resharding, rest: Mapping[str, Any] | None = None) -> None:
-        """The prepared share, which is filled, is what is held from now on. All or nothing.
+        """Makes the prepared and filled share the live one. All or nothing.
 
-        What was held before is kept if it is of the same state, until `keep_live_share`.
+        The share before is kept until `keep_live_share` if it is of the same state.
 
         Args:
             plan: the latest of `resharding`.
-            rest: all that is not spread, as `load_state_dict` takes it; None to stay with what is here.
+            rest: everything that is not sharded, as `load_state_dict` takes it; None leaves it as it is.
 
         Raises:
             SizeMismatch: `rest` does not fit.
@@ -322,19 +322,19 @@ class TrainState:
         self.is_whole = was_whole
 
     def keep_live_share(self) -> None:
-        """Lets go of all other shares."""
+        """Drops all shares but the live one."""
         self._kept.clear()
 
     def take_gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
-        """Takes what the update would work on out of everybody's reach: the caller's loop may clear what it finds."""
+        """Takes the gradients of the next update away, because the user's loop may clear those that it finds."""
         taken = self._spread.gradients()
         self.clear_gradients()
         return taken
 
     def update(self, gradients: Sequence[tuple[Parameter, NDArray[Any]]]) -> None:
-        """Runs the update that the gate did not let through, on the gradients that were taken then.
+        """Runs the update that stopped at the gate, on the gradients that `take_gradients` returned.
 
-        Some of the state is to be taken from others: it is whole when that is loaded.
+        The state is whole when the caller has loaded the rest from other members.
         """
         self.is_whole = False
         for parameter, gradient in gradients:
@@ -348,7 +348,7 @@ class TrainState:
     # The gate ---------------------------------------------------------------------------------------------------------
 
     def guard(self, gate: Gate) -> None:
-        """From now on `gate` is asked before any optimizer changes large state."""
+        """Has every optimizer ask `gate` before it changes large state."""
         self.unguard()
         for thing in {id(part.gated()): part.gated() for part in self._parts.values()}.values():
             if thing is not None:
@@ -381,7 +381,7 @@ def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
 
 
 def _described(leaf: Leaf) -> tuple[str, list[int]]:
-    """Dtype and shape of the whole array."""
+    """The dtype and shape of the whole array."""
     return str((leaf.values if isinstance(leaf, Shard) else leaf).dtype), list(leaf.shape)
 
 

@@ -1,4 +1,4 @@
-"""One attempt at one step: entered with its word, let through its gate once, and at its end applied or undone."""
+"""One attempt at one step: it begins with a step word, passes the gate at most once, and is applied or undone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from paceline.links.fault import Suspicion
 from paceline.parallel.agreement import NewcomerDiffers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["BETWEEN_STEPS", "Step", "Steward"]
+__all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]
 
 _log = logging.getLogger("paceline.elastic")
 
 _BARRED = (
-    "a collective after optimizer.step() of the same step: the state has changed, and if this failed it could not be "
-    "changed back; call it before the update, or after the step inside session.retry()"
+    "a collective after optimizer.step() of the same step: the state has changed, and could not be restored if the "
+    "collective failed; call it before the update, or after the step inside session.retry()"
 )
 
 _OR_COPY = (
@@ -46,35 +46,35 @@ _OR_COPY = (
 BETWEEN_STEPS = (
     "a collective between two steps: if a worker were lost in it, nothing would run it again. Call it in "
     "`for attempt in session.retry(): with attempt: ...`, or inside `with step:` before optimizer.step(). "
-    "If the loop was left by `break`, close its iterator first, or let go of it"
+    "If the loop was left by `break`, close or delete its iterator first"
 )
-"""Why none may be called there."""
+"""The text of the error that refuses a collective between two steps."""
 
 
-class Steward(Protocol):
-    """Whoever runs the steps."""
+class StepRunner(Protocol):
+    """What a step needs from the loop that runs it."""
 
     def word_completed(self, step: int) -> None:
-        """Every member has entered this step: the one before is committed."""
+        """Notes that every member has entered this step, so that the step before is committed."""
 
     def about_to_change(self) -> None:
-        """The state changes now: nobody may read it any more."""
+        """Notes that the state is about to change: other members may no longer read it."""
 
     def applied(self, step: int) -> None:
-        """This step has changed the state."""
+        """Notes that this step has changed the state."""
 
     def diverged(self, text: str) -> None:
-        """This member holds other bits than the majority: what it holds does not count any more.
+        """Discards this member's state, because it differs from the state of the majority.
 
         Raises:
-            DivergenceError: this happens to it again and again.
+            DivergenceError: this member has differed too often.
         """
 
     def spoiled(self) -> None:
-        """An update was interrupted half way: what is held counts for nothing."""
+        """Discards this member's state, because an update was interrupted half way."""
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
-        """The step has failed here, and others may have applied it: its gradients stay.
+        """Keeps the gradients of a step that has failed here, because other members may have applied it.
 
         Args:
             step: the step.
@@ -85,17 +85,17 @@ class Steward(Protocol):
 class Step:
     """One attempt at a step; a context manager around the code that computes it.
 
-    A failure of the group inside the block undoes the step and is swallowed: `applied` is False then, and the step
-    comes again under the next generation. An error of the block's own is raised, and the others go on without this
-    member.
+    If the group fails inside the block, the step is undone and the error is swallowed: `applied` is False then, and
+    the step is tried again in the next generation. Any other error of the block is raised, and the other members go on
+    without this one.
 
     When the block begins, torch's generator (`torch.default_generator`, from which dropout draws) is seeded with (seed,
     step, rank), as `rng` is, if torch is loaded. So random numbers of a step are the same in every attempt of the same
     world, and those of a newcomer, or after a start from a checkpoint, follow from the same rule.
 
     Attributes:
-        number: of the step, from 1 over the whole line, whoever was there.
-        attempt: how often it was begun here in a row, from 1.
+        number: number of the step, from 1, counted over the whole job.
+        attempt: how many times in a row this member has begun it, from 1.
         applied: True after the block if the step counts at this member. Committed steps are `session.on_commit`'s.
         rank, world: this member's place in the view of this attempt.
     """
@@ -106,7 +106,7 @@ class Step:
         attempt: int,
         group: Group,
         state: TrainState,
-        steward: Steward,
+        runner: StepRunner,
         word: Errand,
         digest: int,
         seed: int,
@@ -120,31 +120,31 @@ class Step:
         self.cause: BaseException | None = None
         self.spoiled = False
         self.entered = self.left = False
-        """Its block has begun; it has ended."""
+        """Whether its block has begun, and whether it has ended."""
         self.updated = self.updates = self.updating = False
-        """The optimizer has run; it was called, and may have been held back at the gate; it runs now."""
+        """Whether the optimizer has run; was called, and may have been stopped at the gate; is running now."""
         self.half_updated = False
-        """An update was interrupted of which there is a copy."""
+        """Whether an update was interrupted that can be undone from a copy."""
         self._prepared = False
         self._group = group
         self._mesh = group.mesh
         self._state = state
-        self._steward = steward
+        self._runner = runner
         self._word = word
         self._digest = digest
         self._seed = seed
         self._small = state.small()
         self._open = False
         self.keeps_copy = False
-        """All that the step changes can be put back until it ends."""
+        """Whether everything that the step changes can be restored until it ends."""
         self._share: tuple[NDArray[np.intp], float] | None = None
-        """This rank's, as the sampler has it; None as long as nobody has asked."""
+        """This rank's indices and weight from the sampler; None until they are read."""
         self._counted: float | None = None
-        """What something else than a sampler has said that this rank's samples count."""
+        """This rank's weight as given to `count`; None if `count` was not called."""
 
     @property
     def indices(self) -> NDArray[np.intp]:
-        """This rank's samples of the step, shape [b_r]; one, of weight 0, where it has none.
+        """Indices of this rank's samples in the step, shape [b_r]; a single one of weight 0 if the rank has none.
 
         Raises:
             UnsupportedOp: the training state has no sampler.
@@ -153,7 +153,7 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss counts: b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper knows it.
+        """Weight of this rank's mean loss, b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper knows it.
 
         Raises:
             UnsupportedOp: the training state has no sampler, and `count` was not called.
@@ -161,16 +161,16 @@ class Step:
         return self._of_sampler()[1] if self._counted is None else self._counted
 
     def count(self, weight: float, of: object) -> None:
-        """This rank's samples count so much in the step: for whatever gives samples out without an `ElasticSampler`.
+        """Sets this rank's weight in the step, for data sources other than an `ElasticSampler`.
 
         Args:
             weight: b_r / b, samples of this rank over those of all ranks; 0 if it has none.
-            of: what gives them out. It is a part of the training state: so its place is undone with the step, and
-                newcomers and checkpoints have it.
+            of: the data source. It is a part of the training state, so that its position is undone with the step
+                and is included in checkpoints and in what newcomers receive.
 
         Raises:
-            UnsupportedOp: `of` is no part of the training state, or that has a sampler, which counts by itself.
-            StepOrderError: the step is over, or has its weight: a step takes one batch.
+            UnsupportedOp: `of` is no part of the training state, or that has a sampler, which sets the weight itself.
+            StepOrderError: the step is over, or has a weight already: a step takes one batch.
         """
         name = type(of).__name__
         if not self._state.has(of):
@@ -201,17 +201,17 @@ class Step:
 
     @property
     def rng(self) -> np.random.Generator:
-        """Randomness of (seed, step, rank): the same in every attempt of the same world."""
+        """A random generator seeded with (seed, step, rank): the same in every attempt of the same world."""
         return np.random.default_rng([self._seed, self.number, self.rank])
 
     def rng_for(self, index: int) -> np.random.Generator:
-        """Randomness of (seed, step, sample): the same whoever has the sample."""
+        """A random generator seeded with (seed, step, sample): the same on every rank."""
         return np.random.default_rng([self._seed, self.number, 1 << 40, int(index)])
 
     def keep_copy(self) -> None:
-        """Keeps a copy of the state until the step ends: then it may communicate after an update as well.
+        """Copies the state, so that the step may communicate after an update; the copy is kept until the step ends.
 
-        For steps with several updates, each from gradients of its own, or with a collective behind the update:
+        For steps with several updates, each with its own gradients, or with a collective after the update:
 
             with step:
                 step.keep_copy()
@@ -222,44 +222,44 @@ class Step:
                 loss_of_generator().backward()
                 optimizer_g.step()
 
-        Whatever fails before the block ends, or raises in it, the copy is put back, and the step has changed nothing.
-        Takes memory for the state once more, which stays, and the time to copy it (30 ms for 150 MB).
+        If anything fails or raises before the block ends, the copy is restored, and the step has changed nothing.
+        Takes as much memory as the state, which stays allocated, and the time to copy it (30 ms for 150 MB).
 
         Raises:
-            StepOrderError: outside of the block, or behind an update.
+            StepOrderError: outside of the block, or after an update.
             UnsupportedOp: the state is spread over the members (FSDP).
         """
         if not self.entered or self.left or self._open:
             raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
         if self._state.spreads:
             raise UnsupportedOp(
-                "step.keep_copy() of a state that is spread over the members: once one of them has applied a step, the "
-                "others must be able to finish it alone. So a step has one update there, behind all of its collectives"
+                "step.keep_copy() with a state that is sharded over the members: once one of them has applied a step, "
+                "the others must be able to finish it alone. So such a step has one update, after all its collectives"
             )
         self._state.keep_copy()
         self.keeps_copy = True
 
     def spoil(self) -> None:
-        """An update was interrupted half way: it is undone where there is a copy; else the state counts for nothing."""
+        """Handles an update that was interrupted half way: undone from the copy later, else the state is discarded."""
         if self.keeps_copy:
             self.half_updated = True
             return
         self.spoiled = True
-        self._steward.spoiled()
+        self._runner.spoiled()
 
     def open_gate(self) -> None:
-        """Returns when the state may change: all have entered, and all that was called is complete (I1).
+        """Waits until the state may change: all members have entered, and all collectives are complete (I1).
 
-        Where the state is spread, it must be so at all members: else some would have a new state, others the old one,
-        and nobody all of either. So each says that it has all gradients, in a second word, and whoever does not see it
-        complete keeps them.
+        A sharded state may only change once this is so on all members: otherwise some would have the new state and
+        some the old one, and neither would be complete. So each member says in a second word that it has all its
+        gradients; a member that does not see this word complete keeps them.
 
         Raises:
             PacelineError: the generation has failed.
             DivergenceError: members do not hold the same bits.
         """
         if self._open:
-            if self.keeps_copy:  # else it is too late to fail: one of several updates would be missing
+            if self.keeps_copy:  # without a copy it is too late to fail: the first update could not be undone
                 self._check_complete()
             return
         sums = self._word.wait()
@@ -267,18 +267,18 @@ class Step:
             self._find_divergence()
         self._check_complete()
         self.flags = flags_of(sums)
-        self._steward.word_completed(self.number)
+        self._runner.word_completed(self.number)
         if self._state.spreads and self.world > 1:
-            self._prepared = True  # from here on another may see all second words, and change its state
+            self._prepared = True  # from here on another member may see the second word complete, and change its state
             self._group.all_reduce(np.zeros(1), label=f"gate-{self.number}")
             self._prepared = False
-        self._steward.about_to_change()
+        self._runner.about_to_change()
         if not self.keeps_copy:
             self._group.bar(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
         self._open = True
 
     def _check_complete(self) -> None:
-        """Waits for all that was called; raises if any of it has failed."""
+        """Waits for all collectives that were called; raises if one of them has failed."""
         self._group.flush()
         self._mesh.fault.check()
 
@@ -289,7 +289,7 @@ class Step:
 
     def __enter__(self) -> Step:
         if self.entered:
-            raise StepOrderError(f"step {self.number} was entered before: each comes once out of session.steps(...)")
+            raise StepOrderError(f"step {self.number} was entered before: use each step of session.steps(...) once")
         self._state.is_whole = False
         self.entered = True
         self._group.bar("")
@@ -300,11 +300,11 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False] | bool:
         self.left = True
-        if self.updating and not self.spoiled:  # and what interrupted it was caught, or comes from a signal
+        if self.updating and not self.spoiled:  # the script caught what interrupted it, or it was a signal
             self.spoil()
         if error is None:
             try:
-                self.open_gate()  # a step in which no optimizer ran: it may have been skipped by all
+                self.open_gate()  # no optimizer ran in this step: all members may have skipped it
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group.bar(BETWEEN_STEPS)
@@ -314,29 +314,29 @@ class Step:
         if self._open and not self.spoiled and not self._takes_back(error):
             self.applied = True
             self._state.advance(self.world)
-            self._steward.applied(self.number)
+            self._runner.applied(self.number)
         else:
             self.cause = self._why(error) if failed else error
             if self._prepared:
                 at_gate = self._state.small()
                 self._state.put_back(self._small)
-                self._steward.prepared(self, at_gate)
+                self._runner.prepared(self, at_gate)
             elif self._open and self.keeps_copy:
                 self._state.undo_updates(self._small)
             elif not self.spoiled:
                 self._state.undo(self._small)
-        if isinstance(error, NewcomerDiffers) and error.newcomer in self._mesh.peers:  # it ends, and says so
+        if isinstance(error, NewcomerDiffers) and error.newcomer in self._mesh.peers:  # it ends, and reports why
             failed = True
-        # What members disagree on they would disagree on again.
+        # If members disagree on settings or sizes, they would again in the next attempt.
         stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
         swallowed = failed and isinstance(error, Exception) and not (stays or isinstance(error, DivergenceError))
-        # A block that ended behind the gate with an error of its own may have had more to change.
+        # A block that raised after the gate may not have made all of its changes.
         self._state.is_whole = not self.spoiled and (not self.applied or error is None or swallowed)
         if error is None:
             return True
         if swallowed:
             if self.applied:
-                _log.warning("step %d counts, though its block ended with an error", self.number, exc_info=error)
+                _log.warning("step %d was applied, though its block ended with an error", self.number, exc_info=error)
             return True
         self._tell(error)
         if kind is None:
@@ -344,16 +344,16 @@ class Step:
         return False
 
     def _takes_back(self, error: BaseException | None) -> bool:
-        """True if updates that were made are undone, for the block has not come to its end with all of them."""
+        """True if the updates are undone from the copy, because the block did not finish."""
         return self.keeps_copy and (self.half_updated or error is not None)
 
     def _why(self, error: BaseException | None) -> BaseException | None:
-        """What ended the generation, which may not be what the block ran into."""
+        """The error that ended the generation, which may not be the one that the block saw."""
         fault = self._mesh.fault
         return fault.error() if fault.failed else error
 
     def _tell(self, error: BaseException) -> None:
-        """The others shall not wait for a member whose own code has raised."""
+        """Tells the other members that this one's code has raised, so that they do not wait for it."""
         if isinstance(error, GeneratorExit | SystemExit) or not self._mesh.peers:
             return
         me = self._mesh.peers[self.rank]
@@ -368,19 +368,19 @@ class Step:
         return self._share
 
     def _find_divergence(self) -> None:
-        """Members hold different bits: those that differ from the majority take the state of the others.
+        """Finds the members that differ from the majority, and has them take the state of the others.
 
         Raises:
-            DivergenceError: there is no majority, so nobody can tell who is right; or this member differs from it again
-                and again.
-            PacelineError: the generation is over, for a few members differ from the others.
+            DivergenceError: there is no majority, so that no member can tell which state is right; or this member has
+                differed from it too often.
+            PacelineError: the generation is over, because a few members differ from the others.
         """
         odd, text = find_minority(self._group, self._state, self.number, self._digest)
         _log.error("%s", text)
         operation = self._group.progress().operation
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
         if self.rank in odd:
-            self._steward.diverged(text)
+            self._runner.diverged(text)
         self._mesh.fault.check()
 
 

@@ -1,4 +1,4 @@
-"""`session.steps`: the loop over the steps of a job, whoever comes and goes."""
+"""`session.steps`: the loop over the steps of a job, while workers come and go."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def line_of(
     Raises:
         ValueError: an argument is out of range, or the training state lacks something.
         UnsupportedOp: the state cannot be given to another member.
-        StepOrderError: a step, or a load, was interrupted half way in that state.
+        StepOrderError: a step or a load of that state was interrupted half way.
         CheckpointDamaged, SizeMismatch: of the checkpoints that are there.
     """
     if total < 1 or seed < 0:
         raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
     if not state.is_whole:
         raise StepOrderError(
-            "the training state is half changed: a step was interrupted in it, or a load. Load a checkpoint, with "
-            "state.load_state_dict(...), or make its objects anew"
+            "the training state is half changed: a step or a load was interrupted. Load a checkpoint with "
+            "state.load_state_dict(...), or create its objects again"
         )
     state.check_round_trip()
     check_complete(state)
@@ -57,7 +57,7 @@ def line_of(
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.spreads:
-        held = saver.latest()  # each member reads its share of it, once it knows which
+        held = saver.latest()  # each member reads its share later, when it knows which one that is
         stored = held > Tag(0, 0)
     elif held is None:
         saver.load(state)
@@ -90,7 +90,7 @@ def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
 
 
 def _script() -> str:
-    """Digest of the script that runs: two versions of it do not train one model."""
+    """Digest of the running script, so that workers with different versions of it do not train together."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None or not Path(path).is_file():
         return "not a file"
@@ -99,7 +99,7 @@ def _script() -> str:
 
 @contextmanager
 def _draining_on_sigterm(line: Line) -> Iterator[None]:
-    """SIGTERM is a notice: this worker leaves after the step. A second one ends it at once."""
+    """Makes SIGTERM drain this worker: it leaves after the current step. A second SIGTERM ends it at once."""
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     ):

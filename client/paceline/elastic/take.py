@@ -1,4 +1,4 @@
-"""Taking a state from the members that hold it: what is alike stays, what differs comes from all of them at once."""
+"""Fetches a state from all members that hold it at once; chunks that this member has already are not sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itertools import islice
 from paceline._grpc import aio, grpc
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
-from paceline.elastic.crowd import is_crowded, once_let_in
+from paceline.elastic.crowd import is_overloaded, retry_while_overloaded
 from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
@@ -24,21 +24,21 @@ from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_stat
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 
-__all__ = ["get_manifest", "out_of_reach", "take_state", "wire_tag", "words_of"]
+__all__ = ["get_manifest", "out_of_reach", "refusal_text", "take_state", "wire_tag"]
 
 _log = logging.getLogger("paceline.elastic")
 
 _BATCH = 16
-"""Chunks that are asked of one member at a time: 16 MiB. What it does not give goes to the others."""
+"""Chunks that are requested from one member at a time: 16 MiB. Others are asked for those that it does not send."""
 
 _ROOM = 4
-"""A state may be so many times as large as this member's own, and some."""
+"""Largest size of a state in multiples of this member's own; 64 MiB are added."""
 
 _GIVING = 16
-"""Members that one state is taken from at one time, however many hold it: more give it no sooner."""
+"""Most members that a state is fetched from at a time; more would not make it faster."""
 
 _AT_ONCE = 64
-"""Doors that are knocked at at one time."""
+"""Members that are tested at a time."""
 
 _MAX_DESCRIPTION = 64 << 20
 
@@ -51,23 +51,23 @@ async def take_state(
     patience: float,
     credentials: Credentials,
 ) -> Content:
-    """A state that others hold.
+    """Fetches a state that other members hold.
 
     Args:
-        job: the job.
-        tag: which state.
-        donors: who holds it.
-        own: what this member holds: chunks that are alike are not asked for. Not changed.
+        job: name of the job.
+        tag: tag of the state.
+        donors: the members that hold it.
+        own: this member's state, which is not changed: chunks that are equal are not requested.
         patience: seconds that a member may be silent.
-        credentials: by what members know each other.
+        credentials: with which members authenticate each other.
 
     Raises:
-        LinkUnavailable: nobody gave it; the text says what each one answered.
+        LinkUnavailable: no member gave it; the text has the answer of each.
     """
     async with AsyncExitStack() as channels:
 
         def dial() -> Iterator[tuple[Peer, aio.Channel]]:
-            for peer in random.sample(donors, len(donors)):  # many who come at once shall not all ask the first
+            for peer in random.sample(donors, len(donors)):  # newcomers that start together must not all ask the first
                 channel = credentials.member_channel(peer.address, options=CHANNEL_OPTIONS)
                 channels.push_async_exit(channel)
                 yield peer, channel
@@ -77,25 +77,25 @@ async def take_state(
         for peer, channel in untried:
             try:
                 describe = partial(_describe, channel, job, tag, peer, own, patience)
-                described = await once_let_in(describe, patience)
+                described = await retry_while_overloaded(describe, patience)
             except (aio.AioRpcError, TimeoutError, ValueError, PacelineError) as error:
-                failures.append(f"{peer}: {words_of(error)}")
+                failures.append(f"{peer}: {refusal_text(error)}")
                 continue
             return await _fetch(job, tag, {peer: channel}, untried, described, own, patience, failures)
         raise LinkUnavailable(f"nobody gave the state {tag}: " + "; ".join(failures))
 
 
 async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials) -> bytes:
-    """The manifest of a member; arguments as for `take_state`.
+    """Fetches the manifest of a member; arguments as for `take_state`.
 
     Raises:
-        PacelineError: it did not give it.
+        PacelineError: the member did not give it.
     """
     async with credentials.member_channel(donor.address, options=CHANNEL_OPTIONS) as channel:
         request = peer_pb2.GetManifestRequest(job=job, to_member=donor.member_id)
         ask = partial(PeerServiceStub(channel).GetManifest, request, timeout=patience, wait_for_ready=True)
         try:
-            answer = await once_let_in(ask, patience)
+            answer = await retry_while_overloaded(ask, patience)
         except aio.AioRpcError as error:
             raise error_from_status(error, f"the manifest of {donor}") from error
         return answer.manifest
@@ -104,16 +104,16 @@ async def get_manifest(job: str, donor: Peer, patience: float, credentials: Cred
 async def out_of_reach(
     job: str, members: Sequence[Peer], own: Knocker, patience: float, credentials: Credentials
 ) -> list[str]:
-    """Between which members and this worker there is no way, in either direction, each with why.
+    """Finds the members that this worker cannot connect to, or that cannot connect to it; a text for each says why.
 
-    Who cannot reach all, or whom not all reach, does no good in a view.
+    A worker that cannot exchange messages with all members would break every view.
 
     Args:
-        job: the job.
-        members: whom to ask.
-        own: who asks, and where its door is, at which all of them knock in turn.
-        patience: seconds for each; and for a door that is crowded, to let this worker in.
-        credentials: by what members know each other.
+        job: name of the job.
+        members: the members to test.
+        own: this worker and its address, to which each member tries to connect in turn.
+        patience: seconds for each member, and again for one that is overloaded.
+        credentials: with which members authenticate each other.
     """
     at_once = asyncio.Semaphore(_AT_ONCE)
     unheard: list[str] = []
@@ -122,15 +122,17 @@ async def out_of_reach(
     async def try_one(member: Peer) -> None:
         async with at_once, credentials.member_channel(member.address, options=call_options(patience)) as channel:
             try:
-                trouble = await once_let_in(partial(knock, channel, job, member.member_id, own, patience), patience)
-            except aio.AioRpcError as error:  # any other refusal came from the door: it has been reached
-                if is_crowded(error):
-                    unheard.append(f"{member} at {member.address} answers, but has no time: {words_of(error)}")
+                trouble = await retry_while_overloaded(
+                    partial(knock, channel, job, member.member_id, own, patience), patience
+                )
+            except aio.AioRpcError as error:  # any other refusal is an answer: the member was reached
+                if is_overloaded(error):
+                    unheard.append(f"{member} at {member.address} answers, but is overloaded: {refusal_text(error)}")
                 elif error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    unheard.append(f"{member} at {member.address} does not answer: {words_of(error)}")
+                    unheard.append(f"{member} at {member.address} does not answer: {refusal_text(error)}")
                 return
             if trouble:
-                there = f"{member} at {member.address} does not get through to this worker at {own.address}"
+                there = f"{member} at {member.address} cannot connect to this worker at {own.address}"
                 shut_out.append(f"{there}: {trouble}")
 
     await asyncio.gather(*map(try_one, members))
@@ -146,12 +148,12 @@ async def _describe(channel: aio.Channel, job: str, tag: Tag, peer: Peer, own: C
         async for piece in call:
             if zlib.crc32(piece.hashes, zlib.crc32(piece.json)) != piece.checksum:
                 call.cancel()
-                raise ValueError("a description of a state has changed on the way: its checksum is wrong")
+                raise ValueError("the description of a state has a wrong checksum: it has changed on the way")
             words += piece.json
             hashes += piece.hashes
             if len(words) + len(hashes) > _MAX_DESCRIPTION:
                 call.cancel()
-                raise ValueError("a description of a state that is longer than any")
+                raise ValueError(f"the description of a state is longer than {_MAX_DESCRIPTION} bytes")
             limit.reschedule(asyncio.get_running_loop().time() + patience)
     return Description.from_json(bytes(words), bytes(hashes), _ROOM * own.size + (64 << 20))
 
@@ -178,14 +180,14 @@ async def _fetch(
             wanted = [missing.popleft() for _ in range(min(_BATCH, share))]
             try:
                 pull = partial(_pull, channel, job, tag, peer, wanted, content, described, patience)
-                await once_let_in(pull, patience)
+                await retry_while_overloaded(pull, patience)
             except (aio.AioRpcError, TimeoutError, PacelineError) as error:
-                failures.append(f"{peer}: {words_of(error)}")
+                failures.append(f"{peer}: {refusal_text(error)}")
                 missing.extend(wanted)
-                del giving[peer]  # not asked again: what it keeps back, the others would wait for each time
+                del giving[peer]  # not asked again, since each further failure would delay the others
                 return
 
-    while missing:  # again for what those kept back that failed
+    while missing:  # again for the chunks of members that failed
         giving.update(islice(untried, _GIVING - len(giving)))
         if not giving:
             raise LinkUnavailable(f"nobody gave the rest of the state {tag}: " + "; ".join(failures))
@@ -203,7 +205,7 @@ async def _pull(
     described: Description,
     patience: float,
 ) -> None:
-    """Takes chunks from one member; `wanted` keeps those that have not come."""
+    """Fetches chunks from one member; `wanted` keeps those that have not arrived."""
     request = peer_pb2.GetStateRequest(job=job, to_member=peer.member_id, tag=wire_tag(tag), chunks=sorted(wanted))
     call = PeerServiceStub(channel).GetState(request)
     try:
@@ -223,12 +225,12 @@ async def _pull(
 
 
 def wire_tag(tag: Tag) -> session_pb2.Tag:
-    """As it travels."""
+    """The tag as a protobuf message."""
     return session_pb2.Tag(generation=tag.generation, step=tag.step)
 
 
-def words_of(error: Exception) -> str:
-    """What a member answered."""
+def refusal_text(error: Exception) -> str:
+    """The reason that a member gave for refusing a call."""
     if isinstance(error, aio.AioRpcError):
         return error.details() or error.code().name
     return str(error) or "no answer"

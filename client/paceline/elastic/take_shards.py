@@ -1,4 +1,4 @@
-"""Taking the runs of a new share from the members that hold them: from all at once, each what it has."""
+"""Fetches a new share of a sharded state from all members that hold parts of it, at the same time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import NamedTuple
 from paceline._grpc import aio
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
-from paceline.elastic.crowd import once_let_in
+from paceline.elastic.crowd import retry_while_overloaded
 from paceline.elastic.parcel import borrow, unpack
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.runs import Run, assign, checksum
 from paceline.elastic.share import Share
-from paceline.elastic.take import wire_tag, words_of
+from paceline.elastic.take import refusal_text, wire_tag
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
@@ -33,18 +33,18 @@ __all__ = ["Holder", "take_shards"]
 _log = logging.getLogger("paceline.elastic")
 
 _AT_ONCE = 2
-"""Parcels that one holder packs for one taker: while one is copied out, the next is copied in."""
+"""Parcels that one holder packs for one taker at a time: while one is unpacked, the next is packed."""
 
 _MAX_REQUEST = 48 << 10
-"""Bytes of names in one request, of which a door reads 64 KiB."""
+"""Bytes of names in one request; the receiver reads requests of up to 64 KiB."""
 
 
 class Holder(NamedTuple):
-    """Who holds what of a state.
+    """A member and the shares of a state that it holds.
 
     Attributes:
         peer: the member.
-        shares: which parts it has in full.
+        shares: the shares that it has in full.
     """
 
     peer: Peer
@@ -54,21 +54,21 @@ class Holder(NamedTuple):
 async def take_shards(
     job: str, tag: Tag, holders: Sequence[Holder], plan: Resharding, patience: float, credentials: Credentials
 ) -> None:
-    """Fills what a plan still wants.
+    """Fetches the runs that a plan still needs.
 
     Args:
-        job: the job.
-        tag: of the state.
-        holders: who holds what of it.
-        plan: what is wanted; nothing is wanted of it afterwards.
+        job: name of the job.
+        tag: tag of the state.
+        holders: the members that hold shares of it.
+        plan: the plan to fill; it needs nothing afterwards.
         patience: seconds that a holder may be silent.
-        credentials: by what members know each other.
+        credentials: with which members authenticate each other.
 
     Raises:
-        LinkUnavailable: nobody gave some run; the text says which, and what each one answered.
+        LinkUnavailable: no member gave a run; the text says which, and the answer of each.
     """
-    taking = _Taking(job, tag, plan, patience)
-    holders = random.sample(holders, len(holders))  # replicas shall not all be asked for the same
+    taking = _ShardFetcher(job, tag, plan, patience)
+    holders = random.sample(holders, len(holders))  # spreads the load over replicas
     held = {number: holder.shares for number, holder in enumerate(holders)}
     channels: dict[int, aio.Channel] = {}
     missing = plan.wanted
@@ -77,7 +77,7 @@ async def take_shards(
             try:
                 shares = assign(missing, held, plan.cut)
             except LookupError as error:
-                heard = "; ".join(taking.failures) or "none of those that were named has it"
+                heard = "; ".join(taking.failures) or "none of the members that were named has it"
                 raise LinkUnavailable(f"nobody gave {error.args[0]} of the state {tag}: {heard}") from None
             asked = [number for number, runs in shares.items() if runs]
             for number in asked:
@@ -88,15 +88,15 @@ async def take_shards(
             )
             for number, rest in zip(asked, left, strict=True):
                 if rest:
-                    del held[number]  # not asked again: what it keeps back, the others would wait for each time
+                    del held[number]  # not asked again, since each further failure would delay the others
             missing = [run for rest in left for run in rest]
     finally:
         await asyncio.gather(*(channel.close(None) for channel in channels.values()))
     plan.wanted = []
 
 
-class _Taking:
-    """One member's taking of one share."""
+class _ShardFetcher:
+    """Fetches one share for one member."""
 
     def __init__(self, job: str, tag: Tag, plan: Resharding, patience: float) -> None:
         self.failures: list[str] = []
@@ -108,7 +108,7 @@ class _Taking:
         self._mapped: set[Attached] = set()
 
     async def from_one(self, channel: aio.Channel, peer: Peer, runs: Sequence[Run]) -> list[Run]:
-        """Takes runs from one holder; what it did not give."""
+        """Fetches runs from one holder; returns those that it did not give."""
         batches = deque(self._batches(runs))
         rest: list[Run] = []
 
@@ -116,9 +116,9 @@ class _Taking:
             while batches and not rest:
                 batch = batches.popleft()
                 try:
-                    await once_let_in(partial(self._get, channel, peer, batch), self._patience)
+                    await retry_while_overloaded(partial(self._get, channel, peer, batch), self._patience)
                 except (aio.AioRpcError, TimeoutError, PacelineError) as error:
-                    self.failures.append(f"{peer}: {words_of(error)}")
+                    self.failures.append(f"{peer}: {refusal_text(error)}")
                     rest.extend(batch)
 
         await asyncio.gather(*(ask() for _ in range(_AT_ONCE)))
@@ -135,7 +135,7 @@ class _Taking:
         try:
             await self._call(channel, peer, request, batch)
         except (OSError, SegmentError) as error:
-            _log.info("%s lends memory that cannot be mapped here: %s", peer, error)
+            _log.info("the shared memory of %s cannot be mapped here, its parcels are sent over gRPC: %s", peer, error)
             request.ClearField("process")
             await self._call(channel, peer, request, batch)
 
@@ -157,7 +157,7 @@ class _Taking:
                         if parcel.HasField("memory"):
                             memory, start = borrow(parcel.memory, size, peer), parcel.memory.offset
                             self._mapped.add(memory)
-                            limit.reschedule(None)  # nobody is waited for; a thread that is left behind would write on
+                            limit.reschedule(None)  # no member is waited for; an abandoned thread would write on
                             view = memory.view[start : start + size]
                             await asyncio.to_thread(unpack, view, parcel.crc, into, checksum(batch))
                             return
@@ -172,7 +172,7 @@ class _Taking:
             call.cancel()
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
-        """As much as one call may ask for, each time."""
+        """Cuts runs into batches of the size that one call may request."""
         batch: list[Run] = []
         room, words = MAX_PARCEL_BYTES, _MAX_REQUEST
         for run in runs:

@@ -37,19 +37,19 @@ __all__ = ["Taking"]
 _log = logging.getLogger("paceline.elastic")
 
 _FIRST_S, _MOST_S = 0.05, 1.0
-"""Seconds between takes that fail in a row: the coordinator orders the next one as soon as it hears of it."""
+"""Shortest and longest pause in seconds between takes that fail in a row; the coordinator orders retries at once."""
 
 _TRIES, _PATIENCES = 3, 10
-"""Who has failed to take a state so often, for so many times `failure_timeout`, leaves: the others wait for it."""
+"""A member leaves after so many failed takes in so many times `failure_timeout`, because the others wait for it."""
 
 
 class _Kept(NamedTuple):
-    """What it takes to finish a step that others may have applied.
+    """What a member needs to finish a step that others may have applied.
 
     Attributes:
-        at_gate: small state as it was when the optimizer was to run.
-        updated: whether it was, or the block just came to its end.
-        gradients: that it was to run on.
+        at_gate: small state at the gate.
+        updated: True if the optimizer was called; False if the block ended without an update.
+        gradients: the gradients of the update.
     """
 
     at_gate: Mapping[str, Any]
@@ -58,16 +58,16 @@ class _Kept(NamedTuple):
 
 
 class Taking:
-    """One member's.
+    """Takes the state of a line from other members or a checkpoint, or finishes a step that others have applied.
 
     Args:
         port: the session.
         place: the member's place.
-        state: what is trained.
-        saver: where checkpoints are.
+        state: the training state.
+        saver: finds checkpoints.
 
     Attributes:
-        read_a_checkpoint: what is held came out of one; for the owner to take note of, and to clear.
+        read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
     """
 
     def __init__(self, port: Port, place: Place, state: TrainState, saver: Saver) -> None:
@@ -85,41 +85,40 @@ class Taking:
         self.read_a_checkpoint = False
 
     def learn(self, holders: Sequence[Holder], fingerprint: bytes = b"") -> None:
-        """Who holds the base, and which shares of it; and its fingerprint, if the tag alone does not tell it apart."""
+        """Learns the holders of the base with their shares, and its fingerprint if the tag does not identify it."""
         self._holders, self._told = holders, fingerprint
 
     def fingerprint(self, meet: Meet) -> bytes:
-        """What tells the state that is held apart from others of its tag; empty where the tag does.
+        """The fingerprint of this member's state if its tag does not identify it; empty if it does.
 
-        Members have built the state at (0, 0) for themselves, and may have found different ones of any tag on their
-        disks.
+        Each member builds its own state at (0, 0), and different states of any tag may be on the members' disks.
         """
         if meet.tag is None or meet.stored:
             return b""
         if self._own[0] != meet.tag:
             self._own = meet.tag, b""
-        if meet.tag == Tag(0, 0) and not self._own[1]:  # whoever took a share of it was told
+        if meet.tag == Tag(0, 0) and not self._own[1]:  # a member that took a share of it knows the fingerprint
             self._own = meet.tag, self._state.fingerprint()
         return self._own[1]
 
     def has_a_base(self) -> None:
-        """The members of a generation hold the same state: from here on equal tags are equal bits."""
+        """Notes that all members hold the same state: from now on equal tags mean equal bits."""
         if self._own[0] != Tag(0, 0):
             self._own = self._own[0], b""
 
     def carry_out(self, order: Meet | Take | None) -> Meet | None:
-        """Carries out what the place orders, and what follows from it; returns what is to be said then.
+        """Carries out orders of the place until it has none; returns what to tell the coordinator then.
 
         Raises:
-            LinkUnavailable: again and again nobody gave what was asked for, and others wait for this member.
+            LinkUnavailable: no member gave the state in many tries, and others wait for this member.
         """
         if self._place.prepared is None:
-            self._kept = None  # nobody has applied that step: it counts for nothing here either
+            self._kept = None  # no member has applied that step, so it is undone here too
         while isinstance(order, Take):
             began = time.monotonic()
             try:
                 self._take(order)
-            except (CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp):  # it would be no better next time
+            except (CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp):  # a retry would not help
                 raise
             except PacelineError as error:
                 _log.info("the state %s could not be taken: %s", order.base, error)
@@ -138,13 +137,13 @@ class Taking:
         return order
 
     def _tell_view(self, order: Take, error: PacelineError) -> None:
-        """The others of the view are in its first step, and would wait there: the meeting is the place to try again."""
+        """Ends the view, so that its members do not wait for this one in their first step, but meet again."""
         mesh = self._port.group.mesh
-        text = f"{mesh.peers[mesh.rank]} was not given the state {order.base}: {error}"[:2000]
+        text = f"{mesh.peers[mesh.rank]} could not fetch the state {order.base}: {error}"[:2000]
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text))
 
     def _failed_again(self, order: Take, error: PacelineError, began: float) -> None:
-        """Pauses before the next try; raises if there were enough, and nobody needs what this member holds."""
+        """Pauses before the next try; raises after too many, unless others need what this member holds."""
         now = time.monotonic()
         if order.base != self._failing:
             self._failing, self._failing_since, self._failed = order.base, now, 0
@@ -153,30 +152,30 @@ class Taking:
         tried = self._failed >= _TRIES and seconds > patience and not isinstance(error, CheckpointDamaged)
         if tried and not self._place.is_needed:
             text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s"
-            raise LinkUnavailable(f"{text}; this member leaves, for the others wait for it: {error}") from error
-        if self._failed > 1:  # whoever failed it is gone, as a rule, and the others are there
+            raise LinkUnavailable(f"{text}; this member leaves, because the others wait for it: {error}") from error
+        if self._failed > 1:  # after the first failure retry at once: the member that failed has mostly gone
             pause = min(_MOST_S, _FIRST_S * 2.0 ** (self._failed - 2))
             time.sleep(max(0.0, began + pause - now))
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
-        """What this member has of the state is of no use; returns the step of the checkpoint, and what is to be said.
+        """Goes back to the latest checkpoint, because the state is lost; returns its step and what to say next.
 
         Raises:
             OrphanedError: there is no checkpoint.
         """
         found = self._saver.latest()
         if found == Tag(0, 0):
-            raise OrphanedError(f"the state of the line is lost, and there is no checkpoint: {reason}")
-        _log.error("the state of the line is lost: %s; going on from the checkpoint of step %d", reason, found.step)
+            raise OrphanedError(f"the training state is lost, and there is no checkpoint: {reason}")
+        _log.error("the training state is lost: %s; going on from the checkpoint of step %d", reason, found.step)
         self._kept = None
         return found.step, self._place.lost(found)
 
     def keep_gradients(self, at_gate: Mapping[str, Any], *, updated: bool) -> None:
-        """A step may have to be finished later.
+        """Keeps the gradients of a step that may have to be finished later.
 
         Args:
-            at_gate: small state as it was when the optimizer was to run.
-            updated: whether it was, or the block just came to its end.
+            at_gate: small state at the gate.
+            updated: True if the optimizer was called; False if the block ended without an update.
         """
         self._kept = _Kept(at_gate, updated, self._state.take_gradients())
 
@@ -184,7 +183,7 @@ class Taking:
         """Carries out an order; nothing has changed if it raises PacelineError.
 
         Raises:
-            PacelineError: nobody gave it.
+            PacelineError: no member gave the state.
             Exception: what the optimizer, or a part's own `load_state_dict`, raised.
         """
         if order.finish:
@@ -193,20 +192,20 @@ class Taking:
             self._reshard(order)
         else:
             rest = self._from_others(order)
-            self._port.shelf.withdraw()  # it is written to, where others might read it
+            self._port.shelf.withdraw()  # it is overwritten, and others might read it
             self._state.load_state_dict(rest)
 
     def train_on(self, share: Share) -> None:
-        """A share that is held is the live one from now on."""
+        """Makes a share that this member holds the live one."""
         if self._state.spreads and self._state.shares()[0] != share:
             self._state.switch(self._state.resharding(share))
 
     def _finish(self, order: Take) -> None:
-        """Others have applied the step: the optimizer runs on the gradients that they had too.
+        """Finishes a step that others have applied: runs the optimizer on the gradients that were kept.
 
         Raises:
-            PacelineError: nobody gave the rest; nothing has changed.
-            Exception: as `_take`; what is held counts for nothing then.
+            PacelineError: no member gave the rest; nothing has changed.
+            Exception: as `_take`; the state is discarded then.
         """
         assert self._kept is not None
         kept, rest = self._kept, self._from_others(order)
@@ -233,7 +232,7 @@ class Taking:
             self._state.switch(plan, rest)
 
     def _fill(self, plan: Resharding, order: Take) -> Any:
-        """From members, or where none has it out of a checkpoint; returns the rest, None to stay with one's own."""
+        """Fills a plan from members, or else from a checkpoint; returns the rest of the state, None to keep the own."""
         if any(holder.shares for holder in self._holders):
             try:
                 rest = None if order.own else self._from_others(order)
@@ -241,7 +240,7 @@ class Taking:
             except LinkUnavailable as error:
                 if not self._saver.has(order.base):
                     raise
-                _log.info("from a checkpoint, then: %s", error)
+                _log.info("reading the state from a checkpoint, since no member gave it: %s", error)
             else:
                 return rest
         self.read_a_checkpoint = True

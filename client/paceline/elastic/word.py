@@ -1,14 +1,14 @@
-"""The step word: the one small message by which all members of a view enter a step together. Pure.
+"""The step word: one small message with which all members of a view enter a step together. Pure.
 
-It completes at a member only when every member has entered the step: so whoever applies a step knows that nobody is
-behind, and when the next word completes, that everybody has applied it (I1). It carries what all must know alike:
-requests, latched at entry; the step's number; and a digest of a part of the state, another one in each step, so that
-members whose bits have drifted apart find out (I5).
+It completes at a member only when every member has entered the step. So a member that applies a step knows that all
+others have entered it, and when the next word completes, that all have applied it (I1). The word carries what all
+members must agree on: requests, fixed when the step begins; the step's number; and a digest of a part of the
+state, a different part in each step, so that members whose bits differ are detected (I5).
 
-It is reduced by adding up, in any float dtype and in any order, so that it can ride in a bucket of gradients: its
-numbers are small whole ones, whose sums are exact. Of each flag, how many set it. Of the number and the digest, cut
-into digits x of 4 bits, the sums of x and of x squared: over W members all x are equal exactly if W * sum(x x) is
-sum(x) squared (Cauchy-Schwarz).
+The word is summed, in any float dtype and in any order, so that a bucket of gradients can carry it: its numbers are
+small integers, whose sums are exact. For each flag it has the number of members that set it. The step's number and the
+digest are cut into digits x of 4 bits, and the word has the sums of x and of x squared: over W members all x are equal
+if and only if W * sum(x x) = sum(x) squared (Cauchy-Schwarz).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 __all__ = ["WORD_SIZE", "Flag", "agrees", "flags_of", "partial_digest", "word"]
 
 _DIGITS = 3 + 8
-"""Of 4 bits: 3 of the step's number, 8 of the digest. Their squares add up exactly in float32 for 70,000 members."""
+"""Digits of 4 bits: 3 of the step, 8 of the digest. Sums of their squares are exact in float32 for 70,000 members."""
 
 _SHIFTS = range(0, 4 * _DIGITS, 4)
 
@@ -34,22 +34,22 @@ WORD_SIZE = _FLAGS + 2 * _DIGITS
 """Numbers in a word."""
 
 _WINDOW_BYTES = 1 << 12
-"""Bytes of state that go into one digest: few, for they come from memory in every step."""
+"""Bytes of state in one digest: few, because every step reads them from memory."""
 
 
 class Flag(enum.IntFlag):
-    """What a member asks of all."""
+    """What a member asks of all members."""
 
     JOIN = 1
     """Newcomers are ready: meet after this step."""
     LEAVE = 2
-    """The member wants to go: meet after this step."""
+    """The member wants to leave: meet after this step."""
     WRITES = 4
     """The member still writes its part of a checkpoint."""
 
 
 def word(flags: Flag, step: int, digest: int) -> NDArray[np.float64]:
-    """What one member puts in, shape [WORD_SIZE]: to be added up over all members."""
+    """One member's word, shape [WORD_SIZE]; the words of all members are summed."""
     asked, both = int(flags), (step & 0xFFF) | digest << 12  # 3 digits of the step, 8 of the digest
     digits = [both >> shift & 15 for shift in _SHIFTS]
     return np.array(
@@ -58,13 +58,13 @@ def word(flags: Flag, step: int, digest: int) -> NDArray[np.float64]:
 
 
 def flags_of(sums: Sequence[float]) -> Flag:
-    """What any member asked."""
+    """The flags that at least one member has set."""
     return Flag(sum((sums[n] > 0) << n for n in range(_FLAGS)))
 
 
 def agrees(sums: Sequence[float], world: int) -> bool:
-    """True if all members put the same step and digest in."""
-    # Plain numbers: after a pass over a model nothing of NumPy is in the cache, and they are few.
+    """True if the words of all members had the same step and digest."""
+    # Python numbers: they are few, and after a pass over a model NumPy's code is not in the cache.
     numbers = [round(number) for number in sums]
     plain, squared = numbers[_FLAGS : _FLAGS + _DIGITS], numbers[_FLAGS + _DIGITS :]
     return all(world * x_x == x * x for x, x_x in zip(plain, squared, strict=True))

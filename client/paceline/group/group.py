@@ -214,7 +214,7 @@ class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
         label = label or f"{name}-{_digest(bound.mesh.peers, members)}"
         full = f"{bound.name}/{name}" if bound.name else name
         if len(full) > MAX_GROUP_NAME:
-            raise LimitExceeded(f"parts of parts of parts: their names together may have {MAX_GROUP_NAME} bytes")
+            raise LimitExceeded(f"too many nested groups: their names together may have {MAX_GROUP_NAME} bytes")
         part = Group(mesh, self._config, choose=self.choose, name=full, label=label, recorder=self.recorder)
         part.parent = self
         part._name = name

@@ -90,7 +90,7 @@ async def _open(
         try:
             link.settle_on(await way_out.open(answer, link.peer))
         except LinkUnavailable as error:
-            _log.info("%s is reached another way: %s", link.peer, error)
+            _log.info("trying another kind of link to %s: %s", link.peer, error)
             way_out.give_up(link.peer, answer.chosen)
             offered = [kind for kind in offered if kind != answer.chosen]
         else:

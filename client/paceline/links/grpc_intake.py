@@ -158,7 +158,7 @@ class Intake:
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
         except FrameDamaged as error:
             text = f"bytes from {peer} have changed on the way: {error}"
-            _log.warning("%s; the link is given up", text)
+            _log.warning("%s; the link is closed", text)
             inside.peer_ended(peer.rank, LinkEnded(text))
             await refuse(context, grpc.StatusCode.DATA_LOSS, ErrorReason.ERROR_REASON_PEER_LOST, text)
         except FrameError as error:

@@ -238,7 +238,7 @@ class GrpcMesh(Mesh):
             if is_exhausted(error):  # the peer is not to blame, and the training thread raises it
                 self.fault.broke(error)
             else:
-                _log.exception("the link to %s failed in a way that it should not", link.peer)
+                _log.exception("the link to %s failed unexpectedly", link.peer)
             ended = LinkEnded(f"the link to {link.peer} failed: {error}")
         if rank in self._leavers:
             ended = LinkEnded(f"{link.peer} left", orderly=True)

@@ -102,7 +102,7 @@ class MemberLink(Link):
         while not self._settled.wait(max(0.0, min(SLICE, deadline - time.monotonic()))):
             self._fault.check()
             if time.monotonic() >= deadline:
-                raise LinkTimeout("the peer's door has not answered")
+                raise LinkTimeout("the peer has not answered")
 
     def settle(self, deadline: float) -> None:
         """See `Link.settle`."""

@@ -70,7 +70,9 @@ class Ways:
             try:
                 self._shm = handover.ShmHost(loop)
             except LinkUnavailable as error:
-                _log.info("links to members of this host go another way: %s", error)
+                _log.info(
+                    "no shared memory for links to members of this host, which use another kind of link: %s", error
+                )
         if "tcp" in self._config.links:
             former, self._tcp = self._tcp, None
             if former is not None:
@@ -177,7 +179,7 @@ class WayOut:
         """
         loop = asyncio.get_running_loop()
         if len(answer.ticket) != TICKET_BYTES or answer.tcp_port > 0xFFFF:  # who writes them would cut them to size
-            raise LinkUnavailable(f"the answer of {peer} makes no sense")
+            raise LinkUnavailable(f"{peer} sent an invalid answer when a link was opened")
         if answer.chosen == _SHM:
             return await handover.connect(
                 answer.shm_name, answer.ticket, self._fault, peer, loop, OPEN_SECONDS, self._neighbours

@@ -1,4 +1,4 @@
-"""Bookkeeping of one rank between two reductions: what its gradients hold, and whether that is still so.
+"""Tracks one rank's micro-batches between two reductions, and detects gradients that others have changed.
 
 A *round* is all micro-batches from one reduction to the next. Within it `Parameter.grad` holds the sum over the
 micro-batches k of weight_k * gradient_k, and `weight` the sum of weight_k; the reduction divides one by the other.
@@ -20,30 +20,30 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The round of one wrapper.
+    """The micro-batches of one wrapper since the last reduction (its round).
 
     Args:
-        parameters: those whose gradients are reduced, by path: what optimizers see.
-        sources: those whose gradients backward writes, by path; the same ones unless parameters are spread over ranks.
+        parameters: parameters whose gradients are reduced, by path: those that optimizers see.
+        sources: parameters whose gradients backward writes, by path; the same ones unless they are sharded over ranks.
 
     Attributes:
         weight: sum of the weights of the round's micro-batches, in units of `unit`.
-        micro_batches: how many the round has; 0: no round is open.
+        micro_batches: number of micro-batches of the round; 0 if no round is open.
     """
 
     @property
     def counts(self) -> float:
-        """The weight that the reduction is told: its sum over the ranks divides the gradients."""
+        """This rank's weight in the reduction; the gradients are divided by the sum of all ranks' weights."""
         return self.weight
 
     def __init__(self, parameters: Mapping[str, Parameter], sources: Mapping[str, Parameter] | None = None) -> None:
         self._parameters = parameters
         self._sources = parameters if sources is None else sources
         self._writes = dict.fromkeys(self._sources, 0)
-        """Of each source when the wrapper last left it: whoever wrote later was not the wrapper."""
+        """Each source's number of writes at the last `mark`: a higher one means that others have written since."""
         self._clears = dict.fromkeys(parameters, 0)
         self._carried: dict[str, NDArray[Any]] = {}
-        """Gradients that were there before the round; it adds to them. Where sources are others, they stay in place."""
+        """Gradients from before the round, to which it is added; unused if sources are other parameters."""
         self.reset()
 
     def reset(self) -> None:
@@ -54,17 +54,17 @@ class Accumulation:
         self._carried.clear()
 
     def drop(self) -> None:
-        """Forgets the round, and what it has gathered."""
+        """Forgets the round and its gradients."""
         if self.micro_batches:
             for source in self._sources.values():
                 source._hold(None)
         self.reset()
 
     def open(self) -> None:
-        """Before a micro-batch: goes on with the round, or begins one.
+        """Continues the round or begins one, before a micro-batch.
 
         Raises:
-            StepOrderError: gradients were written, or some of them cleared, behind the round's back.
+            StepOrderError: gradients were written, or some of them cleared, outside of the wrapper.
         """
         self.drop_if_cleared()
         if (path := self.written_by_others(or_zeros=False)) is not None:
@@ -79,10 +79,10 @@ class Accumulation:
                     parameter._hold(None)
 
     def add(self, weight: float, *, alone: bool) -> float:
-        """Counts a micro-batch and returns the factor by which its gradients must come scaled.
+        """Counts a micro-batch and returns the factor that its gradients must be multiplied by.
 
-        A world of one takes the round's first weight for its unit. One micro-batch then has the factor 1 and is
-        divided by 1, so that training alone gives the bits of training unwrapped.
+        A world of one takes the round's first weight as its unit. A single micro-batch then has the factor 1 and is
+        divided by 1, so that training alone gives the same bits as training without a wrapper.
         """
         if alone and self.weight == 0 and weight > 0:
             self._unit = weight
@@ -92,7 +92,7 @@ class Accumulation:
         return factor
 
     def close(self) -> None:
-        """After the reduction: adds what was there before the round, and ends it."""
+        """Ends the round after the reduction, and adds the gradients from before it."""
         for path, gradient in self._carried.items():
             parameter = self._parameters[path]
             if parameter.grad is not None:
@@ -102,12 +102,12 @@ class Accumulation:
         self.reset()
 
     def mark(self) -> None:
-        """What the gradients hold now is as the wrapper left it."""
+        """Records that all gradients are now as the wrapper left them."""
         self._writes = {path: source.writes for path, source in self._sources.items()}
         self._clears = {path: parameter.clears for path, parameter in self._parameters.items()}
 
     def mark_as(self, before: Accumulation) -> None:
-        """What the gradients held when another one of the same parameters was marked is as the wrapper left it."""
+        """Takes over the marks of an earlier accumulation of the same parameters."""
         self._writes |= {path: count for path, count in before._writes.items() if path in self._writes}
         self._clears |= {path: count for path, count in before._clears.items() if path in self._clears}
 
@@ -116,7 +116,7 @@ class Accumulation:
 
         Args:
             or_zeros: whether a gradient of zeros counts. Some users clear with zeros, but a rank may also get zeros
-                where others get more, so what all ranks must decide alike cannot depend on it.
+                where others get more, so decisions that all ranks must share cannot depend on it.
         """
         for path, source in self._sources.items():
             written = source.grad is not None and source.writes != self._writes[path]
@@ -125,7 +125,7 @@ class Accumulation:
         return None
 
     def drop_if_cleared(self) -> None:
-        """Forgets a round all of whose gradients were cleared: its weights must go with them.
+        """Forgets the round, with its weights, if all of its gradients were cleared.
 
         Raises:
             StepOrderError: some were cleared, others not.

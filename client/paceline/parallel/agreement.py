@@ -22,10 +22,10 @@ __all__ = ["NewcomerDiffers", "agree", "give"]
 
 
 class NewcomerDiffers(PeerRaised):
-    """A member has come in that does not train what is trained; it raises what differs, and the others raise this.
+    """A newcomer trains another model than the other members; it raises the difference, and the others raise this.
 
     Attributes:
-        newcomer: the first of those that differ.
+        newcomer: the first of the newcomers that differ.
     """
 
     def __init__(self, message: str, newcomer: Peer, *, ranks: tuple[int, ...]) -> None:
@@ -40,26 +40,26 @@ def agree(
 
     Args:
         group: the ranks.
-        manifest: this rank's.
+        manifest: this rank's manifest.
         arrays: this rank's parameters and buffers, in the manifest's order; written in place.
-        may_change: False where gradients have been computed from this rank's own values.
+        may_change: False if gradients have been computed from this rank's own values.
         agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
 
     Returns:
-        The fingerprint of what all hold; 0 where nothing was compared.
+        The fingerprint of the common values; 0 if nothing was compared.
 
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
-        NewcomerDiffers: in place of these, on the others, where only ranks differ that were not there when the others
-            last agreed: it is their error.
+        NewcomerDiffers: raised in place of these on the other ranks, if only ranks differ that were not there when the
+            others last agreed.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
         return 0
     description = manifest.encode()
     table = _tell_all(group, [_fingerprint([np.frombuffer(description, np.uint8)]), len(description), agreed_in])
-    reference = int(np.argmax(table[:, 2]))  # the first of those who have agreed last; rank 0 if nobody has
+    reference = int(np.argmax(table[:, 2]))  # the first rank with the latest agreement; rank 0 if there is none
     new = table[:, 2] < table[reference, 2]
     if odd := _differ(table[:, :2], reference):
         usual = _show(group, description, root=reference, nbytes=int(table[reference, 1]))
@@ -67,7 +67,7 @@ def agree(
         error = first_difference(Manifest.decode(usual), Manifest.decode(example), ranks=odd, reference=reference)
         error.ranks = tuple(group.members[rank].rank for rank in odd)  # of a part of the view too
         with contextlib.suppress(PacelineError):
-            _tell_all(group, [0])  # whoever raises may end the generation: all have heard by then
+            _tell_all(group, [0])  # a rank that raises may end the generation: wait until all ranks know the error
         if group.rank not in odd and new[list(odd)].all():
             newcomer = group.members[odd[0]]
             text = f"{newcomer} came in, and does not train what is trained: {error}"
@@ -94,7 +94,7 @@ def agree(
 
 
 def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
-    """Every rank's row, shape [W, len(row)]. A sum in which each rank adds to its own row only: one short message."""
+    """Every rank's row, shape [W, len(row)], by one small all_reduce in which each rank fills its own row."""
     table = np.zeros((group.size, len(row)), np.int64)
     if group.size:  # in no view yet: the call says so
         table[group.rank] = row
@@ -108,7 +108,7 @@ def _differ(table: NDArray[np.int64], reference: int = 0) -> tuple[int, ...]:
 
 
 def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:
-    """The root's bytes."""
+    """Broadcasts the root's bytes."""
     box = np.frombuffer(mine, np.uint8) if group.rank == root else np.empty(nbytes, np.uint8)
     return bytes(group.broadcast(box, root=root))
 

@@ -84,22 +84,22 @@ def _trainable(narrow: bool) -> str:
 
 
 class Bucket:
-    """The gradients of some parameters of one dtype, in memory that stays from step to step.
+    """The gradients of some parameters of one dtype, in memory that is reused in each step.
 
     Args:
-        parameters: by path, in the order in which they lie in the bucket.
-        room: numbers of a passenger.
-        empty: where the memory comes from.
+        parameters: the parameters by path, in the order in which they lie in the bucket.
+        room: number of elements reserved for a passenger.
+        empty: allocates the memory.
         feedback: see `Memory`.
-        lead: so many elements travel in front of the weight; N if left out.
-        apart: gradients have a home of their own beside what travels; those in 16 bits always.
+        lead: number of elements in front of the weight; N if left out.
+        apart: True if gradients are stored in a separate array; those in 16 bits always are.
 
     Attributes:
-        divisible: what is on its way may be divided.
-        dtype: of the gradients.
-        flat: what goes to `all_reduce`, in place.
-        exact: how many elements at its end are no gradients: they must arrive as they are.
-        memory: of its compressed reductions.
+        divisible: whether the sums may be divided during the reduction.
+        dtype: dtype of the gradients.
+        flat: the array that `all_reduce` reduces in place.
+        exact: number of elements at its end that are no gradients and must not be compressed.
+        memory: rounding errors of its compressed reductions.
     """
 
     divisible = True
@@ -125,7 +125,7 @@ class Bucket:
         self.renew()
 
     def renew(self) -> None:
-        """Takes fresh memory. The old may still be read and written by a collective that was given up."""
+        """Allocates new memory, because an abandoned collective may still read and write the old."""
         wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
         self.flat: NDArray[Any] = self._empty(self._lead + self.exact, wire)
         self._apart = np.empty(self._count, self.dtype) if self._has_homes else None
@@ -137,12 +137,12 @@ class Bucket:
         self.settle()
 
     def vacate(self) -> None:
-        """Until `settle` or `renew`, gradients are written elsewhere: a collective that was given up may still run."""
+        """Has gradients written elsewhere until `settle` or `renew`, because an abandoned collective may still run."""
         for parameter in self._parameters:
             parameter._home = None
 
     def settle(self) -> None:
-        """Gradients are at home here (again), those that are there already, too."""
+        """Makes this bucket the home of the gradients (again), and moves present ones here."""
         for slot in self._slots:
             slot.flags.writeable = True
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
@@ -155,7 +155,7 @@ class Bucket:
         """Completes the flat array with this rank's weight; from here to `unpack` its gradients are read-only.
 
         Args:
-            weight: what the gradients are already multiplied by. A rank without a sample has weight 0 and no
+            weight: the weight that the gradients are already multiplied by. A rank without a sample has weight 0 and no
                 gradients, so it sends zeros: 0 times the NaN of an empty mean would be NaN.
         """
         self.flat[self._lead] = weight
@@ -163,23 +163,23 @@ class Bucket:
             self._used[i] = parameter.grad is not None
             if parameter.grad is None:
                 slot.fill(0)
-            elif parameter.grad is not slot:  # another wrapper has given it another home
+            elif parameter.grad is not slot:  # another wrapper has moved it elsewhere
                 np.copyto(slot, parameter.grad)
                 parameter._hold(slot)
-            slot.flags.writeable = False  # `p.grad += g` writes before it signals: better an error than a torn sum
+            slot.flags.writeable = False  # `p.grad += g` writes before it signals: an error is better than a wrong sum
         self._encode()
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
-        """Makes means of the reduced sums, and gives each parameter that any rank used its own.
+        """Turns the reduced sums into means, and gives each parameter that any rank used its gradient.
 
         Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used keeps no gradient.
 
         Args:
-            total: the weight of all ranks together.
-            divided: the sums have been divided by it already.
+            total: total weight of all ranks.
+            divided: whether the sums have been divided by it already.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0. All ranks see it alike, so all raise.
+            StepOrderError: the weights of all ranks add up to 0. All ranks see the same, so all raise.
         """
         for slot in self._slots:
             slot.flags.writeable = True
@@ -201,16 +201,16 @@ class Bucket:
 
     @property
     def passenger(self) -> NDArray[Any]:
-        """Room for a passenger."""
+        """The elements that are reserved for a passenger."""
         return self.flat[self._lead + 1 + len(self._parameters) :]
 
     def _encode(self) -> None:
-        """The gradients are complete: fills what travels in front of the weight."""
+        """Fills the elements in front of the weight from the complete gradients."""
         if self._apart is not None:
             self.flat[: self._lead] = self._apart
 
     def _decode(self, total: float, *, divided: bool) -> None:
-        """Makes means of the sums, where gradients are at home."""
+        """Writes the means of the sums to the homes of the gradients."""
         sums = self.flat[: self._lead]
         if total != 1 and not divided:  # a division by 1 changes no bit
             np.divide(sums, total, out=sums)

@@ -1,6 +1,6 @@
 """Reduces gradients over the ranks: sends each bucket as soon as it may go, and waits for all of them at the end.
 
-Owns the buckets and what is under way; decides nothing (`readiness` does) and knows no weights but the one it is told.
+Owns the buckets and the running collectives. `readiness` decides when buckets are sent; the caller gives the weight.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.parallel.readiness import Readiness
 __all__ = ["Reducer"]
 
 _TOO_SMALL_BYTES = 64 << 10
-"""One bucket up to here goes at the end of backward, in the caller's thread: the hand-over to the group's thread and
-back, 30 us and more on a busy machine, is longer than what could overlap."""
+"""Bytes up to which a single bucket is sent at the end of backward in the caller's thread: the hand-over to the
+group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""
 
 
 class Reducer:
@@ -34,16 +34,17 @@ class Reducer:
         parameters: all parameters by path; the frozen ones are left out.
         group: the ranks to reduce over.
         cap_bytes: most bytes of gradients in one bucket.
-        codec: compresses what travels, but not weights and flags; None for nothing.
+        codec: compresses gradients on the wire, but not weights and flags; None for no compression.
         rank: of `PowerSGD`; 0 for all of every matrix.
-        feedback: with a codec: what rounding takes away is added to the next pass's gradients.
+        feedback: with a codec, adds the rounding errors of a pass to the gradients of the next.
         static: see `Readiness`.
-        narrow: whether gradients may be in 16 bits. Without a codec bfloat16 travels as it is, with all bits.
+        narrow: whether gradients may be in 16 bits. Without a codec bfloat16 is sent as it is, with all bits.
 
     Attributes:
-        parameters: those that are trained, by path.
-        sources: the same: here backward writes what optimizers see.
-        stepwise: somebody says where steps begin (`begin_step`), and may undo one. If not, each pass counts at once.
+        parameters: the trained parameters, by path.
+        sources: the same, since backward writes the gradients that optimizers see.
+        stepwise: True if the caller marks where steps begin (`begin_step`) and may undo one. If False, each pass is
+            final at once.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Reducer:
         self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
         self._group = group
-        # Buckets go in this order always, so the first is the one to ride in.
+        # Buckets are always sent in this order, so the first one carries the passenger.
         rooms = [PASSENGER_SIZE, *([0] * len(plan))]
         self._buckets = [
             _bucket({path: parameters[path] for path in paths}, rank, room, group.empty, feedback)
@@ -76,13 +77,13 @@ class Reducer:
         ]
         self._overlaps = len(plan) > 1 or any(bucket.flat.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
         self._given_up: list[tuple[Bucket, list[PendingWork]]] = []
-        """Buckets with which collectives that were given up were still running."""
+        """Buckets that abandoned collectives were still using, each with these collectives."""
         self._passenger: Passenger | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
         self._works: list[PendingWork | None] = []
-        """One for each bucket sent in this pass; None if it is back already, or was not sent, in a world of one."""
+        """The collective of each bucket sent in this pass; None if it is complete, or not needed in a world of one."""
         self._weight = 0.0
 
     def fits(self) -> bool:
@@ -90,28 +91,28 @@ class Reducer:
         return all(p.requires_grad for p in self.parameters.values()) and not any(p.requires_grad for p in self._frozen)
 
     def serves(self, parameters: Mapping[str, Parameter], cap_bytes: float) -> bool:
-        """True if it was made for these parameters and this cap: its memory will do for another generation."""
+        """True if it was made for these parameters and this cap, so that it can be used in another generation."""
         same = self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
         return same and self._cap_bytes == cap_bytes
 
     def new_generation(self) -> None:
-        """Other ranks are there: what all must have alike begins anew."""
+        """Resets what must be the same on all ranks, because a new generation has other ranks."""
         for bucket in self._buckets:
             if isinstance(bucket, LowRankBucket):
                 bucket.new_generation()
 
     def begin_step(self) -> None:
-        """What was reduced before counts: `give_up` goes back to here, and no further."""
+        """Makes earlier reductions final: `give_up` returns to this point."""
         self._recover()
         for bucket in self._buckets:
             bucket.memory.commit()
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
-        """For a backward pass inside the block.
+        """Watches the backward pass inside the block.
 
         Args:
-            weight: this rank's weight, that of earlier micro-batches included.
+            weight: this rank's weight, including that of earlier micro-batches.
             early: buckets may be sent inside the block. False while gradients are only accumulated.
         """
         self._recover()
@@ -128,10 +129,10 @@ class Reducer:
 
     @contextmanager
     def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
-        """For a backward pass whose gradients must not count: they go to arrays of their own and are dropped.
+        """Drops the gradients of the backward pass inside the block, which are written to separate arrays.
 
-        Buckets all go at the end, for none of this rank's work is in them; the arguments, as for `watching`,
-        change nothing.
+        All buckets are sent at the end, since they have none of this rank's work; the arguments, as for `watching`, are
+        ignored.
         """
         with ignoring_gradients(self.parameters.values()):
             yield
@@ -142,7 +143,7 @@ class Reducer:
         if not self._readiness.may_write(index):
             raise StepOrderError(
                 f"parameter {self._paths[index]!r} got one more gradient after its bucket was sent: this backward pass "
-                "uses it more often than any before. The attempt is given up; the next one will wait for it"
+                "uses it more often than any before. This attempt is dropped; the next one will wait for it"
             )
 
     def after_gradient(self, parameter: Parameter) -> None:
@@ -150,11 +151,11 @@ class Reducer:
         self._send(self._readiness.signal(self._index[id(parameter)]))
 
     def finish(self, *, weight: float) -> None:
-        """Sends what is left, waits for all, and leaves the weighted means in the gradients.
+        """Sends the remaining buckets, waits for all, and leaves the weighted means in the gradients.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0; or no collective may be called now, in a world of one
-                too: it may have two members when the same code runs next.
+                too, since the same code may run with two members next.
             PacelineError: a collective failed.
         """
         if self._group.barred:
@@ -171,7 +172,7 @@ class Reducer:
             if isinstance(bucket, LowRankBucket) and bucket.compresses:
                 second = bucket.second()
                 self._group.all_reduce(second, out=second)
-            # The first bucket tells what the others' sums are divided by, where they are added up.
+            # The first bucket has the total weight, by which the other sums may have been divided already.
             divided = self._divides(bucket, codec) and self._group.size > 1
             bucket.unpack(self._buckets[0].total.item(), divided=divided)
         self._works.clear()
@@ -181,17 +182,17 @@ class Reducer:
                 bucket.memory.commit()
 
     def give_up(self) -> None:
-        """Drops all gradients, and what is under way.
+        """Drops all gradients, and abandons running collectives.
 
-        It does not wait: others may never send their part. If a collective still runs when the next attempt begins, it
-        keeps the memory, sends from it what it would have sent, and can reach nothing of that attempt.
+        It does not wait, because other ranks may never send their part. A collective that still runs when the next
+        attempt begins keeps its memory and cannot touch that of the new attempt.
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
         self._passenger = None
         running = [work for work in self._works if work is not None and not work.done()]
         for bucket, work in zip_longest(self._buckets, self._works):
-            # The others' totals are divided by what the first one holds.
+            # Collectives of other buckets read the total weight from the first bucket.
             users = running if bucket is self._buckets[0] else [other for other in running if other is work]
             if users:
                 bucket.vacate()
@@ -203,7 +204,7 @@ class Reducer:
         self._readiness.start(early=False)
 
     def _recover(self) -> None:
-        """Before a bucket is used again: the memory that it had, unless a collective still runs with it."""
+        """Gives abandoned buckets their memory back, or new memory if a collective still uses it."""
         given_up, self._given_up = self._given_up, []
         for bucket, users in given_up:
             if all(work.done() for work in users):
@@ -214,7 +215,7 @@ class Reducer:
                 bucket.memory = bucket.memory.successor()
 
     def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
-        """`waiting`: the caller has nothing else to do, so that the last bucket needs no other thread."""
+        """Sends buckets; `waiting`: the caller only waits, so the last bucket is reduced in its thread."""
         for number in numbers:
             bucket = self._buckets[number]
             alone = self._group.size == 1
@@ -231,13 +232,14 @@ class Reducer:
             self._works.append(work if behind else None)
 
     def _divides(self, bucket: Bucket, codec: Codec | None) -> bool:
-        """Whether a bucket's sums are divided where they are added up."""
+        """Whether a bucket's sums are divided during the reduction."""
         return bucket is not self._buckets[0] and codec is None and bucket.divisible
 
     def _reduce(self, bucket: Bucket, codec: Codec | None, *, behind: bool) -> Any:
         flat, first = bucket.flat, self._buckets[0]
         if codec is None:
-            divisor = first.total.item if self._divides(bucket, codec) else None  # complete by then: they go in order
+            # The first bucket is complete by then, since buckets are reduced in order.
+            divisor = first.total.item if self._divides(bucket, codec) else None
             return self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=behind)
         return self._group.all_reduce_compressed(
             flat, codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind

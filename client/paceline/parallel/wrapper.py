@@ -1,4 +1,4 @@
-"""What DDP and FSDP share: the order of things in a step, whoever holds the parameters.
+"""What DDP and FSDP share: the order of operations in a step, independent of who holds the parameters.
 
 The parts: `accumulation` (weights and micro-batches of this rank), a `GradientReducer` (gradients on their way to the
 other ranks), `agreement` (the same model and values everywhere at first use).
@@ -29,30 +29,30 @@ __all__ = ["GradientReducer", "Wrapper", "checked_weight"]
 
 
 class GradientReducer(Protocol):
-    """Brings the gradients of one backward pass to the other ranks."""
+    """Reduces the gradients of one backward pass over the ranks."""
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
-        """Those that are trained, by path."""
+        """The trained parameters, by path."""
 
     @property
     def sources(self) -> Mapping[str, Parameter]:
-        """Those whose gradients backward writes, by path."""
+        """The parameters whose gradients backward writes, by path."""
 
     def fits(self) -> bool:
-        """False once a parameter was frozen or unfrozen."""
+        """False once a parameter has been frozen or unfrozen."""
 
     def watching(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
-        """For a backward pass inside the block; `early`: gradients may be sent while it runs."""
+        """Watches the backward pass inside the block; `early`: gradients may be sent while it runs."""
 
     def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
-        """For a backward pass whose gradients must not count; what others send early is sent here too."""
+        """Drops the gradients of the backward pass inside the block; sends early what other ranks send early."""
 
     def finish(self, *, weight: float) -> None:
-        """Sends what is left, waits for all, and leaves the weighted means in the gradients."""
+        """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients."""
 
     def give_up(self) -> None:
-        """Drops all gradients, and what is under way."""
+        """Drops all gradients, and abandons running collectives."""
 
 
 class Wrapper(abc.ABC):
@@ -65,12 +65,12 @@ class Wrapper(abc.ABC):
         self._round = Accumulation({})
         self._syncing = True
         self._generation = 0
-        """The last in which all ranks have agreed on the model, and `_reducer` was made; 0 for none."""
+        """The last generation in which all ranks agreed on the model and `_reducer` was made; 0 for none."""
         self._rows: int | None = None
-        """B of the last forward pass, where its input had a first axis."""
+        """B of the last forward pass; None if its input had no first axis."""
 
     def __call__(self, x: Any) -> Any:
-        """`forward`."""
+        """Calls `forward`."""
         return self.forward(x)
 
     @abc.abstractmethod
@@ -98,34 +98,33 @@ class Wrapper(abc.ABC):
 
         Args:
             dy: gradient of this rank's *mean* loss by the output, shape [B, ...].
-            weight: what this rank's gradient counts; B by default. With 0 the module runs, but its gradients are
+            weight: weight of this rank's gradient; B by default. With 0 the module runs, but its gradients are
                 dropped, even NaN.
 
         Raises:
             ValueError: the weight is negative or not finite.
             SizeMismatch: there is no first axis to take B from.
-            StepOrderError: gradients were written or cleared behind the wrapper's back, or one came too late.
+            StepOrderError: gradients were written or cleared outside of the wrapper, or one came too late.
             PacelineError: a collective failed.
-            Exception: what the module raised. After this, or a failure on the way to the other ranks, all gradients
-                and micro-batches of the attempt are dropped, and all ranks may try again: all, for what one has sent
-                already, the others will meet.
+            Exception: what the module raised. After this, or a failed collective, all gradients and micro-batches of
+                the attempt are dropped, and the attempt may be repeated, on all ranks together.
         """
         with self._backward_pass(_rows_of(dy) if weight is None else weight) as factor:
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self._run_backward(dy if factor in (0, 1) else dy * factor)
 
     def sync_gradients(self, weight: float | None = None) -> None:
-        """Reduces what is pending; does nothing if nothing is, so it is harmless after `backward`.
+        """Reduces pending gradients; does nothing if there are none, so it is harmless after `backward`.
 
-        Pending is what `backward` accumulated under `no_sync`, or what the module's own `backward` left.
+        Pending gradients are those that `backward` accumulated under `no_sync`, or the module's own `backward` left.
 
         Args:
-            weight: for gradients of the module's own backward: what they count. By default the number of samples of
+            weight: weight of gradients of the module's own backward. By default the number of samples of
                 the last forward pass through this wrapper, or 1 if there was none.
 
         Raises:
             ValueError: the weight is negative or not finite.
-            StepOrderError: both kinds are pending, or a weight was given for what has weights.
+            StepOrderError: both kinds are pending, or a weight was given for gradients that have one.
             PacelineError: a collective failed; gradients are dropped, as in `backward`.
         """
         reducer = self._prepare(may_change=False)
@@ -138,7 +137,7 @@ class Wrapper(abc.ABC):
             if path is not None:
                 raise StepOrderError(f"the gradient of {path!r} was written outside of the wrapper in an accumulation")
             if weight is not None:
-                raise StepOrderError("each micro-batch had its weight in backward(): there is no place for another")
+                raise StepOrderError("each micro-batch got its weight in backward(): sync_gradients() takes none")
         else:
             weight = checked_weight((1 if self._rows is None else self._rows) if weight is None else weight)
             factor = self._round.add(weight, alone=self.group.size == 1)
@@ -184,7 +183,7 @@ class Wrapper(abc.ABC):
         return norm
 
     def drop_gradients(self) -> None:
-        """Forgets all gradients, those that `no_sync` has accumulated too: the step that they were for is undone."""
+        """Drops all gradients, including those accumulated under `no_sync`, because their step is undone."""
         if self._reducer is not None:
             self._reducer.give_up()
         self._round.drop()
@@ -202,10 +201,10 @@ class Wrapper(abc.ABC):
 
     @abc.abstractmethod
     def _agree(self, *, may_change: bool) -> GradientReducer:
-        """Agrees with the other ranks on the model, and makes what reduces its gradients."""
+        """Agrees with the other ranks on the model, and makes the reducer of its gradients."""
 
     def _owes_gradients(self) -> bool:
-        """Whether the other ranks may wait for gradients, though none was written here."""
+        """Whether other ranks may wait for this rank's gradients, though none was written here."""
         return False
 
     def _new_round(self, reducer: GradientReducer) -> Accumulation:
@@ -213,10 +212,10 @@ class Wrapper(abc.ABC):
 
     @contextmanager
     def _backward_pass(self, weight: float) -> Iterator[float]:
-        """For a module's backward inside the block; outside of `no_sync` its gradients are reduced at the end.
+        """Runs the module's backward inside the block; outside of `no_sync` its gradients are reduced at the end.
 
         Returns:
-            What its gradients are to be multiplied by; with 0 they are dropped.
+            The factor for its gradients; with 0 they are dropped.
         """
         reducer = self._prepare(may_change=False)
         weight = checked_weight(weight)
@@ -230,7 +229,7 @@ class Wrapper(abc.ABC):
                 self._reduce()
 
     def _counts(self) -> float:
-        """What the gradients of the round count, those of all ranks being divided by the sum of it."""
+        """This rank's weight in the reduction; see `Accumulation.counts`."""
         return self._round.counts
 
     def _run_backward(self, dy: Any) -> Any:
@@ -277,7 +276,7 @@ class Wrapper(abc.ABC):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """An attempt that fails leaves no gradient, for part of it may be reduced and part not."""
+        """Drops all gradients if the block raises, because some of them may be reduced and some not."""
         assert self._reducer is not None
         try:
             yield

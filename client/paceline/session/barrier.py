@@ -1,4 +1,4 @@
-"""Barriers by name: the calls in flight of one session, between the threads that wait and the control stream."""
+"""Named barriers: connects the threads that wait in them with the control stream of one session."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pacelinepb.v1 import session_pb2 as pb
 __all__ = ["Barriers"]
 
 _SLACK = 5.0
-"""Seconds beyond the timeout before a barrier gives up on the coordinator, whose own answer names who is missing."""
+"""Extra seconds to wait for the coordinator's answer after a timeout, because it names the missing members."""
 
 
 class Barriers:
-    """Thread-safe."""
+    """The calls in flight of one session's barriers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,10 +32,10 @@ class Barriers:
         self._waiting: dict[int, tuple[pb.EnterBarrier, Outcome[None]]] = {}
 
     def check(self) -> None:
-        """Nothing as long as the session is there.
+        """Raises if the session has ended.
 
         Raises:
-            PacelineError: it has ended; the error that `fail` was given.
+            PacelineError: the error that `fail` was given.
         """
         with self._lock:
             if self._ended is not None:
@@ -43,7 +43,7 @@ class Barriers:
 
     @contextmanager
     def turn(self, generation: int, name: str, timeout: float) -> Iterator[None]:
-        """One thread at a time in a barrier of this name: two would be in the same round.
+        """Lets one thread at a time into a barrier of this name, since two would enter the same round.
 
         Raises:
             OperationTimeout: another thread was in it all the time.
@@ -77,7 +77,7 @@ class Barriers:
         return entry
 
     def wait(self, entry: pb.EnterBarrier, timeout: float) -> None:
-        """Waits for the coordinator's word.
+        """Waits for the coordinator's answer.
 
         Raises:
             OperationTimeout: not all members arrived in time; the text lists who is missing.
@@ -97,7 +97,7 @@ class Barriers:
             self._rounds[entry.generation, entry.name] += 1
 
     def answer(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """The coordinator's word on one call."""
+        """Completes a call with the coordinator's answer."""
         with self._lock:  # against `fail`: an outcome is told once
             entry, outcome = self._waiting.get(call, (None, None))
             if entry is None or outcome is None or outcome.done():
@@ -109,12 +109,12 @@ class Barriers:
             outcome.set_exception(error(failed.text, ranks=tuple(failed.culprits), generation=entry.generation))
 
     def in_flight(self) -> list[pb.EnterBarrier]:
-        """Arrivals without an answer: to be sent again after a reconnect."""
+        """Arrivals without an answer, which are sent again after a reconnect."""
         with self._lock:
             return [entry for entry, _ in self._waiting.values()]
 
     def fail(self, error: BaseException) -> None:
-        """The session is over: every wait ends, and nobody enters any more."""
+        """Ends every wait with an error, and refuses new ones, because the session is over."""
         with self._lock:
             self._ended = self._ended or error
             for _, outcome in self._waiting.values():

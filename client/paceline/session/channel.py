@@ -1,8 +1,8 @@
-"""The channel to the coordinator: the newest of them, and calls that go over to it from one that is given up.
+"""The channel to the coordinator: replaced for each attempt to reconnect, and calls move to the new one.
 
-grpc looks a name up again only after a pause, which grows to many seconds while it does not resolve and cannot be set.
-A new channel looks it up at once: so there is one for each attempt to reach a coordinator that stays away. It asks but
-once, and for long if the question gets lost; so it is made when the name resolves.
+While a name does not resolve, gRPC looks it up again only after a pause that grows to many seconds and cannot be set.
+A new channel looks it up at once, so each attempt to reach the coordinator makes one. That look-up is done once, and
+takes long if the query is lost; so the channel is made only after the name has resolved.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class CoordinatorChannel:
-    """Of one session; on the loop.
+    """The channel of one session to its coordinator; on the loop.
 
     Args:
         target: the coordinator, "host:port".
         failure_timeout: seconds without an acknowledgement after which a connection ends.
-        credentials: by what this worker and the coordinator know each other.
+        credentials: with which this worker and the coordinator authenticate each other.
 
     Attributes:
-        newest: the channel to call on. For unary calls `call` is better: their channel may be given up under them.
+        newest: the present channel. Use `call` for unary calls, whose channel may be replaced meanwhile.
     """
 
     def __init__(self, target: str, failure_timeout: float, credentials: Credentials) -> None:
@@ -43,7 +43,7 @@ class CoordinatorChannel:
         self.newest = credentials.coordinator_channel(target, channel_options(failure_timeout))
 
     async def renew(self, timeout: float) -> None:
-        """Gives the channel up for a new one, which finds the coordinator where it is now.
+        """Replaces the channel by a new one, which looks up the coordinator's present address.
 
         Raises:
             OSError: its name does not resolve within so many seconds.
@@ -57,10 +57,10 @@ class CoordinatorChannel:
         task.add_done_callback(self._closing.discard)
 
     async def call(self, make: Callable[[aio.Channel], Awaitable[T]]) -> T:
-        """Performs a call that may be repeated; again if its channel is given up meanwhile.
+        """Performs a call that may be repeated; repeats it if its channel is replaced meanwhile.
 
         Args:
-            make: makes the call on that channel; it sees to the time that is left.
+            make: makes the call on the channel that it is given, and limits the remaining time itself.
 
         Raises:
             CancelledError: the caller does not wait any more, or the session is over.
@@ -76,5 +76,5 @@ class CoordinatorChannel:
                     raise
 
     async def close(self) -> None:
-        """Calls that are under way end."""
+        """Closes all channels, which ends calls that are under way."""
         await asyncio.gather(*self._closing, self.newest.close(None))

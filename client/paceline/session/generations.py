@@ -1,7 +1,7 @@
-"""A member's generations at its own side: the one that its group is in, one that has come, and what ends each.
+"""The generations of a member: the one that its group is in, the next one, and what ends each of them.
 
-A verdict may arrive before the links of its generation are made, and a report may be lost with the stream that it went
-out on: so both are kept until they have done their work.
+A verdict may arrive before the links of its generation exist, and a report may be lost with its stream. So both are
+kept until the verdict is applied and the report is answered.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["Generations"]
 
 _AWAY_S = 0.05
-"""Seconds for a stream to the coordinator that was reset to be there again; one whose process died is not."""
+"""Seconds in which a stream that was reset is open again; a coordinator whose process died takes longer."""
 
 
 class Generations:
-    """One member's.
+    """The generations of one member.
 
     Args:
         job: name of the job.
         config: timeouts.
         thread: the loop.
-        credentials: by what members know each other.
+        credentials: with which members authenticate each other.
         ways: the halves of links that this member has.
 
     Attributes:
         control: the stream; set once there is one.
-        mesh: the links that the group uses; None until `join` has got that far.
-        coming: links of a view that the group has yet to move to.
+        mesh: the links that the group uses; None until `join` has made them.
+        coming: links of a view to which the group has not moved yet.
     """
 
     control: ControlStream
@@ -59,7 +59,7 @@ class Generations:
         self._reported: pb.SessionRequest | None = None
 
     def move(self, mesh: GrpcMesh) -> None:
-        """The group goes on in the next generation; on the training thread."""
+        """Moves the group to the links of the next generation; on the training thread."""
         self.mesh = mesh
         if self.coming is mesh:
             self.coming = None
@@ -68,15 +68,15 @@ class Generations:
     # On the loop.
 
     def formed(self, generation: int) -> None:
-        """A view has formed: the generation that the group is in is over."""
+        """Ends the generation that the group is in, because a view has formed."""
         self._early = None
         if self.mesh is not None:
             self.mesh.retire()
-            # Whoever went on in the old one while the coordinator was away, and is in a step, stops there.
+            # Members that went on in the old generation while the coordinator was away stop in their step.
             self.outdate(f"generation {generation} has formed")
 
     def make(self, view: pb.ViewFormed, peers: Sequence[Peer]) -> GrpcMesh:
-        """The links of a view."""
+        """Makes the links of a view."""
         fault = Fault(view.generation, view.rank, self._config.verdict_timeout, str(peers[view.rank]))
         fault.on_suspicion(functools.partial(self._report, view.generation))
         if self._early is not None and self._early.generation == view.generation:
@@ -94,7 +94,7 @@ class Generations:
         )
 
     def settle(self, verdict: Verdict) -> bool:
-        """Ends a generation. Returns whether there are links of it yet; if not, the verdict waits for them."""
+        """Ends a generation. Returns False if its links do not exist yet; the verdict is kept for them."""
         for mesh in (self.coming, self.mesh):
             if mesh is not None and verdict.generation == mesh.generation:
                 mesh.fault.settle(verdict)
@@ -103,30 +103,30 @@ class Generations:
         return False
 
     def outdate(self, text: str) -> None:
-        """Ends the generation that the group is in, if any: it is over, and the session goes on in another one."""
+        """Ends the generation that the group is in, if any; the session goes on in another one."""
         if self.mesh is not None:
             stale = ErrorReason.ERROR_REASON_STALE_GENERATION
             self.mesh.fault.settle(Verdict(self.mesh.generation, stale, (), 0, text))
 
     def session_ended(self, text: str) -> None:
-        """Ends the generation that the group is in, if any: this member has no session any more, and gets no other."""
+        """Ends the generation that the group is in, if any, because the session has ended for good."""
         if self.mesh is not None:
             ended = ErrorReason.ERROR_REASON_SESSION_ENDED
             self.mesh.fault.settle(Verdict(self.mesh.generation, ended, (self.mesh.rank,), 0, text))
 
     def cut_off(self, text: str) -> None:
-        """All links break off, at this member's own side: nobody else is to be suspected of that."""
+        """Breaks all links at this member's own side, without suspecting another member."""
         for mesh in (self.coming, self.mesh):
             if mesh is not None:
                 stale = ErrorReason.ERROR_REASON_STALE_GENERATION
                 mesh.fault.settle(Verdict(mesh.generation, stale, (mesh.rank,), 0, text))
 
     def broke(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
-        """This member cannot go on; from any thread.
+        """Tells the others that this member cannot go on; from any thread.
 
         Args:
             error: why.
-            view: a view that it is in, and has no links of.
+            view: a view of which it is a member without links.
         """
         for mesh in (self.coming, self.mesh):
             if mesh is not None:
@@ -137,12 +137,12 @@ class Generations:
             unlinked.broke(error)
 
     def coordinator_away(self) -> None:
-        """The coordinator is out of reach: if that lasts, nobody waits for its verdict on what this member has seen."""
+        """Notes that the coordinator is out of reach: if that lasts, failures no longer wait for its verdict."""
         self._away = True
         self._thread.loop.call_later(self._patience, self._expect_no_verdict)
 
     def coordinator_gone(self) -> None:
-        """The coordinator does not come back: nobody waits for a verdict, now or later."""
+        """Notes that the coordinator will not come back: failures never wait for its verdict."""
         self._patience = 0.0
         self.coordinator_away()
 
@@ -151,7 +151,7 @@ class Generations:
             self.mesh.fault.expect_no_verdict()
 
     def report_again(self) -> None:
-        """A report that has had no answer goes out again: it may have been lost with the old stream."""
+        """Sends a report without an answer again, since it may have been lost with the old stream."""
         self._away = False
         if self.mesh is not None and self.mesh.fault.verdict is None and self._reported is not None:
             self.control.send(self._reported)
@@ -163,7 +163,7 @@ class Generations:
                 await mesh.end()
 
     def _report(self, generation: int, suspicion: Suspicion) -> None:
-        """Tells the coordinator; from any thread."""
+        """Reports a suspicion to the coordinator; from any thread."""
         if suspicion.relayed or generation != self.control.generation:
             return
         report = pb.Report(

@@ -1,7 +1,7 @@
-"""The line on the loop side of a session: what the training thread says about it, and what the coordinator says back.
+"""The event-loop side of a training line: sends the training thread's messages, and receives the coordinator's.
 
-What was said is lost if the stream breaks, so the last word about a meeting and about the end goes out again after a
-reconnect. What is heard becomes letters; nothing is decided here.
+Messages are lost if the stream breaks, so the last one about a meeting and about the end is sent again after a
+reconnect. What the coordinator sends is put into the mail; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _log = logging.getLogger("paceline.session")
 
 
 class LineSide:
-    """One member's.
+    """Connects one member's training thread with the coordinator, for everything that concerns the line.
 
     Args:
         job: name of the job.
         config: timeouts.
         thread: the loop.
-        mail: where letters go.
-        start: begins work on the loop that ends with the session.
-        stand_by: has `join` return without a view; called with why there is none.
+        mail: receives the coordinator's messages.
+        start: starts a coroutine on the loop that ends with the session.
+        stand_by: makes `join` return without a view; called with the reason.
 
     Attributes:
         control: the stream; set once there is one.
         members: the member lists of this session's views.
         step: the last step whose word has completed in this generation, for heartbeats; 0 for none.
-        step_at: when that was.
-        went_on: this member went on without a meeting, and does not know yet whether the others did.
+        step_at: monotonic time at which it completed.
+        went_on: True if this member went on without a meeting, and does not know yet whether the others did.
     """
 
     control: ControlStream
@@ -76,7 +76,7 @@ class LineSide:
     # For the training thread.
 
     def meet(self, meet: pb.Meet) -> None:
-        """Says that this member has stopped; again after a reconnect, until a view has formed."""
+        """Tells the coordinator that this member has stopped; repeated after a reconnect until a view has formed."""
         request = pb.SessionRequest(meet=meet)
 
         def send() -> None:
@@ -91,12 +91,12 @@ class LineSide:
         self._thread.loop.call_soon_threadsafe(send)
 
     def go_on(self) -> None:
-        """The generation goes on without the meeting; what was said about it is not to be said again."""
+        """Stops repeating the last `meet`, because the generation goes on without the meeting."""
         self.went_on = True
         self._thread.loop.call_soon_threadsafe(self.forget_meeting)
 
     def finish(self, generation: int, step: int) -> None:
-        """Says that the line is done; again after a reconnect."""
+        """Tells the coordinator that all steps are done; repeated after a reconnect."""
         request = pb.SessionRequest(finish=pb.Finish(generation=generation, step=step))
 
         def send() -> None:
@@ -106,28 +106,28 @@ class LineSide:
         self._thread.loop.call_soon_threadsafe(send)
 
     def word_completed(self, step: int) -> None:
-        """The word of this step has completed: every member was there. For heartbeats."""
+        """Notes for heartbeats that the word of this step has completed: every member has entered it."""
         self.step_at = time.monotonic()
         self.step = step
         self.went_on = False  # and so did all others
 
     def generation_began(self) -> None:
-        """No word has completed in it yet."""
+        """Resets the step at the begin of a generation, in which no word has completed yet."""
         self.step = 0
         self.went_on = False
 
     # On the loop.
 
     def forget_meeting(self) -> None:
-        """The meeting is over, or will not be: what was said about it is not to be said again."""
+        """Stops repeating the last `meet`, because the meeting is over or will not happen."""
         self._meet = self._running = None
 
     def say_again(self) -> None:
-        """What may have been lost with the old stream goes out again."""
+        """Sends messages again that may have been lost with the old stream."""
         self.control.send_again([said for said in (self._meet, self._finish) if said is not None])
 
     def hear(self, message: pb.SessionResponse) -> None:
-        """What the coordinator says about the line; see `Listener.on_line`."""
+        """Handles a message of the coordinator about the line; see `Listener.on_line`."""
         match message.WhichOneof("event"):
             case "running":
                 text = (
@@ -165,7 +165,7 @@ class LineSide:
                 self._stand_by(f"job {self._job!r} is done: its last step was {message.finished.step}")
 
     async def _report_gone(self, processes: list[pb.ProcessIdentity]) -> None:
-        """Members that are not heard of were on this host, and are there no more: nobody need wait for them."""
+        """Reports silent members whose processes on this host have ended, so that nobody waits for them."""
         for process in processes:
             _log.info("the worker with pid %d of job %r is gone from this host", process.pid, self._job)
             request = pb.ReportExitRequest(job=self._job, process=process, found_gone=True)
@@ -188,7 +188,7 @@ class LineSide:
             try:
                 peers = await self.members.fetch(self.control.channel, self._job, view, self._config.call_timeout)
             except errors.PacelineError as error:
-                _log.info("the members of generation %d cannot be had: %s", view.generation, error)
+                _log.info("could not fetch the members of generation %d: %s", view.generation, error)
                 if isinstance(error, errors.StaleGeneration):  # another has come, which will be told of too
                     return
             else:

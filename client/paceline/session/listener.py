@@ -1,4 +1,4 @@
-"""What a control stream tells the session that it serves."""
+"""The events that a control stream reports to its session."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Listener"]
 
 
 class Listener(Protocol):
-    """What the session wants to hear, on the loop thread; it must not block."""
+    """Handles events of a control stream, on the loop thread; the methods must not block."""
 
     def on_waiting(self, reason: str) -> None:
-        """No view yet, and why."""
+        """There is no view yet, for this reason."""
 
     def on_view(self, view: pb.ViewFormed) -> None:
         """A view has formed."""
@@ -26,32 +26,32 @@ class Listener(Protocol):
         """A barrier was passed, or failed."""
 
     def on_ended(self, error: errors.PacelineError) -> None:
-        """The session is over and will not come back."""
+        """The session is over for good."""
 
     def on_closed(self) -> None:
-        """The coordinator has ended for good, in good order, and this session with it: no goodbye is needed."""
+        """The coordinator has shut down for good, which ends the session: it need not be told of leaving."""
 
     def on_broken(self, error: BaseException) -> None:
-        """Something of the session has failed that should not: this member cannot go on."""
+        """The session has failed unexpectedly: this member cannot go on."""
 
     def on_reconnected(self) -> None:
-        """A broken stream was taken up again: what was in flight must be sent again."""
+        """A broken stream was resumed: requests without an answer must be sent again."""
 
     def on_disconnected(self) -> None:
         """The stream broke."""
 
     def on_new_session(self) -> None:
-        """The old session had ended; this is a new member now, in no view."""
+        """The old session had ended; this worker is a new member now, in no view."""
 
     async def on_away(self, timeout: float) -> str:
-        """About to introduce this member again: where peers reach it if that has changed, "host:port"; else empty.
+        """Returns this member's new address, "host:port", before it is introduced again; empty if it is unchanged.
 
         Args:
-            timeout: seconds to wait for an address that is in place of one that has gone.
+            timeout: seconds to wait for a new address if the old one has gone.
 
         Raises:
-            CoordinatorUnreachable, LinkUnavailable: nowhere yet.
+            CoordinatorUnreachable, LinkUnavailable: there is no address yet.
         """
 
     def on_line(self, message: pb.SessionResponse) -> None:
-        """Something about the line: running, summons, catch_up, misfit, drain, dismissed or finished."""
+        """A message about the line arrived: running, summons, catch_up, misfit, drain, dismissed or finished."""

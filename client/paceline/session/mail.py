@@ -1,7 +1,7 @@
-"""What the coordinator says about the line, kept for the training thread until it asks.
+"""Messages of the coordinator about the line, kept for the training thread until it reads them.
 
-The loop thread puts things in; nothing here decides. Requests to stop (`summoned`, `draining`) are plain values that
-the training thread looks at when it begins a step.
+The loop thread puts them in; nothing is decided here. Requests to stop (`summoned`, `draining`) are plain values that
+the training thread reads when it begins a step.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ViewCame:
-    """A view has formed with this member.
+    """Says that a view has formed with this member.
 
     Attributes:
         generation: its number.
         rank: this member's.
         base: the state it starts from, None if its members have yet to compare.
-        newcomers: ranks that do not hold it.
-        mesh: the links to its members; None if the member list could not be had any more.
-        member_id: which member of it this worker is; it may have become another one since.
-        lost: what was trained before its line began and is lost, in a sentence; empty for nothing.
+        newcomers: ranks that do not hold that state.
+        mesh: the links to its members; None if the member list could not be fetched any more.
+        member_id: this worker's member id in the view; it may have a new one since.
+        lost: a sentence about steps that were trained before and are lost; empty if there are none.
     """
 
     generation: int
@@ -57,14 +57,14 @@ class ViewCame:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpAsked:
-    """This member lags: it is to take that state from those who hold it.
+    """Orders this member, which lags behind, to take a state from the members that hold it.
 
     Attributes:
-        generation: that the meeting is after.
-        base: which state.
-        holders: who holds it, and which shares of it.
-        share: what to take of a state that is spread.
-        fingerprint: of the whole of it, where the tag does not tell it apart.
+        generation: the generation that the meeting follows.
+        base: tag of the state.
+        holders: the members that hold it, with their shares of it.
+        share: the share to take of a sharded state.
+        fingerprint: of the whole state, where the tag alone does not identify it.
     """
 
     generation: int
@@ -76,51 +76,51 @@ class CatchUpAsked:
 
 @dataclass(frozen=True, slots=True)
 class Misfits:
-    """What this member trains is not what the line trains; that one's manifest is the line's."""
+    """Says that this member trains something else than the line; `donor` has the line's manifest."""
 
     donor: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class MayGo:
-    """This member wanted to leave, and may. `last`: nobody goes on."""
+    """Lets this member leave, as it asked. `last`: no other member goes on."""
 
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class NoSeat:
-    """The next view has no seat for this member: it is a candidate."""
+    """Says that the next view has no place for this member, which becomes a candidate."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StateGone:
-    """Nobody has all of the state any more: what this member has of it is of no use."""
+    """Says that parts of the sharded state are lost, so that this member's part is of no use."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The line's last step was this one."""
+    """Says that the job is done, with its last step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtOut:
-    """The session had ended behind this member's back; it has got a new one, as a newcomer."""
+    """Says that this member's session had ended unnoticed, and that it has a new one, as a newcomer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The line runs without this worker.
+    """Says that training runs without this worker.
 
     Attributes:
-        generation: its latest.
-        members: its members that have not ended; None while the list is on its way.
+        generation: its latest generation.
+        members: its members that have not ended; None until the list has been fetched.
     """
 
     generation: int
@@ -129,11 +129,11 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Whether there is a way between this worker and the members of a line.
+    """The result of testing whether this worker and the members of a line can connect.
 
     Attributes:
-        members: who was asked.
-        troubles: between which of them and this worker there is none, each with why.
+        members: the members that were tested.
+        troubles: one text for each member that cannot connect to this worker, or it to that, with the reason.
     """
 
     members: Sequence[Peer]
@@ -142,20 +142,20 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What is being waited for."""
+    """Says what the coordinator waits for."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session is over and will not come back, or this member cannot go on."""
+    """Says that the session is over for good, or that this member cannot go on."""
 
     error: BaseException
 
 
 News: TypeAlias = Runs | Tried | Waits
-"""Letters that tell how things are, and ask for nothing."""
+"""Letters that only inform, and ask this member for nothing."""
 
 Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
 
@@ -165,8 +165,8 @@ class Mail:
 
     Attributes:
         summoned: generation in which this member is to ask for a meeting, 0 for none.
-        draining: why this member is to leave, empty if it is not.
-        connected: False while the coordinator is away.
+        draining: why this member should leave; empty if it should not.
+        connected: False while the coordinator cannot be reached.
     """
 
     def __init__(self) -> None:
@@ -177,13 +177,13 @@ class Mail:
         self._put = self._got = 0  # letters that ask; each number is one thread's to write
 
     def put(self, letter: Letter) -> None:
-        """Adds a letter, on the loop; one that the session is over, from any thread."""
+        """Adds a letter; on the loop, or from any thread if it says that the session is over."""
         self._put += not isinstance(letter, News)
         self._letters.put(letter)
 
     @property
     def asks(self) -> bool:
-        """True if there is a letter that asks for something, and does not merely tell how things are."""
+        """True if there is an unread letter that is not merely news."""
         return self._put != self._got
 
     def get(self, timeout: float) -> Letter | None:

@@ -171,7 +171,7 @@ class MemberConnection:
             try:
                 self.close()
             except Exception:  # noqa: BLE001  logged; the first error is the one that matters
-                _log.exception("could not close what join had opened")
+                _log.exception("could not close the connections of a failed join")
             raise
 
     def give_up(self, error: errors.PacelineError) -> None:
@@ -221,7 +221,7 @@ class MemberConnection:
             try:
                 self._thread.run(self._leave(cause, patience), _LEAVE_TIMEOUT, keep=True)
             except TimeoutError:  # grpc does not work any more, as where it has got no memory or no thread
-                _log.error("job %r: the goodbye did not end within %.0f s", self.job, _LEAVE_TIMEOUT)
+                _log.error("job %r: leaving did not finish within %.0f s; giving up", self.job, _LEAVE_TIMEOUT)
 
     def start_line(self, source: StateSource) -> None:
         """From now on this member gives its state to others, and comes back as a new one if its session ends."""
@@ -436,7 +436,7 @@ class MemberConnection:
         try:
             await self._make_links(view)
         except Exception as error:  # noqa: BLE001  raised on the training thread; the others of the view are told
-            _log.exception("job %r: no links of generation %d can be made", self.job, view.generation)
+            _log.exception("job %r: the links of generation %d could not be created", self.job, view.generation)
             self._end_with(error, view)
 
     async def _make_links(self, view: pb.ViewFormed) -> None:
@@ -448,7 +448,7 @@ class MemberConnection:
         except Exception as error:  # whoever waits in join shall hear of it, whatever it is
             if is_exhausted(error):
                 raise
-            _log.info("the members of generation %d cannot be had: %s", view.generation, error)
+            _log.info("could not fetch the members of generation %d: %s", view.generation, error)
             self._fail_join(error)
             text = f"rank {view.rank} ({socket.gethostname()}) could not learn who its members are: {error}"
             reason = ErrorReason.ERROR_REASON_PEER_RAISED

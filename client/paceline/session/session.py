@@ -159,8 +159,8 @@ class Session(abc.ABC):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
         if self._asked_early and self._line is None and not self.all_start_again:
             _log.warning(
-                "session.%s was asked for before session.steps(): a worker that is started again would end there with "
-                "StepOrderError, for it is given a rank in its first step. %s",
+                "session.%s was read before session.steps(): a worker that is restarted would end there with "
+                "StepOrderError, because it gets a rank only in its first step. %s",
                 self._asked_early,
                 _DO_WITHOUT,
             )
@@ -255,9 +255,9 @@ class SoloSession(Session):
         self._on_commit, self._on_view = [], []
 
     def _port(self) -> Port:
-        from paceline.elastic.port import SoloPort
+        from paceline.elastic.port import NullCoordinator
 
-        return SoloPort(self.job, self.group, self._config)
+        return NullCoordinator(self.job, self.group, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:

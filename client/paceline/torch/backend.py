@@ -172,14 +172,14 @@ def _join_rank_0(opts: Any, place: Callable[..., Session], cleanup: contextlib.E
             if isinstance(error, OrphanedError) or waited > patience:
                 raise type(error)(
                     f"rank {opts.group_rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "
-                    "ended, and what it printed says why: start all ranks again; or the name in MASTER_ADDR means "
-                    "another address on its host than here, one of loopback perhaps"
+                    "ended (its output says why): start all ranks again; or the name in MASTER_ADDR resolves to "
+                    "another address on rank 0's host than here, perhaps a loopback address"
                 ) from error
             if waited > _AGAIN_S and not told:
                 told = True
                 _log.warning(
                     "rank %d waits for rank 0 to start a coordinator: %s; if it has started one, the name in "
-                    "MASTER_ADDR means another address on its host than here",
+                    "MASTER_ADDR resolves to another address on its host than here",
                     opts.group_rank,
                     error,
                 )

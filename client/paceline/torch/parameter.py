@@ -1,8 +1,8 @@
-"""A torch parameter as a `paceline.Parameter`: the same values, and its gradient at home in a bucket.
+"""A torch parameter as a `paceline.Parameter`: it shares the values, and its gradient is stored in a bucket.
 
-Autograd computes a gradient into memory of its own. From there it goes to its home, weighted on the way, and
-`Tensor.grad` is a view of the home: one pass over values that are still in the cache, and the fresh memory is free for
-the next gradient at once.
+Autograd computes each gradient into new memory. It is then multiplied by its weight and written to its place in the
+bucket (its "home"), and `Tensor.grad` becomes a view of that place: one pass over values that are still in the cache,
+and autograd can reuse the memory for the next gradient.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from paceline.errors import UnsupportedOp
 from paceline.parallel.parameter import Parameter
 from paceline.torch.tensors import Tensor, array_of, tensor_of
 
-__all__ = ["Hearer", "ShownModule", "ShownParameter"]
+__all__ = ["AutogradObserver", "TorchModule", "TorchParameter"]
 
 
 _HANDLES: Any = WeakIdKeyDictionary()
-"""The hooks of each tensor that has some."""
+"""The handles of the hooks that are registered on each tensor."""
 
 
-class Hearer(Protocol):
-    """Hears of every gradient that autograd accumulates.
+class AutogradObserver(Protocol):
+    """Is called before and after autograd accumulates a gradient.
 
     Attributes:
-        factor: what gradients are multiplied by.
+        factor: weight that each new gradient is multiplied by.
     """
 
     factor: float
 
-    def before(self, parameter: ShownParameter) -> None:
-        """A gradient is there. Raising ends the backward pass."""
+    def before(self, parameter: TorchParameter) -> None:
+        """Autograd has computed a gradient, and it is about to be stored. Raising ends the backward pass."""
 
-    def after(self, parameter: ShownParameter) -> None:
-        """It is at home."""
+    def after(self, parameter: TorchParameter) -> None:
+        """The gradient has been stored in its home."""
 
 
-class ShownParameter(Parameter):
-    """A torch parameter, for wrappers of `paceline.parallel`.
+class TorchParameter(Parameter):
+    """Presents a torch parameter to the wrappers of `paceline.parallel`.
 
     Attributes:
         tensor: the parameter.
     """
 
-    __slots__ = ("__weakref__", "_earlier", "_handles", "_hearer", "_node", "_slot", "_view", "tensor")
+    __slots__ = ("__weakref__", "_autograd_observer", "_earlier", "_handles", "_node", "_slot", "_view", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -78,7 +78,7 @@ class ShownParameter(Parameter):
 
     @property
     def grad(self) -> NDArray[Any] | None:
-        """`Tensor.grad` as an array; at home, it is the home itself."""
+        """`Tensor.grad` as an array; the home itself if the gradient is stored there."""
         gradient = self.tensor.grad
         if gradient is None:
             return None
@@ -105,14 +105,14 @@ class ShownParameter(Parameter):
 
     # Autograd ---------------------------------------------------------------------------------------------------------
 
-    def listen(self, hearer: Hearer) -> None:
-        """Tells of every gradient from now on; a frozen parameter has none to tell of."""
+    def listen(self, observer: AutogradObserver) -> None:
+        """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
         if self._handles or not self.requires_grad:
             return
-        for handle in _HANDLES.get(self.tensor, ()):  # a module that is wrapped again is the new wrapper's
+        for handle in _HANDLES.get(self.tensor, ()):  # the module was wrapped before: the new wrapper replaces it
             handle.remove()
-        self._hearer = hearer
-        # Hooks of the node that accumulates, not of the tensor: `torch.autograd.grad` shall not wake them.
+        self._autograd_observer = observer
+        # The hooks are on the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call them.
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         self._handles = (
             self._node.register_prehook(_weakly(self._before)),
@@ -121,15 +121,15 @@ class ShownParameter(Parameter):
         _HANDLES[self.tensor] = self._handles
 
     def _before(self, gradients: tuple[Tensor, ...]) -> None:
-        self._hearer.before(self)
-        # What is there is put aside: the weight is for what comes now.
+        self._autograd_observer.before(self)
+        # The gradient so far is set aside: the weight applies to the new one only.
         self._earlier, self.tensor.grad = self.tensor.grad, None
 
     def _after(self, tensor: Tensor) -> None:
-        fresh, earlier, view, factor = tensor.grad.to_dense(), self._earlier, self._view, self._hearer.factor
+        fresh, earlier, view, factor = tensor.grad.to_dense(), self._earlier, self._view, self._autograd_observer.factor
         self._earlier = None
         with torch.no_grad():
-            if view is None:  # it does not count, or a collective that was given up may still use its home
+            if view is None:  # the pass does not count, or an abandoned collective may still use the home
                 tensor.grad = fresh * factor if earlier is None else earlier.add_(fresh, alpha=factor)
             elif earlier is None:
                 torch.mul(fresh, factor, out=view) if factor != 1 else view.copy_(fresh)
@@ -139,11 +139,14 @@ class ShownParameter(Parameter):
                     view.copy_(earlier)
                 tensor.grad = view.add_(fresh, alpha=factor)
         self.writes += 1
-        self._hearer.after(self)
+        self._autograd_observer.after(self)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method for a hook that does not keep its object: autograd keeps tensors where Python cannot see the cycle."""
+    """Wraps a method as a hook that does not keep its object alive.
+
+    Python's cycle collector does not see the references that autograd has to its hooks.
+    """
     weak = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -154,19 +157,19 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class ShownModule:
-    """A torch module as `paceline.parallel` sees one: its parameters and buffers."""
+class TorchModule:
+    """Presents a torch module to `paceline.parallel`: its parameters and buffers."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._shown: dict[int, ShownParameter] = {}
+        self._parameters: dict[int, TorchParameter] = {}
 
-    def named_parameters(self) -> Iterator[tuple[str, ShownParameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
         """Pairs of path and parameter; always the same objects."""
         for path, tensor in self._module.named_parameters(remove_duplicate=False):
-            if id(tensor) not in self._shown:
-                self._shown[id(tensor)] = ShownParameter(tensor)
-            yield path, self._shown[id(tensor)]
+            if id(tensor) not in self._parameters:
+                self._parameters[id(tensor)] = TorchParameter(tensor)
+            yield path, self._parameters[id(tensor)]
 
     def named_buffers(self) -> Iterable[tuple[str, NDArray[Any]]]:
         """Pairs of path and array."""
@@ -177,5 +180,9 @@ class ShownModule:
         return self._module(x)
 
     def backward(self, dy: Any) -> None:
-        """Autograd does it."""
+        """Not available: autograd runs the backward pass.
+
+        Raises:
+            UnsupportedOp: always.
+        """
         raise UnsupportedOp("gradients come from autograd: call loss.backward()")

@@ -1,7 +1,7 @@
-"""A backward pass of autograd, from its first gradient to its end: what DDP does meanwhile.
+"""What DDP does during a backward pass of autograd, from the first gradient to the end of the pass.
 
-The first gradient opens the pass, each goes to its bucket, and when autograd is through, the pass ends by a callback of
-its engine: so errors come out of `loss.backward()`.
+The first gradient opens the pass, and each gradient is written to its bucket. A callback of autograd's engine ends the
+pass, so that errors are raised by `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from paceline.parallel.accumulation import Accumulation
 from paceline.parallel.ddp import DDP
 from paceline.parallel.reducer import Reducer
 from paceline.parallel.wrapper import GradientReducer, checked_weight
-from paceline.torch.parameter import ShownModule, ShownParameter
+from paceline.torch.parameter import TorchModule, TorchParameter
 from paceline.torch.uneven import Uneven
 
 __all__ = ["Passes"]
 
 _OUTSIDE = -1
-"""Number of autograd's pass where there is none."""
+"""The number that autograd reports outside of a backward pass."""
 
 
-class Sums(Accumulation):
-    """Passes add up, as they do in torch: the mean over the ranks is taken of their sum.
+class SummedPasses(Accumulation):
+    """An accumulation in which passes add up, as they do in torch: the mean over the ranks is taken of their sum.
 
-    Ranks weigh what their passes weigh on average. So with the same weights in each pass, the result is the sum over
-    the passes of the mean over the ranks.
+    The weight of a rank is the average weight of its passes. So with the same weights in each pass, the result is the
+    sum over the passes of the mean over the ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
-        self._shown: Mapping[str, ShownParameter] = parameters
+        self._torch_parameters: Mapping[str, TorchParameter] = parameters
         self._left: dict[str, int] = {}
         """Version of each gradient when the last pass left it."""
 
@@ -45,16 +45,16 @@ class Sums(Accumulation):
         return self.weight / max(1, self.micro_batches)
 
     def add(self, weight: float, *, alone: bool) -> float:
-        """See `Accumulation`. Alone all passes count alike, as without a wrapper."""
+        """See `Accumulation`. In a world of one all passes have the same weight, as without a wrapper."""
         return super().add(float(weight > 0) if alone else weight, alone=False)
 
     def mark(self) -> None:
         """See `Accumulation`."""
         super().mark()
-        self._left = {path: _version(p) for path, p in self._shown.items()}
+        self._left = {path: _version(p) for path, p in self._torch_parameters.items()}
 
     def written_by_others(self, *, or_zeros: bool) -> str | None:
-        """Whatever the user has written counts as it is, as in torch."""
+        """None: gradients that the user has written are used as they are, as in torch."""
         del or_zeros
         return None
 
@@ -62,59 +62,61 @@ class Sums(Accumulation):
         """Forgets a round all of whose gradients were cleared, by None or by zeros."""
         if not self.micro_batches:
             return
-        changed = any(_version(p) != self._left[path] for path, p in self._shown.items())
-        if changed and not any(p.tensor.grad.any() for p in self._shown.values() if p.tensor.grad is not None):
+        changed = any(_version(p) != self._left[path] for path, p in self._torch_parameters.items())
+        if changed and not any(
+            p.tensor.grad.any() for p in self._torch_parameters.values() if p.tensor.grad is not None
+        ):
             self.drop()
 
 
-def _version(parameter: ShownParameter) -> int:
-    """Changes when somebody changes the gradient through torch; -1 for none."""
+def _version(parameter: TorchParameter) -> int:
+    """The gradient's version, which changes whenever torch changes the gradient; -1 without a gradient."""
     gradient = parameter.tensor.grad
     return -1 if gradient is None else int(gradient._version)
 
 
 class Passes(DDP):
-    """What reduces the gradients of a torch module; arguments as of `paceline.DDP`.
+    """Reduces the gradients of a torch module during the backward pass; arguments as of `paceline.DDP`.
 
     Attributes:
-        factor: see `Hearer`.
-        uneven: for ranks that have no more inputs.
+        factor: see `AutogradObserver`.
+        uneven: coordinates ranks that run out of inputs before others.
     """
 
-    module: ShownModule
+    module: TorchModule
     _round: Accumulation
     _trains_narrow = True
 
     def __init__(self, module: Any, group: Any, **settings: Any) -> None:
-        super().__init__(ShownModule(module), group, **settings)
+        super().__init__(TorchModule(module), group, **settings)
         self.factor = 1.0
         self.uneven = Uneven(group)
         self._weight: float | None = None
-        """Of the next pass, if somebody has given it one."""
+        """Weight of the next pass, if the user has given one."""
         self._watch: AbstractContextManager[None] | None = None
-        """While a pass is under way."""
+        """Watches gradients while a pass is under way; None otherwise."""
         self._task = _OUTSIDE
-        """Autograd's number of that pass."""
+        """Autograd's number of the pass that is under way."""
         self._sends = True
-        """Whether that pass ends with a reduction."""
+        """Whether the pass that is under way ends with a reduction."""
         self._begun = 0
-        """Passes, ever."""
+        """Number of passes so far."""
 
-    # Whoever runs forward and backward --------------------------------------------------------------------------------
+    # Called around forward and backward -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Agrees on the model, and drops what a backward pass that raised has left."""
+        """Agrees on the model with the other ranks, and drops the rest of a backward pass that raised."""
         if self._watch is not None and torch._C._current_graph_task_id() == _OUTSIDE:
-            self._abandon(StepOrderError("the backward pass before did not come to its end"))
+            self._abandon(StepOrderError("the last backward pass did not finish"))
         self.prepare()
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
-        """For a backward pass inside the block, with that weight; None for the usual one."""
+        """Gives the backward pass inside the block a weight; None for the usual one."""
         begun, self._weight = self._begun, weight
         try:
             yield
-            if self._begun == begun:  # it has reached no parameter, but the other ranks wait for this one
+            if self._begun == begun:  # the pass reached no parameter, but the other ranks wait for this one
                 self._begin()
                 self._end()
         except BaseException as error:
@@ -125,9 +127,9 @@ class Passes(DDP):
             self._weight = None
 
     def sync_gradients(self, weight: float | None = None) -> None:
-        """Reduces what passes in `no_sync` have left; does nothing if there is nothing."""
+        """Reduces the gradients that passes in `no_sync` have accumulated; does nothing if there are none."""
         if weight is not None:
-            raise StepOrderError("each pass had its weight in backward(): there is no place for another")
+            raise StepOrderError("each pass got its weight in backward(): sync_gradients() takes none")
         self._prepare(may_change=False)
         self._round.drop_if_cleared()
         if self._round.micro_batches:
@@ -136,7 +138,7 @@ class Passes(DDP):
                 self._reduce()
 
     def reduce_without_input(self) -> None:
-        """Takes part in a reduction of the others, with nothing to give."""
+        """Takes part in a reduction of the other ranks with weight zero."""
         self._prepare(may_change=False)
         self._round.open()
         self._round.add(0.0, alone=False)
@@ -152,8 +154,8 @@ class Passes(DDP):
 
     # Autograd, through the parameters ---------------------------------------------------------------------------------
 
-    def before(self, parameter: ShownParameter) -> None:
-        """See `Hearer`."""
+    def before(self, parameter: TorchParameter) -> None:
+        """See `AutogradObserver`."""
         try:
             task = torch._C._current_graph_task_id()
             if self._watch is None:
@@ -162,8 +164,9 @@ class Passes(DDP):
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
             elif task != self._task:
                 raise StepOrderError(
-                    "a backward pass began before the last one was through: a nested one (checkpoint with "
-                    "use_reentrant=True, which DDP cannot do), or the last one raised, and no forward pass came since"
+                    "a backward pass began before the last one was finished: either it is nested (checkpoint with "
+                    "use_reentrant=True, which DDP does not support), or the last one raised and no forward pass "
+                    "followed"
                 )
             if parameter._observer is not None:
                 parameter._observer.before_gradient(parameter)
@@ -171,8 +174,8 @@ class Passes(DDP):
             self._abandon(error)
             raise
 
-    def after(self, parameter: ShownParameter) -> None:
-        """See `Hearer`."""
+    def after(self, parameter: TorchParameter) -> None:
+        """See `AutogradObserver`."""
         if parameter._observer is None:
             return
         try:
@@ -195,9 +198,9 @@ class Passes(DDP):
         self._watch.__enter__()
 
     def _end(self) -> None:
-        """Autograd is through."""
+        """Ends the pass: autograd has computed all gradients."""
         watch, self._watch = self._watch, None
-        if watch is None:  # given up meanwhile
+        if watch is None:  # abandoned before its end
             return
         with self._all_or_nothing():
             watch.__exit__(None, None, None)
@@ -205,7 +208,7 @@ class Passes(DDP):
                 self._reduce()
 
     def _abandon(self, error: BaseException) -> None:
-        """An attempt that fails leaves no gradient, for part of it may be reduced and part not."""
+        """Drops all gradients of a failed attempt, because some of them may be reduced and some not."""
         self._close(error)
         if self._reducer is not None:
             self._reducer.give_up()
@@ -213,7 +216,7 @@ class Passes(DDP):
             self._round.mark()
 
     def _close(self, error: BaseException) -> None:
-        """Watches no more."""
+        """Stops watching gradients."""
         watch, self._watch = self._watch, None
         if watch is not None:
             try:
@@ -222,10 +225,10 @@ class Passes(DDP):
                 if same is not error:
                     raise
 
-    # What is torch's --------------------------------------------------------------------------------------------------
+    # Differences to NumPy ---------------------------------------------------------------------------------------------
 
     def _new_round(self, reducer: GradientReducer) -> Accumulation:
-        return Sums(reducer.parameters)
+        return SummedPasses(reducer.parameters)
 
     def _agree(self, *, may_change: bool) -> Reducer:
         reducer = super()._agree(may_change=may_change)

@@ -23,30 +23,30 @@ _WHOLE = Holding((0, 1), {}, {})
 
 
 class Round(Protocol):
-    """A worker's round; see `LocalTraining`."""
+    """One worker's round of local training; see `LocalTraining`."""
 
     def begin_round(self) -> Any:
-        """The net goes out from the global parameters; returns what `undo_round` takes."""
+        """Sets the net to the global parameters; returns what `undo_round` takes."""
 
     def undo_round(self, saved: Any) -> None:
-        """The net and the inner optimizers are as when the round began."""
+        """Restores the net and the inner optimizers as they were when the round began."""
 
     def drop_gradients(self) -> None:
         """Drops the local gradients."""
 
     def push(self) -> None:
-        """Others' global parameters have come."""
+        """Copies global parameters, which another worker has sent, to the net."""
 
 
 class RoundPart(Part):
-    """The part of a training state that local training is.
+    """Represents local training in a training state.
 
     Args:
-        kind: how it trains; alike on all members.
-        wrapper: of the global model.
-        outer: its optimizer; its `step` is the gate.
+        kind: how it trains; the same on all members.
+        wrapper: wrapper of the global model.
+        outer: optimizer of the global model; its `step` is the gate.
         inner: the inner optimizers, whose settings are given to others.
-        worker: what is this worker's own.
+        worker: this worker's round.
     """
 
     def __init__(self, kind: str, wrapper: DDP, outer: Optimizer, inner: InnerOptimizers, worker: Round) -> None:

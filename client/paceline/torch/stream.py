@@ -73,8 +73,8 @@ class ElasticStreamLoader:
     ) -> None:
         if missing := [name for name in _PROTOCOL if not callable(getattr(dataset, name, None))]:
             raise UnsupportedOp(
-                f"{type(dataset).__name__} has no {' and no '.join(missing)}: a stream has to say where it is, "
-                "to go on there when workers come and go"
+                f"{type(dataset).__name__} has no {' and no '.join(missing)}: a stream must be able to save its "
+                "position, so that it can resume there when workers come and go"
             )
         if global_batch < 1 or num_workers not in (0, 1) or seed < 0:
             raise ValueError(

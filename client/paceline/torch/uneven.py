@@ -1,4 +1,4 @@
-"""Ranks with fewer inputs than others: those that are through take part in the others' reductions until all are."""
+"""Ranks with fewer inputs than others: a rank without inputs takes part in reductions until all ranks have none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Uneven"]
 
 
 class Uneven:
-    """Who still has inputs. One small message before each reduction, inside of `join` only.
+    """Tracks which ranks still have inputs, by one small message before each reduction; inside of `join` only.
 
     Attributes:
         root: the lowest rank that took part in the last reduction with an input; 0 outside of `join`.
-        reductions: how many there were in this `join`.
+        reductions: number of reductions in this `join`.
     """
 
     def __init__(self, group: Any) -> None:
@@ -24,20 +24,20 @@ class Uneven:
         self._joining = False
 
     def open(self) -> None:
-        """Ranks may have unlike numbers of inputs from now on; all ranks call this."""
+        """Allows different numbers of inputs on the ranks from now on; all ranks call this."""
         self._joining, self.root, self.reductions = True, 0, 0
 
     def close(self) -> None:
-        """They have like numbers again."""
+        """Ends that: all ranks have the same number of inputs again."""
         self._joining, self.root = False, 0
 
     def before_reduction(self) -> None:
-        """This rank has had an input."""
+        """Tells the other ranks that this rank takes part with an input."""
         if self._joining:
             self._tell(has_input=True)
 
     def others_go_on(self) -> bool:
-        """This rank has none left; whether the others will reduce once more."""
+        """Tells the other ranks that this rank has no input left; returns whether they will reduce again."""
         return self._tell(has_input=False)
 
     def _tell(self, *, has_input: bool) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from unit.elastic.solo import Training
-from unit.elastic.test_step_gate import Steward
+from unit.elastic.test_step_gate import StepRunner
 
 from paceline.elastic.digests import digests_of, where_they_differ
 from paceline.elastic.errand import Errand
@@ -52,7 +52,7 @@ def test_the_error_names_what_differs(change: list[Any], where: str) -> None:
 
         def open_gate(rank: int) -> None:
             errand = Errand(groups[rank], word(Flag(0), 1, rank), 1, rides=False)
-            Step(1, 1, groups[rank], trainings[rank].state, Steward(), errand, rank, 0).open_gate()  # type: ignore[arg-type]
+            Step(1, 1, groups[rank], trainings[rank].state, StepRunner(), errand, rank, 0).open_gate()  # type: ignore[arg-type]
 
         errors = at_once([lambda rank=rank: open_gate(rank) for rank in range(2)])
     for error in errors:

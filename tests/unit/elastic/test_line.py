@@ -12,7 +12,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.line import Line
 from paceline.elastic.place import Meet, Phase, Place
-from paceline.elastic.port import SoloPort
+from paceline.elastic.port import NullCoordinator
 from paceline.elastic.saver import Saver
 from paceline.group import Group
 from paceline.links.base import Peer
@@ -22,7 +22,7 @@ from paceline.session.mail import CaughtOut, Tried, ViewCame
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
-class TwoPort(SoloPort):
+class TwoPort(NullCoordinator):
     """A member of a world of two whose coordinator is the test; remembers what it says."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.offer import Content
 from paceline.elastic.place import Meet
-from paceline.elastic.port import SoloPort
+from paceline.elastic.port import NullCoordinator
 from paceline.elastic.state import TrainState
 from paceline.elastic.steps import line_of, run_steps
 from paceline.group import Group
@@ -32,7 +32,7 @@ def state_at(step: int, value: float) -> TrainState:
     return state
 
 
-class NewcomersPort(SoloPort):
+class NewcomersPort(NullCoordinator):
     """The first view has this member as a newcomer to a line that is at step 6; others give it that state."""
 
     came_in = False
@@ -51,7 +51,7 @@ class NewcomersPort(SoloPort):
         return state_at(6, 60.0).offered()
 
 
-class WatchedPort(SoloPort):
+class WatchedPort(NullCoordinator):
     """Looks at the disk when the coordinator is told that the line is done."""
 
     def __init__(self, group: Group, directory: Path) -> None:

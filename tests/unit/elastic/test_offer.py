@@ -253,4 +253,4 @@ def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) ->
         shelf.offer(Tag(TAG.generation, TAG.step + 1), Content.of({"a": np.ones(4)}))
     go_on.set()
     thread.join(10)
-    assert outcome == [f"the state {TAG} is no more"]
+    assert outcome == [f"the state {TAG} is no longer offered"]

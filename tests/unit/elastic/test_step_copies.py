@@ -202,7 +202,7 @@ def test_a_state_that_is_spread(session: Any) -> None:
     optimizer = paceline.optim.SGD(model, lr=0.1)
     steps = session.steps(paceline.TrainState(model=model, optimizer=optimizer), total=2)
     with next(steps) as step:
-        with pytest.raises(UnsupportedOp, match="one update there, behind all of its collectives"):
+        with pytest.raises(UnsupportedOp, match="has one update, after all its collectives"):
             step.keep_copy()
         model(np.ones((1, 2), np.float32))
         model.backward(np.ones((1, 2), np.float32))

@@ -22,7 +22,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
 
 
-class Steward:
+class StepRunner:
     """Notes when the state begins to change."""
 
     def __init__(self, look: Callable[[], Any] = lambda: None) -> None:
@@ -45,9 +45,9 @@ def groups() -> Iterator[list[Group]]:
         yield groups
 
 
-def step_of(group: Group, steward: Steward, digest: int = 5) -> Step:
+def step_of(group: Group, runner: StepRunner, digest: int = 5) -> Step:
     errand = Errand(group, word(Flag(0), 1, digest), 1, rides=False)
-    return Step(1, 1, group, TrainState(), steward, errand, digest, 0)  # type: ignore[arg-type]
+    return Step(1, 1, group, TrainState(), runner, errand, digest, 0)  # type: ignore[arg-type]
 
 
 def test_the_gate_opens_when_all_collectives_of_the_step_are_through(groups: list[Group]) -> None:
@@ -63,16 +63,16 @@ def test_the_gate_opens_when_all_collectives_of_the_step_are_through(groups: lis
 
     def open_gate() -> list[bool]:
         work: Any = None
-        steward = Steward(lambda: work.done())
-        step = step_of(mine, steward)
+        runner = StepRunner(lambda: work.done())
+        step = step_of(mine, runner)
         work = mine.all_reduce(np.ones(3), async_op=True)
         step.open_gate()
         other_may_go_on.set()
         work.wait()
-        return steward.saw
+        return runner.saw
 
     def follow() -> None:
-        step_of(other, Steward())
+        step_of(other, StepRunner())
         assert other_may_go_on.wait(10)
         other.all_reduce(np.ones(3))
 
@@ -81,21 +81,21 @@ def test_the_gate_opens_when_all_collectives_of_the_step_are_through(groups: lis
 
 
 def test_the_gate_stays_shut_where_members_hold_different_bits(groups: list[Group]) -> None:
-    stewards = [Steward(), Steward()]
-    steps = [lambda i=i: step_of(groups[i], stewards[i], digest=i).open_gate() for i in range(2)]
+    runners = [StepRunner(), StepRunner()]
+    steps = [lambda i=i: step_of(groups[i], runners[i], digest=i).open_gate() for i in range(2)]
     assert all(isinstance(error, DivergenceError) for error in at_once(steps))
-    assert [steward.saw for steward in stewards] == [[], []]
+    assert [runner.saw for runner in runners] == [[], []]
 
 
 def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_way(groups: list[Group]) -> None:
-    stewards = [Steward(), Steward()]
-    steps = at_once([lambda i=i: step_of(groups[i], stewards[i]) for i in range(2)])
+    runners = [StepRunner(), StepRunner()]
+    steps = at_once([lambda i=i: step_of(groups[i], runners[i]) for i in range(2)])
     at_once([step._word.wait for step in steps])
     groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
     for step in steps:
         with pytest.raises(PeerLost, match="rank 0 is gone"):
             step.open_gate()
-    assert [steward.saw for steward in stewards] == [[], []]
+    assert [runner.saw for runner in runners] == [[], []]
 
 
 @pytest.mark.parametrize("error", [SettingsMismatch("compression is bf16", ranks=(1,)), DivergenceError("it differs")])
@@ -104,7 +104,7 @@ def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, grou
     both, heard = threading.Barrier(2), NewcomerDiffers("rank 1 came in", groups[0].members[1], ranks=(1,))
 
     def enter(rank: int) -> Step:
-        step = step_of(groups[rank], Steward())
+        step = step_of(groups[rank], StepRunner())
         with step:
             both.wait()
             raise error if rank == 1 else heard
@@ -119,7 +119,7 @@ def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, grou
 
 
 def test_the_news_of_a_newcomer_that_differs_fails_the_step_before_it_has_said_so_itself(groups: list[Group]) -> None:
-    step = step_of(groups[0], Steward())
+    step = step_of(groups[0], StepRunner())
     with step:
         raise NewcomerDiffers("rank 1 came in", groups[0].members[1], ranks=(1,))
     assert not step.applied
@@ -131,6 +131,6 @@ def test_an_error_of_another_session_is_the_blocks_own(kind: Any, groups: list[G
     """It is raised, and ends the loop: to run the step again would change nothing over there."""
     elsewhere = replace(groups[0].members[1], member_id="of another session")
     error = PeerRaised("raised") if kind is PeerRaised else NewcomerDiffers("came in", elsewhere, ranks=(1,))
-    with pytest.raises(kind) as caught, step_of(groups[0], Steward()):
+    with pytest.raises(kind) as caught, step_of(groups[0], StepRunner()):
         raise error
     assert caught.value is error

@@ -252,7 +252,7 @@ def test_what_nobody_gives_is_named(givers: Any, way: str, trouble: Any) -> None
 
 
 def test_nobody_was_named_for_it(givers: Any) -> None:
-    with pytest.raises(LinkUnavailable, match="none of those that were named has it"):
+    with pytest.raises(LinkUnavailable, match="none of the members that were named has it"):
         take(plan_for(WHOLE), givers(Share(1, 2)))
 
 
@@ -336,7 +336,7 @@ def test_parcel_with_other_bytes() -> None:
 def test_door_gives_no_more_than_it_has_and_may(givers: Any, runs: Any) -> None:
     (giver,) = givers(WHOLE)
     assert 30 * VALUES["large"].nbytes > grpc_state.MAX_PARCEL_BYTES
-    taker = taking._Taking(JOB, TAG, plan_for(WHOLE), PATIENCE)
+    taker = taking._ShardFetcher(JOB, TAG, plan_for(WHOLE), PATIENCE)
 
     async def ask() -> None:
         channel = IN_THE_CLEAR.member_channel(giver.peer.address, options=CHANNEL_OPTIONS)

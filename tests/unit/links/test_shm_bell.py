@@ -7,7 +7,7 @@ from time import monotonic, process_time
 
 import pytest
 
-from paceline.links.shm.bell import Bell, Vigil, awake_for
+from paceline.links.shm.bell import Bell, SpinPolicy, awake_for
 
 
 @pytest.mark.parametrize(
@@ -33,16 +33,16 @@ def test_a_waiter_falls_asleep_and_is_woken_by_a_count() -> None:
         bell.close()
 
 
-def test_a_vigil_is_given_up_where_answers_come_late_and_taken_up_again() -> None:
-    vigil = Vigil(1e-4)
-    assert vigil.is_worth_it
-    vigil.note(100.0)
+def test_spinning_stops_where_answers_come_late_and_starts_again() -> None:
+    spinning = SpinPolicy(1e-4)
+    assert spinning.should_spin
+    spinning.note(100.0)
     for _ in range(10):
-        vigil.note(2e-4)
-    assert not vigil.is_worth_it
+        spinning.note(2e-4)
+    assert not spinning.should_spin
     for _ in range(10):
-        vigil.note(1e-5)
-    assert vigil.is_worth_it
+        spinning.note(1e-5)
+    assert spinning.should_spin
 
 
 def test_who_does_not_wait_reads_what_is_there() -> None:

@@ -67,7 +67,7 @@ def test_a_ticket_is_good_for_one_half(hosted: tuple[LoopThread, ShmHost]) -> No
     (incoming,) = made
     outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"hello"), 0.0)
     assert incoming.recv(0.0).payload == b"hello"
-    with pytest.raises(LinkUnavailable, match="ticket is not good"):
+    with pytest.raises(LinkUnavailable, match="ticket is unknown"):
         dial(thread, host.name)
     outgoing.close()
     incoming.close()

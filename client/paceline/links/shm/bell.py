@@ -1,10 +1,10 @@
-"""A count that a peer adds to (an eventfd), and how to wait for it: first awake, for a moment, then asleep.
+"""A counter that a peer adds to (an eventfd), and how to wait for it: spin for a moment, then sleep.
 
-Measured between two processes (x86, 2 cores): a reader that looks again and again, and lets others run in between, has
-a count after 3 to 7 us, one that sleeps in poll after 57 us. So it stays awake for as long as answers have come soon
-lately. Where ranks outnumber cores, whoever stays awake keeps those from their work that it waits for: it gives up as
-soon as it has lost what a sleeper loses (W=4 on 2 cores, medians: 1 MiB 0.73 ms, not 1.08). Not so where it waits for a
-mark, for which nobody works.
+Measured between two processes (x86, 2 cores): a reader that polls in a loop and yields the core in between sees a count
+after 3 to 7 us; one that sleeps in poll, after 57 us. So a reader spins while recent waits were short. Where ranks
+outnumber cores, a spinning thread takes the core from the rank it waits for; there it spins only as long as waking from
+sleep would take (W=4 on 2 cores, medians: 1 MiB 0.73 ms, not 1.08). A wait for a mark spins longer, since no rank has
+to work for a mark.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from time import monotonic
 
 from paceline._wait import SLICE
 
-__all__ = ["AWAKE", "Bell", "Vigil", "awake_for"]
+__all__ = ["AWAKE", "Bell", "SpinPolicy", "awake_for"]
 
 _LOST = 60e-6
-"""Seconds that a sleeper loses."""
+"""Seconds that waking from sleep costs."""
 
 AWAKE = 200e-6
-"""Seconds that a waiter with a core of its own, or for a mark, stays awake at most."""
+"""Longest spin in seconds of a thread that has a core of its own, or that waits for a mark."""
 
 _WAKE = 1 << 48
-"""What a wake adds: no count comes near it, and one descriptor serves both."""
+"""What `wake` adds to the eventfd: more than any count, so that one descriptor can carry counts and wakes."""
 
 
 def awake_for(neighbours: int) -> float:
-    """Seconds that a waiter stays awake at most.
+    """The longest time in seconds that a waiting thread spins before it sleeps.
 
     Args:
-        neighbours: other members on this machine; all may be waiting, or working, at the same time.
+        neighbours: number of other members on this machine; all may run at the same time.
     """
     return _LOST if neighbours >= (os.cpu_count() or 1) else AWAKE
 
 
-class Vigil:
-    """Whether it is worth to stay awake: for as long as answers have come soon lately.
+class SpinPolicy:
+    """Decides whether a wait begins with spinning: it does while recent waits were shorter than the longest spin.
 
     Args:
-        most: seconds to stay awake at most.
+        most: longest spin in seconds.
 
     Attributes:
         most: as given.
@@ -54,13 +54,13 @@ class Vigil:
         self._usual = 0.0  # seconds that waits have taken lately
 
     @property
-    def is_worth_it(self) -> bool:
-        """True if the usual answer comes soon enough."""
+    def should_spin(self) -> bool:
+        """True if the average of recent waits is shorter than `most`."""
         return self._usual < self.most
 
     def note(self, seconds: float) -> None:
-        """A wait has taken so long, asleep or awake."""
-        # Longer ones count alike: one of them must not be remembered for ever.
+        """Records how long a wait took, spinning or asleep."""
+        # Capped, so that one very long wait does not prevent spinning for many waits.
         self._usual += (min(seconds, 4 * self.most) - self._usual) / 4
 
 
@@ -77,7 +77,7 @@ class Bell:
 
     def __init__(self, fd: int, awake: float = AWAKE) -> None:
         self.fd = fd
-        self._vigil = Vigil(awake)
+        self._spinning = SpinPolicy(awake)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self._look = self._poll.poll
@@ -127,9 +127,9 @@ class Bell:
             return 0
 
     def _wait(self, started: float, deadline: float) -> list[tuple[int, int]]:
-        look, pause, vigil = self._look, os.sched_yield, self._vigil
-        if vigil.is_worth_it:
-            until = min(started + vigil.most, deadline)
+        look, pause, spinning = self._look, os.sched_yield, self._spinning
+        if spinning.should_spin:
+            until = min(started + spinning.most, deadline)
             while True:
                 pause()
                 if events := look(0):
@@ -139,14 +139,14 @@ class Bell:
                     break
         else:
             events = look(1000 * min(SLICE, deadline - started))
-        vigil.note(monotonic() - started)
+        spinning.note(monotonic() - started)
         return events
 
     def wake(self) -> None:
         """Makes the waiter return."""
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):  # counted to the brim, it wakes the waiter as well
+                with contextlib.suppress(BlockingIOError):  # a saturated counter wakes the waiter too
                     os.eventfd_write(self.fd, _WAKE)
 
     def close(self) -> None:

@@ -215,7 +215,7 @@ class ShmHost:
             raise _Refused(f"this side has layout {LAYOUT} of {CONTROL_BYTES} bytes")
         expected = self._expected.get(ticket)
         if expected is None:
-            raise _Refused("the ticket is not good, or not any more")
+            raise _Refused("the ticket is unknown or has expired")
         self.forget(ticket)
         if len(descriptors) != 3:
             raise _Refused(f"{len(descriptors)} descriptors arrived where 3 are due")

@@ -24,7 +24,7 @@ from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.halves import Incoming
-from paceline.links.shm.bell import AWAKE, Bell, Vigil, awake_for
+from paceline.links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
 from paceline.links.shm.breach import again, breach
 from paceline.links.shm.copying import Copier
 from paceline.links.shm.layout import (
@@ -101,7 +101,7 @@ class ShmIncoming(Incoming):
         self._room = room
         self._copier = Copier(LONG_FRAME_BYTES, first_trial=12)
         self._bell.watch(sock.fileno(), self._on_socket)
-        self._vigil, self._mark_vigil = Vigil(awake_for(neighbours)), Vigil(AWAKE)
+        self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
         self._frames = 0  # that were read
         self._held = 0  # of them: not given back
@@ -120,7 +120,7 @@ class ShmIncoming(Incoming):
         if self._fault.failed:
             self._fault.check()
         if not self._rung[_FRAMES]:
-            self._await(_FRAMES, self._told, 0, self._frames, self._vigil, deadline)
+            self._await(_FRAMES, self._told, 0, self._frames, self._spinning, deadline)
         memory = self._memory
         at = SLOTS_AT + self._frames % SLOTS * SLOT_BYTES
         number, kind, part, generation, operation, place, words, size, segment, offset = DESCRIPTOR.unpack_from(
@@ -171,7 +171,7 @@ class ShmIncoming(Incoming):
             self._fault.check()
         at = self._marked % MARKS
         if not self._rung[_MARKS]:
-            self._await(_MARKS, self._marks, at, self._seen[at], self._mark_vigil, deadline)
+            self._await(_MARKS, self._marks, at, self._seen[at], self._mark_spinning, deadline)
         if self._rung[_FRAMES] and (not self._rung[_MARKS] or self._next_operation() < self._marks[at]):
             return self.recv(deadline)
         self._rung[_MARKS] -= 1
@@ -184,17 +184,17 @@ class ShmIncoming(Incoming):
         operation: int = DESCRIPTOR.unpack_from(self._memory, SLOTS_AT + self._frames % SLOTS * SLOT_BYTES)[4]
         return operation
 
-    def _await(self, what: int, words: memoryview, at: int, before: int, vigil: Vigil, deadline: float) -> None:
+    def _await(self, what: int, words: memoryview, at: int, before: int, spinning: SpinPolicy, deadline: float) -> None:
         """Returns when the bell has counted something of a kind (`_rung`); if it is a mark, or a frame instead.
 
-        When `words[at]`, in the peer's memory, is no longer what it was before, the bell is about to ring. It is looked
-        at, while others run in between, for as long as is usually enough (`vigil`); then this sleeps.
+        When `words[at]`, in the peer's memory, is no longer what it was before, the bell is about to ring. This spins
+        on that word for as long as `spinning` allows, yields the core in between, and then sleeps.
         """
         rung, started = self._rung, 0.0
         if words[at] == before:
             started, pause = monotonic(), os.sched_yield
-            if vigil.is_worth_it:
-                until = min(deadline, started + vigil.most)
+            if spinning.should_spin:
+                until = min(deadline, started + spinning.most)
                 while words[at] == before and monotonic() < until:
                     pause()
         if words[at] != before:
@@ -202,7 +202,7 @@ class ShmIncoming(Incoming):
         while not rung[what] and not (what == _MARKS and rung[_FRAMES]):
             self._sleep(deadline)
         if started:
-            vigil.note(monotonic() - started)
+            spinning.note(monotonic() - started)
 
     def _count(self, count: int) -> None:
         rung = self._rung
@@ -242,7 +242,7 @@ class ShmIncoming(Incoming):
         try:
             self._epoll = select.epoll()
         except OSError as error:
-            raise LimitExceeded(f"what {self._peer} sends cannot be waited for: {error}") from error
+            raise LimitExceeded(f"cannot wait for frames from {self._peer}: {error}") from error
         self._epoll.register(self._bell.fd, select.EPOLLIN | select.EPOLLET)
         self._loop.call_soon_threadsafe(self._listen, self._epoll)
 

@@ -1,10 +1,10 @@
-"""The memory of one unit's parameters of one dtype: this rank's part, and the whole while it is needed.
+"""The memory of one unit's parameters of one dtype: this rank's part, and the whole array while it is needed.
 
 `Parameter` objects come in two kinds. The module's *parameters* are views of the whole array, and have no values while
-there is none. The *pieces* are views of this rank's part, shape [elements here]: optimizers train them, and gradients
-arrive in them. Where one rank has everything, pieces have the parameters' shapes, and the same memory.
+it does not exist. The *pieces* are views of this rank's part, shape [elements here]: optimizers train them, and
+gradients arrive in them. Where one rank has everything, pieces have the parameters' shapes, and the same memory.
 
-Nothing here decides when; nothing but `fetch` and `summon` communicates.
+The callers decide when arrays are gathered and dropped. Only `fetch`, `gather` and `summon` communicate.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Room:
     """Memory of a flat array for a placement.
 
     Attributes:
-        placement: which part is meant.
-        layout: where the parameters lie then.
-        part: that part, shape [S]; if it is new, to be filled, but for its padding.
-        full: what `part` is a view of; None where the whole is not kept.
-        is_whole: all values in `full` count.
+        placement: the placement.
+        layout: where the parameters lie under it.
+        part: this rank's part, shape [S]; in new memory only its padding is filled.
+        full: the whole array, of which `part` is a view; None if it is not kept.
+        is_whole: True if all values in `full` are valid.
     """
 
     placement: Placement
@@ -47,34 +47,34 @@ class Room:
     is_whole: bool
 
     def runs(self) -> Iterator[tuple[NDArray[Any], int]]:
-        """Of each parameter the elements that lie here, shape [n], and the number of the first."""
+        """For each parameter its elements in this part, shape [n], and the number of the first."""
         part = self.placement.part
         for place, start in zip(self.layout.pieces(part), self.layout.starts(part), strict=True):
             yield self.part[place], start
 
 
 class Flat:
-    """Parameters side by side. The names of the letters are those of `layout`.
+    """Parameters in one flat array. For the letters see `layout`.
 
     Args:
-        parameters: the module's, by path; all of one dtype. Their values move into memory of this object.
-        placement: which part is this rank's.
-        wire: dtype in which values and gradients travel, None for their own. Masters keep their precision.
-        empty: where the memory of what travels comes from.
-        computes: the module computes with values as they travel, not with the masters' precision.
+        parameters: the module's parameters by path, all of one dtype. Their values move into memory of this object.
+        placement: the placement of this rank's part.
+        wire: dtype of values and gradients on the wire, None for their own. Masters keep their precision.
+        empty: allocates memory that links can send without a copy.
+        computes: whether the module computes with values in the dtype `wire`.
 
     Attributes:
-        parameters: the module's.
+        parameters: the module's parameters.
         pieces: this rank's pieces of them.
-        part: this rank's part, shape [S]: the values that count.
-        gradients: of this rank alone.
-        is_whole: the parameters have values that can be used.
-        is_spread: other ranks hold other parts.
-        given: the part was set on purpose before the ranks agreed on initial values.
+        part: this rank's part, shape [S], in full precision.
+        gradients: gradients of this rank alone, before the reduction.
+        is_whole: True if the parameters have values that can be used.
+        is_spread: True if other ranks hold other parts.
+        given: True if the part was set on purpose before the ranks agreed on initial values.
     """
 
     label = ""
-    """What its collectives are called, alike on all ranks: no array shall be taken for another of the same size."""
+    """Label of its collectives, the same on all ranks, so that arrays of the same size are not confused."""
 
     def __init__(
         self,
@@ -91,15 +91,15 @@ class Flat:
         narrower = wire is not None and self.dtype.kind == "f" and wire.itemsize < self.dtype.itemsize
         self.wire = wire if narrower else None
         self._shown = self.wire if computes and self.wire is not None else self.dtype
-        """Of the values that the module's parameters have while it runs."""
+        """The dtype of the module's parameters while it runs."""
         self.given = False
         self._empty = empty
         self._stand(placement, self.laid_out(len(placement.shards)))
         self._incoming: tuple[NDArray[Any], PendingWork] | None = None
         self._pinned: NDArray[Any] | None = None
-        """While summoned: this rank's part as it was."""
+        """A copy of this rank's part from before `summon`; None if not summoned."""
 
-        # What is dropped after the first use need not be where links can read it.
+        # An array that is dropped after the first use need not lie in memory of links.
         self._full: NDArray[Any] | None = (empty if self._in_place else np.empty)(self.layout.padded, self.dtype)
         self._full[self.layout.size :] = 0
         for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
@@ -114,18 +114,18 @@ class Flat:
         )
 
     def laid_out(self, parts: int) -> Layout:
-        """Where the parameters lie if they are cut into so many parts."""
+        """The layout of the parameters if they are cut into `parts` parts."""
         return Layout([p.shape for p in self.parameters], parts)
 
     def room(self, placement: Placement) -> Room:
-        """Takes memory for another placement; changes nothing."""
+        """Allocates memory for another placement; changes nothing."""
         layout = self.laid_out(len(placement.shards))
         own = layout.own(placement.part)
         full: NDArray[Any] | None = None
         if (placement.keeps_full and self.wire is None) or layout.world == 1 or not layout.size:
             full = self._empty(layout.padded, self.dtype)
             full[layout.size :] = 0
-            if self._full is not None and layout.world > 1:  # what others have, until it is gathered: as old as here
+            if self._full is not None and layout.world > 1:  # stale values of other parts, until they are gathered
                 full[: layout.size] = self._full[: layout.size]
             part = full[own]
         else:
@@ -134,7 +134,7 @@ class Flat:
         return Room(placement, layout, part, full, layout.world == 1 or not layout.size)
 
     def move(self, room: Room) -> None:
-        """From now on the part is the one in that room, which is filled; what was held stays as it is."""
+        """Makes the filled part of a room this rank's part; the old memory is left as it is."""
         self.drop()
         self.gradients.drop()
         self._stand(room.placement, room.layout)
@@ -149,13 +149,13 @@ class Flat:
             self._forget()
 
     def initial(self) -> Iterator[NDArray[Any]]:
-        """Each parameter's values while ranks agree on them; here whole, and to be written."""
+        """Each parameter's whole values, writable, while the ranks agree on initial values."""
         full = self._full if self.is_spread else self.part
         assert full is not None
         return self.views(full)
 
     def settle(self) -> None:
-        """The whole array holds the initial values of all ranks: from now on this rank keeps its part alone."""
+        """Keeps only this rank's part, once the ranks have agreed on initial values."""
         if not self.is_spread:
             if self._is_narrowed:
                 self._forget()
@@ -170,20 +170,20 @@ class Flat:
         self.is_whole = False
 
     def fetch(self, ranks: ShardRanks) -> None:
-        """Starts to gather the whole, unless it is here or on its way."""
+        """Starts to gather the whole array, unless it is here or being gathered."""
         if self.is_whole or self._incoming is not None or not self.is_spread:
             return
         if self._in_place:
             assert self._full is not None
             self._incoming = self._full, ranks.all_gather(self.part, out=self._full, label=self.label, async_op=True)
         else:
-            # This rank's part is copied now: what is changed later reaches nobody in part.
+            # This rank's part is copied now, so that a later change is never sent half done.
             fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
             fresh[self._own] = self.part
             self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, label=self.label, async_op=True)
 
     def wait(self) -> None:
-        """Waits for what `fetch` started; the parameters have values from here on."""
+        """Waits for the gather that `fetch` started; then the parameters have values."""
         if self._incoming is not None:
             (fresh, work), self._incoming = self._incoming, None
             work.wait()
@@ -192,7 +192,7 @@ class Flat:
             self._install(self.part, self._shown)
 
     def was_changed(self) -> bool:
-        """True if this rank's part is not any more what is on its way."""
+        """True if this rank's part has changed since `fetch` sent it."""
         if self._incoming is None or self._in_place:
             return False
         sent = self._incoming[0][self._own]
@@ -200,27 +200,27 @@ class Flat:
         return not np.array_equal(sent.view(np.uint8), now.view(np.uint8))
 
     def release(self) -> None:
-        """The whole is not needed any more; does nothing where it is kept."""
+        """Drops the whole array when it is no longer needed; does nothing if the placement keeps it."""
         if self.is_whole and not self._keeps and self._pinned is None:
             self._forget()
 
     def expire(self) -> None:
-        """Parts have changed: what is whole, or on its way, is out of date."""
+        """Drops the whole array and a running gather, which are out of date because parts have changed."""
         if self._pinned is None:
             self.drop()
             self.is_whole = not (self.is_spread or self._is_narrowed)
 
     def drop(self) -> None:
-        """Forgets what is on its way, and what is not kept."""
+        """Drops a running gather, and the whole array unless the placement keeps it."""
         incoming, self._incoming = self._incoming, None
         if incoming is not None and self._in_place:
-            # It would write where values are kept. The others have asked for it too, so it ends.
-            with suppress(PacelineError):  # whoever drops has an error of his own, or will meet this one next
+            # The gather writes into the kept array, so wait for it; all ranks have called it, so it ends.
+            with suppress(PacelineError):  # the caller has an error already, or will see this one next
                 incoming[1].wait()
         self.release()
 
     def gather(self, ranks: ShardRanks | None) -> NDArray[Any]:
-        """The whole array in full precision, padding included, shape [W * S]; not a copy where it is here."""
+        """Gathers the whole array in full precision, with padding, shape [W * S]; no copy if it is here already."""
         if self._pinned is not None:
             assert self._full is not None
             return self._full
@@ -232,16 +232,16 @@ class Flat:
         return fresh
 
     def summon(self, ranks: ShardRanks | None) -> None:
-        """Gathers the whole in full precision, and holds it until `dismiss`."""
+        """Gathers the whole array in full precision, and keeps it until `dismiss`."""
         self.drop()
         fresh = self.gather(ranks)
         self._pinned = self.part.copy() if self.is_spread else self.part
         if self._is_narrowed:
-            self._full = None  # too narrow for them
+            self._full = None  # its dtype is too narrow
         self._install(fresh, self.dtype)
 
     def dismiss(self) -> None:
-        """Takes over what was changed in the whole array, and lets go of it."""
+        """Copies changes in the whole array to this rank's part, and drops the whole array."""
         if self._pinned is None:
             return
         before, self._pinned = self._pinned, None
@@ -261,11 +261,11 @@ class Flat:
         return self._pinned is not None
 
     def path_with_gradient(self) -> str | None:
-        """The first parameter that has a gradient of this rank alone."""
+        """Path of the first parameter with a gradient that is not reduced; None if there is none."""
         return next((path for path, p in self._named.items() if p.grad is not None), None)
 
     def put_gradients(self, part: NDArray[Any], used: NDArray[np.bool_]) -> None:
-        """Adds to the pieces' gradients, out of this rank's part of them, shape [S]; leaves those nobody used."""
+        """Adds this rank's part of the gradients, shape [S], to those of the pieces; skips pieces that no rank used."""
         for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
             if any_use:
                 gradient = part[place].reshape(piece.shape)
@@ -274,7 +274,7 @@ class Flat:
                 piece._hold(gradient)
 
     def set_whole(self, values: Sequence[NDArray[Any]]) -> None:
-        """Sets every element that is held here, from arrays of the parameters' shapes."""
+        """Sets all elements that this rank holds from arrays of the parameters' shapes."""
         for parameter, piece, start, whole in zip(self.parameters, self.pieces, self.starts, values, strict=True):
             if parameter._data is not None:
                 parameter.data = whole
@@ -282,12 +282,12 @@ class Flat:
                 piece.data = whole.reshape(-1)[start : start + piece.data.size].reshape(piece.shape)
 
     def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """Each parameter's elements in an array of the whole, in its shape."""
+        """Views of each parameter in a whole array, in the parameter's shape."""
         for parameter, place in zip(self.parameters, self.layout.places, strict=True):
             yield full[place].reshape(parameter.shape)
 
     def _stand(self, placement: Placement, layout: Layout) -> None:
-        """Takes a place among the ranks."""
+        """Sets the placement of this rank, and all that depends on it."""
         self.layout = layout
         self.is_spread = layout.world > 1 and layout.size > 0
         self.gradients = Gradients(self.parameters, layout, self._empty)
@@ -296,15 +296,15 @@ class Flat:
         self.starts = layout.starts(placement.part)
         self._keeps = placement.keeps_full or not (self.is_spread or self._is_narrowed)
         self._in_place = placement.keeps_full and self.wire is None
-        """The part is a view of the whole array, which is gathered where it lies."""
+        """True if the part is a view of the whole array, which is gathered in place."""
 
     @property
     def _is_narrowed(self) -> bool:
-        """True if the module computes with fewer bits than are trained: then it never sees the part itself."""
+        """True if the module computes in a narrower dtype than the part's, so that it never uses the part itself."""
         return self._shown != self.dtype
 
     def _forget(self) -> None:
-        """Lets go of the whole array."""
+        """Drops the whole array."""
         self._full = None
         self.is_whole = False
         for parameter in self.parameters:

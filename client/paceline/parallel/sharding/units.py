@@ -44,12 +44,12 @@ class Units:
         self._group = group
         self._reduction = Reduction(self._all, group)
         self._order: Order | None = None
-        """Of the pass that runs; None between passes."""
+        """The order of the running pass; None between passes."""
         self._backwards = self._ignores = self._early = False
         self.prefetched = False
-        """`prefetch` was called, and no pass or known change of parts has come since."""
+        """True after `prefetch`, until the next pass or known change of the parts."""
         self._fetched = False
-        """`prefetch` was called, and no pass has come since: known to all ranks alike."""
+        """True after `prefetch`, until the next pass; the same on all ranks."""
         self.refit()
 
     def __iter__(self) -> Iterator[Unit]:
@@ -60,7 +60,7 @@ class Units:
         return all(unit.fits() for unit in self._all)
 
     def refit(self) -> None:
-        """What is frozen and what is not has been agreed on."""
+        """Notes that the ranks have agreed on which parameters are frozen."""
         for unit in self._all:
             unit.refit()
         trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
@@ -69,7 +69,7 @@ class Units:
 
     @contextmanager
     def running_forward(self, unit: Unit) -> Iterator[None]:
-        """For a unit's forward inside the block: it is whole there. A module's backward may call it again."""
+        """Keeps a unit whole for its forward inside the block. A module's backward may call it again."""
         with self._whole(unit):
             yield
         if not self._backwards:
@@ -77,7 +77,7 @@ class Units:
 
     @contextmanager
     def running_backward(self, unit: Unit) -> Iterator[None]:
-        """For a unit's backward inside the block: it is whole there, and sends its gradients afterwards."""
+        """Keeps a unit whole for its backward inside the block, and sends its gradients afterwards."""
         self._reduction.make_room()
         with self._whole(unit), unit.taking_gradients(ignore=self._ignores):
             yield
@@ -104,7 +104,7 @@ class Units:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """For a forward pass of the whole model inside the block."""
+        """Runs a forward pass of the whole model inside the block."""
         for unit in self._all:
             unit.runs = 0
             if unit.placement.keeps_full:
@@ -114,11 +114,11 @@ class Units:
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
-        """For a backward pass of the whole model inside the block.
+        """Runs a backward pass of the whole model inside the block.
 
         Args:
-            weight: this rank's, that of earlier micro-batches included.
-            early: units send gradients when they are done.
+            weight: this rank's weight, including that of earlier micro-batches.
+            early: whether units send their gradients as soon as they are done.
         """
         self._check_not_summoned()
         if early:
@@ -134,7 +134,7 @@ class Units:
 
     @contextmanager
     def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
-        """As `watching`; the gradients are dropped, but collectives go as on the ranks where they count."""
+        """Like `watching`, but drops the gradients; calls the same collectives as ranks that keep them."""
         self._ignores = True
         try:
             with self.watching(weight=weight, early=early):
@@ -153,24 +153,24 @@ class Units:
         finally:
             self._order = None
             self.prefetched = self._fetched = False
-            for unit in self._all:  # what was fetched for nothing
+            for unit in self._all:  # units that were fetched and not used
                 unit.drop()
 
     def prefetch(self) -> None:
         """Starts to gather the units that the next forward pass begins with."""
         self.prefetched = self._fetched = True
         for number in self._forward.first(max(1, self._ahead)):
-            if not self._all[number].placement.keeps_full:  # that one would travel while it may be written
+            if not self._all[number].placement.keeps_full:  # it may be written while it is sent
                 self._all[number].fetch()
 
     def expire(self) -> None:
-        """Parts have changed: what is whole, or on its way, is out of date."""
+        """Drops whole arrays and running gathers, which are out of date because parts have changed."""
         self.prefetched = False
         for unit in self._all:
             unit.expire()
 
     def _refresh(self) -> None:
-        """Gathers anew what was prefetched, if any rank has changed its part since: all ranks must know."""
+        """Gathers prefetched units again if any rank has changed its part since; the ranks agree on that."""
         if self._fetched and self._group.size > 1:
             changed = not self.prefetched or any(flat.was_changed() for unit in self._all for flat in unit.flats)
             if self._group.all_reduce(np.array([changed], np.int64))[0]:
@@ -178,7 +178,7 @@ class Units:
 
     @contextmanager
     def summoned(self) -> Iterator[None]:
-        """Every parameter is whole and exact inside the block; what is changed there is kept."""
+        """Makes every parameter whole and exact inside the block; changes of values there are kept."""
         if self.are_summoned:
             yield
             return
@@ -199,7 +199,7 @@ class Units:
         return any(flat.is_summoned for unit in self._all for flat in unit.flats)
 
     def finish(self, *, weight: float) -> None:
-        """Sends the gradients that are still here, waits for all, and leaves the weighted means in the pieces.
+        """Sends the remaining gradients, waits for all, and leaves the weighted means in the pieces.
 
         A parameter that no rank used gets no gradient.
 
@@ -217,18 +217,18 @@ class Units:
         self.expire()
 
     def give_up(self) -> None:
-        """Drops all gradients, and what is under way: it does not wait for what others may never send."""
+        """Drops all gradients, and abandons running collectives, since other ranks may never send their part."""
         self._reduction.give_up()
         for unit in self._all:
             unit.drop()
 
     def _check_not_summoned(self) -> None:
         if self.are_summoned:
-            raise StepOrderError("gradients inside unshard(): an update would not reach what is whole there")
+            raise StepOrderError("gradients inside unshard(): an update would not change the whole parameters there")
 
 
 def _backward_guess(units: Sequence[Unit]) -> list[int]:
-    """The last unit to be built runs first, but the one around all of them, which is the first, enters before it."""
+    """The expected order of units in backward: the outermost first, then the others from last to first."""
     numbers = [n for n, unit in enumerate(units) if unit.flats]
     outermost = [n for n in numbers if n == 0]
     return outermost + [n for n in reversed(numbers) if n != 0]

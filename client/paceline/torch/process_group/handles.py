@@ -1,8 +1,7 @@
-"""Handles of members that come and go: what is in one, and whether the member that it names is still there.
+"""Handles of members that come and go: their content, and how to tell whether the member still lives.
 
-A member answers every connection to a port of its own with its name. So a handle whose process has ended is told from
-one that is slow: nobody listens there any more, or somebody else does. Whoever wants to know of its end keeps the
-connection.
+A member answers every connection to its own port with its name. So a process that has ended differs from a slow one:
+its port refuses connections, or another process answers. To notice the end of a member, keep the connection open.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from paceline._fork import protect
 from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.lookup import look_up
 
-__all__ = ["Handle", "Lookout", "Presence"]
+__all__ = ["Handle", "Presence", "PresenceWatcher"]
 
 _SCHEME = "paceline://"
 
 _PROBE_S = 1.0
-"""To wait for a member's name. Silence counts against nobody: it may be frozen, or far away."""
+"""Seconds to wait for a member's name. A silent member is not taken for dead: it may be frozen or far away."""
 
 _AT_ONCE = 64
 """Members that are asked at a time."""
 
 _BACKLOG = 1024
-"""So many may ask at one time."""
+"""Connections that may wait for an answer at a time."""
 
 _MEMBER_BYTES = 8
 
@@ -68,7 +67,7 @@ class Handle(NamedTuple):
 
 
 class Presence:
-    """This member's name, for all who ask; on the loop.
+    """Answers connections to this member's port with its name; on the loop.
 
     Attributes:
         member: the name.
@@ -82,7 +81,7 @@ class Presence:
         self._asking: set[asyncio.BaseTransport] = set()
 
     async def open(self, host: str) -> None:
-        """Answers from now on.
+        """Starts to answer connections.
 
         Args:
             host: an IP address of this host; "::" stands for all, by IPv4 too.
@@ -99,7 +98,7 @@ class Presence:
         protect(id(self), listening_port=self.door, dialled=set())
 
     async def close(self) -> None:
-        """Answers no more, and ends the connections of those who still watch."""
+        """Stops answering, and ends all open connections."""
         protect(id(self), listening_port=0, dialled=set())
         if self._server is not None:
             self._server.close()
@@ -108,7 +107,7 @@ class Presence:
 
 
 class _Answer(asyncio.Protocol):
-    """Says the name, and stays until the other side goes: the end of this connection is the end of this process."""
+    """Sends the name, and keeps the connection open, so that it ends when this process ends."""
 
     def __init__(self, member: str, asking: set[asyncio.BaseTransport]) -> None:
         self._member, self._asking = member, asking
@@ -123,11 +122,11 @@ class _Answer(asyncio.Protocol):
         self._asking.discard(self._transport)
 
 
-class Lookout:
-    """Looks whether members are there, and notices when one goes; on the loop.
+class PresenceWatcher:
+    """Tests whether members live, and notices when one ends; on the loop.
 
     Args:
-        handles: the members'.
+        handles: handles of the members.
     """
 
     def __init__(self, handles: Sequence[Handle]) -> None:
@@ -136,7 +135,7 @@ class Lookout:
         self._ends: dict[int, asyncio.Task[bool]] = {}
 
     async def find_gone(self) -> list[int]:
-        """Which have surely gone, by position: nobody listens at their door, or another process does.
+        """The positions of members that have surely ended: their port refuses connections, or is another process's.
 
         Raises:
             OSError: this process has no descriptor left to ask with.
@@ -145,9 +144,9 @@ class Lookout:
         return [rank for rank, gone in enumerate(answers) if gone]
 
     async def begin(self, on_gone: Callable[[int], None]) -> None:
-        """From now on calls a function with the position of a member whose process ends.
+        """Starts to call a function with the position of each member whose process ends.
 
-        One that was silent in `find_gone` is still being asked: what it says then, or its end, counts as well.
+        Members that were silent in `find_gone` are included, whether they answer later or not.
         """
 
         def tell(rank: int, end: asyncio.Task[bool]) -> None:
@@ -158,7 +157,7 @@ class Lookout:
             end.add_done_callback(functools.partial(tell, rank))
 
     async def close(self) -> None:
-        """Nobody is interested any more."""
+        """Stops watching."""
         for end in self._ends.values():
             end.cancel()
         await asyncio.gather(*self._ends.values(), return_exceptions=True)
@@ -172,17 +171,17 @@ class Lookout:
 
 
 async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
-    """True when the member has gone, at once or later; False if that cannot be known, as where no way leads there.
+    """Waits for the end of a member and returns True; False if it cannot be known, for instance without a route.
 
     Args:
-        handle: the member's.
-        there: is told when it has said its name.
+        handle: handle of the member.
+        there: completed when the member has sent its name.
     """
     try:
         for _, target in await look_up(handle.address.host):
             try:
                 was_there = await _follow(str(target[0]), handle, there)
-            except ConnectionResetError:  # it ended before it had said its name: nobody listens there any more
+            except ConnectionResetError:  # it ended before it had sent its name; its port is closed now
                 was_there = await _follow(str(target[0]), handle, there)
             if was_there:
                 break
@@ -194,7 +193,7 @@ async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
 
 
 async def _follow(host: str, handle: Handle, there: asyncio.Future[None]) -> bool:
-    """Asks for the name, and returns when that process has ended; False if it is another's, or there is none."""
+    """Waits for the name, then for the end of that process; False if another process or none answers."""
     try:
         reader, writer = await asyncio.open_connection(host, handle.door)
     except ConnectionRefusedError:

@@ -1,9 +1,9 @@
-"""Messages of a process group: sends that need not wait, and receives that run where somebody waits for them.
+"""Messages of a process group: sends that do not block, and receives that run in the thread that waits for them.
 
-torch does not say whether a message is waited for at once. A small one is sent in the caller's thread if there is room
-for it; others go in a thread for their receiver, in order. A receive runs in the thread that waits for it; if that
-thread begins something else first, or waits for a given time, it runs in one of its own, in order with others of its
-source and tag.
+torch does not say whether the caller waits for a message at once. A small one is sent in the caller's thread if there
+is room for it; others are sent in order by one thread for each receiver. A receive runs in the thread that waits for
+it. If that thread begins something else first, or waits with a timeout, the receive runs in a thread of its own, in
+order with others of its source and tag.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from paceline.torch.work import Promise, seconds_of
 __all__ = ["Message", "Messenger"]
 
 _SMALL = 8 << 10
-"""Bytes of a message that is sent in the caller's thread: one frame, which goes as a whole or not at all."""
+"""Most bytes of a message that is sent in the caller's thread: one frame, which is sent as a whole or not at all."""
 
 
 @never_traced
 class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
-    """A message on its way.
+    """One message that is being sent or received.
 
     Args:
-        act: sends or receives it; returns the other's rank.
-        line: in which it stands.
-        results: tensors that are filled, or sent.
+        act: sends or receives it; returns the other side's rank.
+        line: the queue that it is in.
+        results: the tensors that are sent or filled.
     """
 
     def __init__(self, act: Callable[[], int], line: _Line, results: list[Any]) -> None:
@@ -132,7 +132,7 @@ class Message(dist.Work):  # type: ignore[misc]  # torch has no types here
 
 
 class _Line:
-    """Messages that must go one after the other."""
+    """A queue of messages that must be handled in order."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -141,17 +141,17 @@ class _Line:
         self._free = threading.Condition(self.lock)
 
     def put(self, message: Message) -> None:
-        """At the end."""
+        """Appends a message."""
         with self.lock:
             self._waiting.append(message)
 
     def is_idle(self) -> bool:
-        """True if nothing goes, or waits."""
+        """True if no message is running or waiting."""
         with self.lock:
             return self._runner is None and not self._waiting
 
     def go_on(self) -> None:
-        """All that waits goes, in a thread."""
+        """Runs the waiting messages in a thread."""
         with self.lock:
             if self._waiting and self._runner is None:
                 runner = threading.Thread(target=self._serve, name="paceline-messages", daemon=True)
@@ -159,7 +159,7 @@ class _Line:
                 self._runner = runner
 
     def run_up_to(self, message: Message) -> None:
-        """Runs what comes before a message, and that itself, in this thread; unless another thread does."""
+        """Runs a message and all before it in this thread, unless another thread runs them."""
         me = threading.current_thread()
         with self.lock:
             if self._runner is not None or message not in self._waiting:
@@ -176,10 +176,10 @@ class _Line:
             with self.lock:
                 self._runner = None
                 self._free.notify_all()
-            self.go_on()  # what came behind it meanwhile: perhaps whoever waits for that found this thread at work
+            self.go_on()  # messages that were added meanwhile; a thread that waits for one has found this one running
 
     def end(self) -> None:
-        """Returns when no thread of this line's own is left: the group is closed, so that all fails."""
+        """Waits until the queue's thread has ended, which it does because the group is closed and all messages fail."""
         self.go_on()
         with self.lock:
             self._free.wait_for(lambda: self._runner in (None, threading.current_thread()))
@@ -199,7 +199,7 @@ class Messenger:
     """Sends and receives for a group.
 
     Args:
-        group: whose messages.
+        group: the group whose messages it handles.
     """
 
     def __init__(self, group: Group) -> None:
@@ -246,18 +246,18 @@ class Messenger:
         return message
 
     def go_on(self) -> None:
-        """Somebody begins something else: receives that nobody waits for yet go on by themselves."""
+        """Starts receives that no thread waits for yet, because the caller begins something else."""
         if self._lines:
             for line in list(self._lines.values()):
                 line.go_on()
 
     def close(self) -> None:
-        """No message any more; those on their way are cut short when the group is closed."""
+        """Refuses new messages; running ones fail when the group is closed."""
         with self._lock:
             self._closed = True
 
     def end(self) -> None:
-        """Behind the group's end: returns when no thread is left."""
+        """Waits, after the group is closed, until all threads have ended."""
         for line in list(self._lines.values()):
             line.end()
 

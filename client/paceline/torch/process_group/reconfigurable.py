@@ -47,7 +47,7 @@ from paceline.session.session import CoordinatedSession
 from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import end
-from paceline.torch.process_group.handles import Handle, Lookout, Presence
+from paceline.torch.process_group.handles import Handle, Presence, PresenceWatcher
 from paceline.torch.store import underlying
 from paceline.torch.work import Operation, seconds_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -162,16 +162,16 @@ class Reconfigurable(ProcessGroup):
             raise InvalidRank(f"each handle must be there once, and {own}, this member's, among them: {opts.handles}")
         _check_hosts(handles)
         deadline = time.monotonic() + (seconds_of(opts.timeout) or self._timeout)
-        lookout, aborts = Lookout(handles), self._aborts
+        watcher, aborts = PresenceWatcher(handles), self._aborts
         try:
-            gone = loop_thread().run(lookout.find_gone())
+            gone = loop_thread().run(watcher.find_gone())
             if gone:
                 raise _lost(opts.uuid, handles, gone)
             self._used.add(opts.uuid)
             self._part(_FIRST)  # what was sent to the members of before is still delivered
-            self._meet(opts.uuid, handles, handles.index(own), lookout, deadline, aborts)
+            self._meet(opts.uuid, handles, handles.index(own), watcher, deadline, aborts)
         finally:
-            loop_thread().run(lookout.close())
+            loop_thread().run(watcher.close())
         try:
             made = self._group  # an abort from here on has ended it, and put another in its place
             self._end_if_aborted(aborts)
@@ -182,7 +182,7 @@ class Reconfigurable(ProcessGroup):
         return Operation([], [], [], self._futures)
 
     def _meet(
-        self, uuid: int, handles: list[Handle], rank: int, lookout: Lookout, deadline: float, aborts: int
+        self, uuid: int, handles: list[Handle], rank: int, watcher: PresenceWatcher, deadline: float, aborts: int
     ) -> None:
         """Joins the job of this generation, at the coordinator of the first member."""
         config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
@@ -192,7 +192,7 @@ class Reconfigurable(ProcessGroup):
         self._joining = connection.give_up
         try:
             self._end_if_aborted(aborts)
-            loop_thread().run(lookout.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
+            loop_thread().run(watcher.begin(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
             connection.open(config.join_timeout)
             session = CoordinatedSession(connection, config)
             self._take(session.group, session.leave)

@@ -57,7 +57,9 @@ class TorchOptimizer(OptimizerState):
                 piece = piece_of(tensor)
                 owner = None if piece is None else piece._owner
                 if piece is None or not isinstance(owner, FSDP):
-                    raise UnsupportedOp(f"a {self._kind} trains pieces of a model that FSDP has wrapped, and others")
+                    raise UnsupportedOp(
+                        f"a {self._kind} trains both pieces of a model that FSDP has wrapped and other parameters"
+                    )
                 paths = paths if id(piece) in paths else paths | owner._root._paths()
                 self._pieces[paths[id(piece)]] = piece
         self._trained()
@@ -164,19 +166,21 @@ class TorchOptimizer(OptimizerState):
     def _first(self, group: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
         """What its first step would find, had it made that before."""
         if group.get("momentum") and group.get("dampening"):
-            raise UnsupportedOp(f"the first step of a {self._kind} with dampening is unlike all others")
+            raise UnsupportedOp(f"{self._kind} with dampening is not supported: its first step differs from all others")
         first: dict[str, Any] = {}
         for name, value in self._after_a_step(group, tensor).items():
             if isinstance(value, torch.Tensor):
                 if name != "step" and value.any():
-                    raise UnsupportedOp(f"the {name!r} of a {self._kind} does not begin with zeros")
+                    raise UnsupportedOp(f"{self._kind} is not supported: its state {name!r} does not begin with zeros")
                 like = tensor if _is_cut(name, value) else value
                 # By NumPy: zeros that nobody has written take no memory, and a newcomer builds more than it keeps.
                 first[name] = tensor_of(np.zeros(tuple(like.shape), array_of(value).dtype))
             elif value is None or name == "step":
                 first[name] = None if value is None else type(value)(0)
             else:
-                raise UnsupportedOp(f"it is not known with what the {name!r} of a {self._kind} begins")
+                raise UnsupportedOp(
+                    f"{self._kind} is not supported: the initial value of its state {name!r} is not known"
+                )
         return first
 
     def _after_a_step(self, group: Mapping[str, Any], like: Any) -> dict[str, Any]:
@@ -205,7 +209,9 @@ class TorchOptimizer(OptimizerState):
             is_tensor = isinstance(value, torch.Tensor)
             is_number = value is None or type(value) in _PLAIN or (is_tensor and value.ndim == 0)
             if not (is_tensor and value.shape == tensor.shape if _is_cut(name, value) else is_number):
-                raise UnsupportedOp(f"the {name!r} of a {self._kind} is no number, and not of its parameter's shape")
+                raise UnsupportedOp(
+                    f"{self._kind} is not supported: its {name!r} is neither a number nor of its parameter's shape"
+                )
 
 
 def optimizer_of(thing: Any) -> TorchOptimizer | None:
