@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from paceline import errors
-from paceline._grpc import aio
+from paceline._grpc import aio, grpc
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.session.address import is_refused, parse_endpoint
@@ -97,6 +97,7 @@ class ControlStream:
         """
         start = time.monotonic()
         attempt = 0
+        no_room: errors.LimitExceeded | None = None
         while True:
             try:
                 give_up = min(start + timeout, time.monotonic() + _ATTEMPT_S * 2.0 ** min(attempt, 10))
@@ -106,6 +107,10 @@ class ControlStream:
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
                 last: Exception = typed
+                if isinstance(typed, errors.LimitExceeded):
+                    no_room = typed
+                elif error.code() is grpc.StatusCode.UNAVAILABLE:  # it is gone; other codes do not say why they come
+                    no_room = None
                 if not is_transient(error):
                     final = self._refusals.final(typed)
                     if final is not None or time.monotonic() - start >= timeout:
@@ -118,8 +123,8 @@ class ControlStream:
                 last = TimeoutError("no answer")
             waited = time.monotonic() - start
             if waited >= timeout:
-                if isinstance(last, errors.LimitExceeded):  # it answers, and has no room
-                    raise last
+                if no_room is not None:
+                    raise no_room
                 raise errors.CoordinatorUnreachable(
                     f"no coordinator answers at {self.target}: tried {attempt + 1} times in {waited:.1f} s; "
                     f"the last time: {last}. Is `paceline coordinator --listen {self.target}` running there?"
