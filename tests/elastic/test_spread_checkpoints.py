@@ -93,7 +93,7 @@ def test_one_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
         newest = train_until_two_are_there(c, runs)[-1]
         c.start(1)
         (other,) = c.start(1, checkpoint_dir=str(late))
-        c.wait_until(lambda: "waiting up to 70 s for it" in other.stderr, "it waits")
+        c.wait_until(lambda: "waiting up to 70 s" in other.stderr, "it waits")
         shutil.copytree(runs, late)
         c.wait_until(lambda: bool(other.of("attempt")), "it has found it")
         assert other.of("attempt")[0]["step"] == newest.step + 1, str(c)
