@@ -111,13 +111,6 @@ MUTANTS = (
         ("unit/server/test_storage.py",),
     ),
     Mutant(
-        "a job that begins anew keeps the secret of the one before",
-        f"{SERVER}/dispatcher.py",
-        "if job.membership.state.is_at_rest:  # nobody",
-        "if False:  # nobody",
-        ("integration/test_coordinator_sessions.py",),
-    ),
-    Mutant(
         "a commit is not synced to the disk",
         f"{SERVER}/storage/schema.py",
         "PRAGMA synchronous=FULL",

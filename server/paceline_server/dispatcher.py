@@ -233,8 +233,6 @@ class Dispatcher:
         job = job or self._make_job(JobState(name, generation=self._used_up), self._values(name, {}))
         if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
             raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
-        if job.membership.state.is_at_rest:  # nobody is left of those who knew the one before
-            job.door_secret = secrets.token_bytes(_DOOR_SECRET_BYTES)
         self._attach(job, stream, token, event)
         return stream
 

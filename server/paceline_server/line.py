@@ -181,7 +181,7 @@ class Line(Departures):
         return effects + self._announcer.announce(now, reason, self._who_wait(), None)
 
     def _line_is_over(self, view: View) -> bool:
-        """True if all have gone from a view without a state, or from that of a job that is done."""
+        """True if all members have gone, and their view had no base yet or the job is done."""
         endings = self.state.endings
         if len(endings) < len(view.seats):
             return False
@@ -273,7 +273,7 @@ class Line(Departures):
         self.state.last_arrival = now
 
     def _let_candidates_go(self, now: float) -> list[Effect]:
-        """A line that runs has its state without candidates: those that are to leave may go."""
+        """Dismisses candidates that want to leave while a line runs, since the line does not need their state."""
         live = self.state.live
         if live is None or live.base is None or self.state.forming is not None:
             return []

@@ -222,7 +222,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
 
 
 def _going_candidates(state: JobState) -> list[Session]:
-    """Candidates that are to leave, and stay until the line has a state without them."""
+    """Candidates that want to leave. They stay until the line is sure not to need their state."""
     return [session for session in state.bringing() if _met(session).leaving]
 
 

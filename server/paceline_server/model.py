@@ -387,7 +387,7 @@ class JobState:
         return [s for s in self.bringing() if s.met is not None and not s.met.unproven]
 
     def returning(self) -> list[Session]:
-        """Former members that wait and have yet to say what they hold."""
+        """Former members that wait as candidates and have not yet said which state they hold."""
         waiting = (s for s in self.sessions.values() if s.standing is Standing.WAITING)
         return [s for s in waiting if s.came_back and s.met is None]
 

@@ -178,19 +178,19 @@ def _patient_until(state: JobState, candidate: Session) -> float:
 
 
 def _settled_at(state: JobState, candidate: Session, settle_time: float) -> float:
-    """Who waited while a view ran has settled long ago, but its members may come again in a moment."""
+    """When a view may form of fewer than `max_workers`. Candidates may have waited long, but members may return."""
     return max(max(state.last_arrival, state.last_parting) + settle_time, _patient_until(state, candidate))
 
 
 def _let_go(now: float, decision: Decision, candidates: list[Session], settled_at: float) -> Decision:
-    """All who wait are to leave, and are too few for a view: once it is clear that no others come, they may."""
+    """Dismisses candidates that all want to leave and are too few for a view, once no others are likely to come."""
     if now < settled_at:
         return replace(decision, again_at=settled_at)
     return replace(decision, meeting=Meeting(decision.reason, dismissed=tuple(candidates)))
 
 
 def _brings(session: Session) -> Tag:
-    """The latest state that it holds or can read: who brings the most must not be left out for want of a seat."""
+    """The latest state that a candidate holds or can read. Candidates with the latest state get seats first."""
     return (session.met.tag if session.met is not None else None) or Tag(0, 0)
 
 

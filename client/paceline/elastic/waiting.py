@@ -130,7 +130,7 @@ class Waiting:
             self._port.try_to_reach(members)
 
     def tried(self, members: Sequence[Peer], troubles: Sequence[str]) -> None:
-        """Whether there is a way to and from these members. Some may have ended since: then others are being tried."""
+        """Takes the result of a test of links; ignores it if the line has other members by now."""
         if self._reach is None or not self._reach.is_latest(members):
             return
         if not troubles:
