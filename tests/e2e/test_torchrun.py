@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Command, command, wait_until_gone
+from support.ports import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
 
@@ -74,19 +75,6 @@ def told(*runs: Command) -> list[dict[str, str]]:
     return sorted(found, key=lambda environment: int(environment["RANK"]))
 
 
-def two_free_ports() -> int:
-    """A port that is free and so is the next; below those that the system gives out."""
-    for port in range(20_000 + os.getpid() * 2 % 10_000, 32_000, 2):
-        with socket.socket() as first, socket.socket() as second:
-            try:
-                first.bind(("", port))
-                second.bind(("", port + 1))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free ports")
-
-
 def test_one_node(script: Path) -> None:
     with command("run", "--standalone", "--nproc_per_node=2", "--rdzv-id", "digits", write(script, TELL)) as run:
         assert run.wait() == 0, str(run)
@@ -108,7 +96,7 @@ def test_one_node(script: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_with_numbers(script: Path) -> None:
-    port = two_free_ports()
+    port = free_port(2)
     where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     path = write(script, TELL)
     with (
@@ -133,7 +121,7 @@ def test_two_nodes_with_numbers(script: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_that_are_numbered_as_they_come(script: Path) -> None:
-    where = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{two_free_ports()}")
+    where = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port(2)}")
     path = write(script, TELL)
     with command("run", *where, path) as one, command("run", *where, path) as two:
         assert (one.wait(), two.wait()) == (0, 0), f"{one}{two}"
@@ -156,7 +144,7 @@ def test_nodes_that_meet_where_others_come_in_need_a_secret(role: tuple[str, ...
 @pytest.mark.slow
 @pytest.mark.parametrize("secret", ["--rdzv-id", "PACELINE_TOKEN"])
 def test_nodes_with_a_secret_let_no_stranger_in(secret: str, script: Path) -> None:
-    place, value = f"0.0.0.0:{two_free_ports()}", "f81d4fae-7dec-11d0-a765-00a0c91e6bf6"
+    place, value = f"0.0.0.0:{free_port(2)}", "f81d4fae-7dec-11d0-a765-00a0c91e6bf6"
     where = ("--nnodes=2", f"--rdzv-endpoint={place}", *([f"--rdzv-id={value}"] if secret == "--rdzv-id" else []))
     environment = {} if secret == "--rdzv-id" else {secret: value}
     path = write(script, WAIT)
@@ -176,7 +164,7 @@ def test_nodes_with_a_secret_let_no_stranger_in(secret: str, script: Path) -> No
 @pytest.mark.parametrize("numbered", [False, True], ids=["as they come", "numbered"])
 def test_nodes_that_meet_on_one_machine_make_a_token(numbered: bool, script: Path, tmp_path: Path) -> None:
     """All users of the machine reach it. `paceline status` of this user finds the token, as the other launcher does."""
-    port, path, own = two_free_ports(), write(script, WAIT), {"TMPDIR": str(tmp_path)}
+    port, path, own = free_port(2), write(script, WAIT), {"TMPDIR": str(tmp_path)}
     where = [["--nnodes=2", f"--rdzv-endpoint=localhost:{port + 1}"]] * 2
     if numbered:  # node 1, which begins, waits for node 0
         where = [["--nnodes=2", f"--node-rank={node}", f"--master-port={port}"] for node in (1, 0)]
@@ -206,7 +194,7 @@ def test_nodes_on_one_machine_do_not_join_a_stranger_who_was_first(nodes: str, s
 
 
 def test_one_node_joins_a_run_of_its_user_where_it_would_meet_others(script: Path, tmp_path: Path) -> None:
-    port, path, own = two_free_ports(), write(script, TELL), {"TMPDIR": str(tmp_path)}
+    port, path, own = free_port(2), write(script, TELL), {"TMPDIR": str(tmp_path)}
     waiting = tmp_path / "waiting.py"
     write(waiting, WAIT)
     with command("run", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "one", str(waiting), **own) as first:
@@ -218,7 +206,7 @@ def test_one_node_joins_a_run_of_its_user_where_it_would_meet_others(script: Pat
 
 
 def test_insecure_nodes_are_warned_of_the_address(script: Path) -> None:
-    port = two_free_ports()
+    port = free_port(2)
     where = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node1.invalid", "--master-port", str(port))
     with command("run", "--insecure", *where, write(script, TELL)) as run:
         everywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
@@ -226,7 +214,7 @@ def test_insecure_nodes_are_warned_of_the_address(script: Path) -> None:
 
 
 def test_one_node_needs_no_secret_wherever_it_could_meet_others(script: Path) -> None:
-    port = two_free_ports()
+    port = free_port(2)
     with command("run", "--rdzv-endpoint", f"0.0.0.0:{port}", write(script, TELL)) as run:
         assert run.wait() == 0, str(run)
     (worker,) = told(run)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.ports import free_port
 from support.processes import Worker, workers
 
 GOING_ON = """
@@ -47,7 +48,7 @@ def expect_all(started: list[Worker], event: str) -> list[dict[str, object]]:
 def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_path: Path) -> None:
     state = tmp_path / "state.db"
     with (
-        coordinator_process("127.0.0.1:0", state) as (first, address),
+        coordinator_process(f"127.0.0.1:{free_port()}", state) as (first, address),
         workers(2, GOING_ON, COORDINATOR=address, MIN_WORKERS="2", FAILURE_TIMEOUT="2") as started,
     ):
         assert {event["generation"] for event in expect_all(started, "joined")} == {1}
@@ -91,7 +92,7 @@ def test_a_session_resumes_though_look_ups_of_before_were_lost(tmp_path: Path) -
         emit("passed")
     """
     state = tmp_path / "state.db"
-    with coordinator_process("127.0.0.1:0", state) as (first, address):
+    with coordinator_process(f"127.0.0.1:{free_port()}", state) as (first, address):
         named = f"localhost:{address.rpartition(':')[2]}"
         with workers(1, code, COORDINATOR=named, MIN_WORKERS="1") as (worker,):
             worker.expect("joined")
@@ -115,7 +116,7 @@ def test_without_the_coordinator_calls_to_it_end_as_orphaned_and_the_ring_goes_o
         emit("sum", total=float(session.group.all_reduce(np.ones(10))[0]))
     """
     with (
-        coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address),
+        coordinator_process(f"127.0.0.1:{free_port()}", tmp_path / "one.db") as (first, address),
         workers(2, code, COORDINATOR=address, MIN_WORKERS="2", REJOIN_TIMEOUT="1") as started,
     ):
         expect_all(started, "joined")
@@ -131,7 +132,7 @@ def test_without_the_coordinator_calls_to_it_end_as_orphaned_and_the_ring_goes_o
 def _told_of_lost_state(tmp_path: Path, code: str) -> list[dict[str, object]]:
     """The errors of a worker whose coordinator is replaced by one without its job, once it has said "ready"."""
     with (
-        coordinator_process("127.0.0.1:0", tmp_path / "one.db") as (first, address),
+        coordinator_process(f"127.0.0.1:{free_port()}", tmp_path / "one.db") as (first, address),
         workers(1, code, COORDINATOR=address) as (worker,),
     ):
         worker.expect("joined")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ import paceline
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
 from paceline.torch import backend
+from support.ports import free_port
 from support.processes import Worker
 from support.python_process import fresh
 from support.torch_ranks import torch_ranks
@@ -97,10 +97,7 @@ dist.init_process_group("paceline")
 @pytest.mark.newest
 def test_a_run_that_destroys_no_group_ends_quietly() -> None:
     """torch._dynamo keeps the group until the interpreter is half gone, if it is loaded before all else."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with fresh():
         started = [Worker(KEPT, {"RANK": "0", **meeting})]
     started.append(Worker(KEPT.replace("torch._dynamo, ", ""), {"RANK": "1", **meeting}))
@@ -117,9 +114,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where nobody listens, in place of what rank 0 has written in torch's store."""
     monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
     monkeypatch.setattr(backend, "_joined", 0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def options(store: Any) -> Any:

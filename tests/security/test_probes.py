@@ -1,10 +1,11 @@
-"""Probes that never end: each gives way to those that come after it, and an honest one is answered meanwhile."""
+"""Probes that never end give way to later ones, and a real probe is answered meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -45,5 +46,58 @@ def test_it_takes_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
             call = channel.stream_stream(PROBE)()
             await call.done_writing()
             assert (await call.code()).name == "INVALID_ARGUMENT"
+
+    run(main)
+
+
+class Call:
+    """What grpc gives a handler, of a call whose request comes when it is told to."""
+
+    def __init__(self, connection: str) -> None:
+        self._connection = connection
+        self.comes = asyncio.Event()
+        self.ended = ""
+
+    def peer(self) -> str:
+        return self._connection
+
+    async def read(self) -> str:
+        await self.comes.wait()
+        return "request"
+
+    async def write(self, answer: str) -> None:
+        self.ended = answer
+
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        self.ended = code.name
+
+
+def test_a_connection_with_many_does_not_end_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a flood, when thousands of calls reach the handler before the request of an honest one is read."""
+    monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
+
+    async def answer(request: str, context: Call) -> str:
+        return f"an answer to a {request}"
+
+    async def main() -> None:
+        served = probes.Probes()
+
+        async def open_one(connection: str) -> tuple[Call, asyncio.Task[None]]:
+            call = Call(connection)
+            task = asyncio.create_task(served.serve(answer, call))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            return call, task
+
+        honest, served_well = await open_one("the prober")
+        others = [await open_one(f"stranger {number % 27}") for number in range(20 * MOST_PROBES)]
+        honest.comes.set()
+        await served_well
+        assert honest.ended == "an answer to a request"
+        ends = asyncio.as_completed([task for _, task in others])
+        for _ in range(len(others) - MOST_PROBES):
+            await next(ends)
+        assert {call.ended for call, _ in others} == {"DEADLINE_EXCEEDED", ""}
+        for _, task in others:
+            task.cancel()
 
     run(main)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from support.ports import free_port
 from support.processes import Worker
 
 __all__ = ["finish", "torch_ranks"]
@@ -27,9 +27,7 @@ def torch_ranks(world: int, code: str, **environment: str) -> Iterator[list[Work
         code: what each runs; it may `emit`.
         environment: further variables.
     """
-    with socket.socket() as probe:  # torch's own store wants to be told a port
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())  # torch's own store wants to be told one
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
     started = [Worker(_PRELUDE + code, {"RANK": str(rank), **meeting}) for rank in range(world)]
     try:

@@ -1,7 +1,8 @@
-"""Probes of health, which are open to all: a few at a time, each for a moment. Nobody pays for them, and none waits.
+"""Probes of health, which are open to all callers: they need no token, wait for no turn and are counted to no payer.
 
-Whoever keeps one open, by a request that does not come or an answer that is not read, holds up nobody: as soon as there
-are too many, the oldest gives way. An honest probe comes in whole, and is answered before that.
+Some callers open probes and never send the request, or never read the answer. Such probes must not keep real ones out.
+Only `MOST_PROBES` are open at a time; when one more comes, the connection that has the most of them loses its oldest.
+A real prober has one or two, so it is answered although others open thousands.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ PROBE = "/grpc.health.v1.Health/Check"
 MOST_PROBES = 32
 """At one time. grpc may hold a MiB of each."""
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 10.0
+"""For a request to come in and its answer to be read, also on a machine that stalls for seconds."""
 
 
 class Probes:
-    """Those that are open."""
+    """The probes that are open."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[asyncio.Timeout, None] = OrderedDict()  # the oldest first
+        # By connection; the oldest first.
+        self._open: dict[str, OrderedDict[asyncio.Timeout, None]] = {}
 
     async def serve(self, inner: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """Answers one by its handler, or ends it."""
+        """Answers a probe by its handler, or ends it."""
+        connection = context.peer()
         try:
             async with asyncio.timeout(_PATIENCE_S) as limit:
-                self._open[limit] = None
-                if len(self._open) > MOST_PROBES:
-                    oldest, _ = self._open.popitem(last=False)
-                    oldest.reschedule(asyncio.get_running_loop().time())
+                self._open.setdefault(connection, OrderedDict())[limit] = None
+                self._make_room()
                 try:
                     request: Any = await context.read()
                     if isinstance(request, TooLong):
@@ -46,9 +48,23 @@ class Probes:
                         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
                     await context.write(await inner(request, context))
                 finally:
-                    self._open.pop(limit, None)
+                    self._drop(connection, limit)
         except TimeoutError:
             text = (
-                f"a probe takes {_PATIENCE_S:g} s at most, and is the first to end if there are more than {MOST_PROBES}"
+                f"a probe takes {_PATIENCE_S:g} s at most; if more than {MOST_PROBES} are open, the connection with "
+                "the most of them loses its oldest"
             )
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+
+    def _make_room(self) -> None:
+        if sum(map(len, self._open.values())) > MOST_PROBES:
+            connection = max(self._open, key=lambda each: len(self._open[each]))
+            oldest = next(iter(self._open[connection]))
+            self._drop(connection, oldest)
+            oldest.reschedule(asyncio.get_running_loop().time())
+
+    def _drop(self, connection: str, probe: asyncio.Timeout) -> None:
+        if probes := self._open.get(connection):
+            probes.pop(probe, None)
+            if not probes:
+                del self._open[connection]

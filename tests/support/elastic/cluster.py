@@ -27,6 +27,7 @@ from support.elastic.brake import Brake
 from support.elastic.faults import Fault
 from support.elastic.problem import BATCH, SAMPLES, one_process
 from support.netns import Host
+from support.ports import free_port
 from support.python_process import Process, start_python
 
 if TYPE_CHECKING:  # it needs the extra "tls"
@@ -143,9 +144,7 @@ class Cluster:
         self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
         self._plan["brake"] = str(folder / "brake")
         self._scheduled = self._plan["wrapper"] == "torch"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"{'127.0.0.1' if host is None else host.address}:{probe.getsockname()[1]}"
+        self.address = f"{'127.0.0.1' if host is None else host.address}:{free_port()}"
         self._host = host
         self.environment = {
             "PACELINE_COORDINATOR": self.address,
