@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
+from paceline_protocol import WHOLE, JobSettings, Met, Process, Progress, Report, Seat, Share, Tag, Verdict
 from paceline_server.errors import BadRequest, VersionMismatch
-from paceline_server.model import JobSettings, Met, Process, Progress, Report, Seat, Tag, Verdict
 from paceline_server.settings import ServerSettings
-from paceline_server.shares import WHOLE, Share
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 

@@ -1,10 +1,10 @@
-"""Generations that are over, as `paceline_server.meeting` finds them."""
+"""Generations that are over, as `paceline_protocol.convene` finds them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline_server.model import Ending, JobSettings, JobState, Met, Process, Seat, Session, Standing, Tag, View
+from paceline_protocol import Ending, JobSettings, JobState, Met, Process, Seat, Session, Standing, Tag, View
 
 __all__ = ["BASE", "SILENT", "SURE", "job", "names"]
 

@@ -12,10 +12,29 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_server.effects import Effect, PushCatchUp, PushView, StoreView
-from paceline_server.events import Event, ExitReported, MetOthers, Reported, Ticked, ViewStored
-from paceline_server.membership import Membership
-from paceline_server.model import JobSettings, JobState, Met, Process, Report, Seat, Session, Standing, Tag, View
+from paceline_protocol import (
+    Effect,
+    Event,
+    ExitReported,
+    JobSettings,
+    JobState,
+    Membership,
+    Met,
+    MetOthers,
+    Process,
+    PushCatchUp,
+    PushView,
+    Report,
+    Reported,
+    Seat,
+    Session,
+    Standing,
+    StoreView,
+    Tag,
+    Ticked,
+    View,
+    ViewStored,
+)
 from paceline_server.pages import ViewPages
 from paceline_server.pushes import Push, to_message
 from paceline_server.settings import ServerSettings

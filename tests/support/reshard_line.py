@@ -22,7 +22,6 @@ from paceline.checkpoint import Tag
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.offer import Shelf
-from paceline.elastic.share import Share
 from paceline.elastic.state import TrainState
 from paceline.elastic.take_shards import Holder, take_shards
 from paceline.group import Group
@@ -31,6 +30,7 @@ from paceline.links.grpc_door import Door
 from paceline.links.nowhere import NoMesh
 from paceline.parallel.parameter import Parameter
 from paceline.session.identity import process_identity
+from paceline_protocol import Share
 
 __all__ = ["job", "line"]
 

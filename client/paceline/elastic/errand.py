@@ -29,8 +29,8 @@ class Errand:
         PacelineError: the generation has failed.
     """
 
-    def __init__(self, group: Group, values: NDArray[np.float64], step: int, *, rides: bool) -> None:
-        self.values = values
+    def __init__(self, group: Group, values: Sequence[float], step: int, *, rides: bool) -> None:
+        self.values = np.array(values, np.float64)
         self._group = group
         self._label = f"step-{step}"
         self._sums: Sequence[float] | None = None
@@ -39,7 +39,7 @@ class Errand:
             group.mesh.fault.check()
             group.take_along(self)
         else:
-            self._work = group.all_reduce(values, label=self._label, async_op=True)
+            self._work = group.all_reduce(self.values, label=self._label, async_op=True)
 
     def arrive(self, sums: NDArray[Any]) -> None:
         """See `Passenger.arrive`."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.elastic.blocks import Blocks
-from paceline.elastic.place import Place
 from paceline.elastic.port import Port
 from paceline.elastic.rules import Watch
 from paceline.elastic.saver import Saver
@@ -14,6 +13,7 @@ from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.elastic.taking import Taking
 from paceline.errors import DivergenceError, StepOrderError
+from paceline_protocol import Place
 
 __all__ = ["StateGuard"]
 

@@ -13,29 +13,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from paceline._wait import SLICE
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.blocks import Blocks, Outcome
 from paceline.elastic.compare import difference
+from paceline.elastic.digests import partial_digest
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.errand import Errand
 from paceline.elastic.failures import Failures
 from paceline.elastic.guard import StateGuard
-from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.port import Port
 from paceline.elastic.saver import Saver
-from paceline.elastic.share import WHOLE
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import BETWEEN_STEPS, Step, not_entered
 from paceline.elastic.take_shards import Holder
 from paceline.elastic.taking import Taking
 from paceline.elastic.waiting import Waiting, await_finish
-from paceline.elastic.word import Flag, partial_digest, word
 from paceline.errors import CheckpointFailed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
+from paceline_protocol import WHOLE, Flag, Meet, Phase, Place, Tag, Take, ViewNews, word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Line"]
@@ -180,7 +179,7 @@ class Line:
         """Commits the last step by a closing word, and ends the job."""
         group = self._port.group
         try:
-            group.all_reduce(word(Flag(0), 0, 0), label="closing")
+            group.all_reduce(np.array(word(Flag(0), 0, 0)), label="closing")
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._place.held, self._state, group)
         except CheckpointFailed:

@@ -6,12 +6,9 @@ import abc
 import asyncio
 from collections.abc import Sequence
 
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.offer import Content, Shelf
-from paceline.elastic.place import Meet
 from paceline.elastic.resharding import Resharding
-from paceline.elastic.share import WHOLE
 from paceline.elastic.take import get_manifest, out_of_reach, take_state
 from paceline.elastic.take_shards import Holder, take_shards
 from paceline.errors import LinkUnavailable
@@ -21,6 +18,7 @@ from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.local import LocalMesh, next_meshes
 from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Tried, ViewCame
 from paceline.session.member import MemberConnection
+from paceline_protocol import WHOLE, Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["CoordinatedPort", "Port", "NullCoordinator"]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.reading import Reader
 from paceline.elastic.runs import Run
-from paceline.elastic.share import Share
+from paceline_protocol import Share
 
 __all__ = ["Resharding"]
 

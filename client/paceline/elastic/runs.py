@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.share import Share
+from paceline_protocol import Share
 
 __all__ = ["Run", "assign", "checksum", "fill"]
 

@@ -22,12 +22,12 @@ import numpy as np
 from paceline import checkpoint
 from paceline.checkpoint.folder import fingerprint, is_there
 from paceline.checkpoint.keep import save_once
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.parts import trains
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline.group import Group
+from paceline_protocol import Tag
 
 __all__ = ["VISIBLE_S", "Saver", "warning_of_frozen"]
 

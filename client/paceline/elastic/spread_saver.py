@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 
 from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointFailed, PacelineError
 from paceline.group import Group
+from paceline_protocol import Tag
 
 __all__ = ["SpreadSaver"]
 

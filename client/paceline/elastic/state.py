@@ -22,11 +22,11 @@ from paceline.elastic.parts import Part, part_of
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.runs import fill
 from paceline.elastic.sampler import ElasticSampler
-from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.spread import Spread
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.parallel.optimizer import standing_for
 from paceline.parallel.parameter import Parameter
+from paceline_protocol import WHOLE, Share
 
 __all__ = ["Gate", "TrainState"]
 

@@ -15,7 +15,6 @@ from paceline.elastic.errand import Errand
 from paceline.elastic.foreign import seed_frameworks
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.state import TrainState
-from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import (
     DivergenceError,
     SettingsMismatch,
@@ -26,6 +25,7 @@ from paceline.errors import (
 from paceline.group import Group
 from paceline.links.fault import Suspicion
 from paceline.parallel.agreement import NewcomerDiffers
+from paceline_protocol import Flag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]

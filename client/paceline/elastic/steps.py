@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.line import Line
-from paceline.elastic.place import Place
 from paceline.elastic.port import Port
 from paceline.elastic.rules import check_complete, no_other_optimizer
 from paceline.elastic.saver import Saver
@@ -22,6 +20,7 @@ from paceline.elastic.spread_saver import SpreadSaver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.errors import StepOrderError
+from paceline_protocol import Place, Tag
 
 __all__ = ["line_of", "run_steps"]
 

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 
 from paceline._grpc import aio, grpc
-from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
 from paceline.elastic.crowd import is_overloaded, retry_while_overloaded
 from paceline.elastic.offer import Content, Description
@@ -21,6 +20,7 @@ from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_knock import Knocker, knock
 from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_status
+from paceline_protocol import Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 

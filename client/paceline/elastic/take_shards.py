@@ -11,13 +11,11 @@ from functools import partial
 from typing import NamedTuple
 
 from paceline._grpc import aio
-from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
 from paceline.elastic.crowd import retry_while_overloaded
 from paceline.elastic.parcel import borrow, unpack
 from paceline.elastic.resharding import Resharding
 from paceline.elastic.runs import Run, assign, checksum
-from paceline.elastic.share import Share
 from paceline.elastic.take import refusal_text, wire_tag
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
@@ -25,6 +23,7 @@ from paceline.links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
 from paceline.links.shm.segment import Attached, SegmentError
 from paceline.session.identity import process_identity
 from paceline.session.wire import CHANNEL_OPTIONS
+from paceline_protocol import Share, Tag
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from paceline._wait import SLICE
 from paceline.elastic.dismissed import Dismissed
-from paceline.elastic.place import Meet, Phase, Place
 from paceline.elastic.port import Port
 from paceline.elastic.reach import Reach
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.session.mail import JobDone, Letter, Lost, News
+from paceline_protocol import Meet, Phase, Place
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Waiting", "await_finish"]

@@ -20,7 +20,6 @@ from paceline import errors
 from paceline._exhausted import is_exhausted
 from paceline._loop import LoopThread
 from paceline._wait import Outcome
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.group import Group
@@ -43,6 +42,7 @@ from paceline.session.membership import Membership
 from paceline.session.sockets import Sockets
 from paceline.session.store import CoordinatorStore
 from paceline.session.whereabouts import Whereabouts
+from paceline_protocol import Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from paceline_protocol import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest, TimedOut
-from paceline_server.events import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
 from paceline_server.pacing import Pacer
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb

@@ -12,8 +12,8 @@ from unit.elastic.test_step_gate import StepRunner
 from paceline.elastic.digests import digests_of, where_they_differ
 from paceline.elastic.errand import Errand
 from paceline.elastic.step import Step
-from paceline.elastic.word import Flag, word
 from paceline.errors import DivergenceError
+from paceline_protocol import Flag, word
 from support.parts import at_once, world_of
 
 

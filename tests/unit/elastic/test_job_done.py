@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.line import Line
-from paceline.elastic.place import Place
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.errors import StepOrderError
+from paceline_protocol import Place, Tag
 
 
 def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[Line, list[int]]:

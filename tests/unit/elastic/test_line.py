@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.line import Line
-from paceline.elastic.place import Meet, Phase, Place
 from paceline.elastic.port import NullCoordinator
 from paceline.elastic.saver import Saver
 from paceline.group import Group
@@ -19,6 +17,7 @@ from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.session.mail import CaughtOut, Tried, ViewCame
+from paceline_protocol import Meet, Phase, Place, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.offer import Content
-from paceline.elastic.place import Meet
 from paceline.elastic.port import NullCoordinator
 from paceline.elastic.state import TrainState
 from paceline.elastic.steps import line_of, run_steps
@@ -21,6 +19,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.local import next_meshes
 from paceline.session.mail import ViewCame
+from paceline_protocol import Meet, Tag
 from support.parts import local_mesh, world_of
 
 BASE = Tag(4, 6)

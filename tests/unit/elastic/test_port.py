@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic import port
-from paceline.elastic.place import Meet
 from paceline.elastic.port import CoordinatedPort
 from paceline.links.base import Peer
 from paceline.session.mail import Mail, Tried
+from paceline_protocol import Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 
 ONE, TWO = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))

@@ -13,11 +13,11 @@ import pytest
 from paceline.elastic.errand import Errand
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
-from paceline.elastic.word import Flag, word
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
 from paceline.parallel.agreement import NewcomerDiffers
+from paceline_protocol import Flag, word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
 

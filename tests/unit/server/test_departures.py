@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import EndSession, PushDismissed, PushVerdict
-from paceline_server.events import MetOthers
-from paceline_server.model import Met, Standing, Tag
+from paceline_protocol import EndSession, Met, MetOthers, PushDismissed, PushVerdict, Standing, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

@@ -7,9 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline_server.donors import Donors
-from paceline_server.model import Met, Session
-from paceline_server.shares import Share
+from paceline_protocol import Donors, Met, Session, Share
 from support.meeting import BASE, job
 
 

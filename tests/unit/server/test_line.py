@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import (
+from paceline_protocol import (
+    AddressRefused,
+    ExitReported,
+    FinishedLine,
+    FinishStored,
     ForgetView,
+    Heard,
+    JobState,
+    Met,
+    MetOthers,
+    Process,
+    Progress,
     PushDismissed,
     PushFinished,
     PushSummons,
@@ -14,20 +24,11 @@ from paceline_server.effects import (
     PushView,
     StoreFinished,
     StoreReached,
-)
-from paceline_server.events import (
-    AddressRefused,
-    ExitReported,
-    FinishedLine,
-    FinishStored,
-    Heard,
-    MetOthers,
+    Tag,
     ViewStored,
+    restore,
+    what_is_lost,
 )
-from paceline_server.meeting import what_is_lost
-from paceline_server.model import JobState, Met, Process, Progress, Tag
-from paceline_server.restore import restore
-from paceline_server.storage.base import StoredJob
 from support.coordinator import PureJob
 
 # The end of a line ----------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
 
 
 def test_a_coordinator_that_was_started_again_knows_what_is_lost() -> None:
-    job = PureJob(restore(0.0, StoredJob("job", generation=2, reached=57)))
+    job = PureJob(restore(0.0, "job", generation=2, reached=57))
     assert _begin(job, Tag(2, 40)) == [what_is_lost(57, Tag(2, 40))] * 2
 
 

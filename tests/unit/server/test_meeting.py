@@ -4,18 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.effects import (
+from paceline_protocol import (
+    Ending,
+    ExitReported,
     ForgetView,
+    Met,
+    MetOthers,
+    Process,
     PushCatchUp,
     PushDismissed,
     PushFinished,
     PushVerdict,
     PushView,
+    Report,
+    Reported,
+    Standing,
     StoreView,
+    Tag,
+    convene,
 )
-from paceline_server.events import ExitReported, MetOthers, Reported
-from paceline_server.meeting import convene
-from paceline_server.model import Ending, Met, Process, Report, Standing, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 from support.meeting import BASE, SILENT, SURE, job, names

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import EndSession, ForgetView, PushView, StoreView
-from paceline_server.events import ExitReported, MetOthers
-from paceline_server.model import JobState, Met, Process, Tag
-from paceline_server.restore import restore
-from paceline_server.storage.base import StoredJob
+from paceline_protocol import (
+    EndSession,
+    ExitReported,
+    ForgetView,
+    JobState,
+    Met,
+    MetOthers,
+    Process,
+    PushView,
+    StoreView,
+    Tag,
+    restore,
+)
 from support.coordinator import PureJob
 
 
 def restored_from(job: PureJob) -> PureJob:
     """A coordinator that starts on what was stored when the job's view had formed."""
     state = job.state
-    return PureJob(restore(100.0, StoredJob("job", state.generation, state.view)))
+    return PureJob(restore(100.0, "job", generation=state.generation, view=state.view))
 
 
 def test_members_of_a_later_generation_come_back_with_their_state() -> None:
@@ -53,7 +61,7 @@ def test_a_new_member_of_a_later_generation_shows_it_when_it_registers() -> None
 
 def test_a_newcomer_does_not_begin_before_members_have_had_time_to_find_the_coordinator() -> None:
     """They may be in a generation that the stored copy knows nothing of, whose number must not be used again."""
-    job = PureJob(restore(100.0, StoredJob("job", 1, None)))
+    job = PureJob(restore(100.0, "job", generation=1))
     newcomer = job.join(1, 9, timeout=3.0)
     job.pass_time(2.9, [newcomer])
     assert "former members of the job have time to come back" in job.reason

@@ -6,9 +6,17 @@ from dataclasses import replace
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import PushCatchUp, PushMissing, PushRunning
-from paceline_server.events import ExitReported, MetOthers, Registered
-from paceline_server.model import Met, Process, Tag
+from paceline_protocol import (
+    ExitReported,
+    Met,
+    MetOthers,
+    Process,
+    PushCatchUp,
+    PushMissing,
+    PushRunning,
+    Registered,
+    Tag,
+)
 from support.coordinator import PureJob
 
 HERE = Process("host-x", 1, "boot", 77, 4026)

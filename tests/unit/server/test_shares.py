@@ -2,10 +2,8 @@
 
 import pytest
 
-from paceline.elastic.share import share_of as share_of_member
-from paceline_server.model import JobSettings, Met, Process, Session, Tag
-from paceline_server.seats import seated
-from paceline_server.shares import Share, lacking, share_of
+from paceline_protocol import JobSettings, Met, Process, Session, Share, Tag, lacking, seated, share_of
+from paceline_protocol import share_of as share_of_member
 
 BASE = Tag(6, 4)
 

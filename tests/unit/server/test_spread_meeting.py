@@ -4,13 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.effects import PushCatchUp, PushDismissed, PushStateLost
-from paceline_server.events import ExitReported, MetOthers
-from paceline_server.meeting import Meeting, convene
-from paceline_server.model import JobState, Met, Process, Session, Standing, Tag, Verdict
-from paceline_server.orders import Orders
-from paceline_server.policy import decide
-from paceline_server.shares import Share
+from paceline_protocol import (
+    ExitReported,
+    JobState,
+    Meeting,
+    Met,
+    MetOthers,
+    Orders,
+    Process,
+    PushCatchUp,
+    PushDismissed,
+    PushStateLost,
+    Session,
+    Share,
+    Standing,
+    Tag,
+    Verdict,
+    convene,
+    decide,
+)
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 from support.meeting import BASE, SILENT, SURE, job, names

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import EndSession, PushCatchUp, PushView
-from paceline_server.events import ExitReported, FinishedLine, MetOthers, Ticked
-from paceline_server.model import Met, Process, Tag
+from paceline_protocol import (
+    EndSession,
+    ExitReported,
+    FinishedLine,
+    Met,
+    MetOthers,
+    Process,
+    PushCatchUp,
+    PushView,
+    Tag,
+    Ticked,
+)
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

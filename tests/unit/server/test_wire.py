@@ -3,9 +3,9 @@
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from paceline_protocol import WHOLE, Share
 from paceline_server import ServerSettings, wire
 from paceline_server.errors import BadRequest
-from paceline_server.shares import WHOLE, Share
 from pacelinepb.v1 import session_pb2 as pb
 
 

@@ -23,8 +23,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.share import WHOLE, Share, share_of
+from paceline_protocol._values import WHOLE, Share, Tag, share_of
 
 __all__ = ["Meet", "Phase", "Place", "Take", "ViewNews"]
 
