@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from paceline_protocol._job_state import JobState, Session, Standing, restore
     from paceline_protocol._lineage import Line
     from paceline_protocol._meeting import Awaited, Meeting, convene, has_caught_up, names, way_out, what_is_lost
-    from paceline_protocol._member import Meet, Phase, Place, Take, ViewNews
+    from paceline_protocol._member import Phase, Place, Take, ViewNews
     from paceline_protocol._membership import Membership
     from paceline_protocol._orders import Announcer, Donor, Donors, Orders, seat_of
     from paceline_protocol._policy import Decision, decide, spares
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         WHOLE,
         Ending,
         JobSettings,
-        Met,
+        Meet,
         Process,
         Progress,
         ProtocolSettings,
@@ -95,7 +95,7 @@ _NAMES = {
     "_values": [
         "Ending",
         "JobSettings",
-        "Met",
+        "Meet",
         "Process",
         "Progress",
         "ProtocolSettings",
@@ -174,7 +174,7 @@ _NAMES = {
     "_admission": ["has_been", "is_loopback"],
     "_departures": ["Departures", "rank_of"],
     "_lineage": ["Line"],
-    "_member": ["Meet", "Phase", "Place", "Take", "ViewNews"],
+    "_member": ["Phase", "Place", "Take", "ViewNews"],
     "_step_word": ["Flag", "WORD_SIZE", "agrees", "flags_of", "word"],
 }
 __all__ = [
@@ -214,7 +214,6 @@ __all__ = [
     "Meet",
     "Meeting",
     "Membership",
-    "Met",
     "MetOthers",
     "Orders",
     "PassBarrier",

@@ -14,7 +14,7 @@ from paceline_protocol._refusals import Refused
 from paceline_protocol._values import (
     Ending,
     JobSettings,
-    Met,
+    Meet,
     Process,
     Progress,
     Report,
@@ -171,7 +171,7 @@ class MetOthers:
     """A member has stopped in its generation, or a candidate is ready."""
 
     member_id: str
-    met: Met
+    met: Meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class PushCatchUp:
     share: Share | None
     """What to take of a spread state; None: all that it has not, or the step that it is prepared for."""
     fingerprint: bytes = b""
-    """Of the base; see `Met.fingerprint`."""
+    """Of the base; see `Meet.fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)

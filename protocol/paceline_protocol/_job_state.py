@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline_protocol._values import Ending, JobSettings, Met, Process, Progress, Tag, Verdict, View
+from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
 
 __all__ = ["JobState", "Session", "Standing", "restore"]
 
@@ -65,10 +65,10 @@ class Session:
     """When a look at the leases first found it silent for too long; the next look decides."""
     told: str = ""
     """The sentence of the last `Waiting` that it was sent."""
-    met: Met | None = None
-    """What it said last about a meeting; it counts while `Met.generation` is its generation."""
+    met: Meet | None = None
+    """What it said last about a meeting; it counts while `Meet.generation` is its generation."""
     told_to_meet: object = None
-    """The last order about a meeting that it was given; given once for each `Met`."""
+    """The last order about a meeting that it was given; given once for each `Meet`."""
     told_missing: frozenset[str] = frozenset()
     """Members of its host that it was asked to look for."""
     catching_up: bool = False

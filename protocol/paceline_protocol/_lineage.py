@@ -34,7 +34,7 @@ from paceline_protocol._meeting import Awaited, Meeting, what_is_lost
 from paceline_protocol._orders import Announcer, Orders
 from paceline_protocol._policy import Decision, decide
 from paceline_protocol._refusals import BadRequest, SessionEnded
-from paceline_protocol._values import Ending, Met, Progress, ProtocolSettings, Seat, Verdict, View
+from paceline_protocol._values import Ending, Meet, Progress, ProtocolSettings, Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Line"]
@@ -167,7 +167,7 @@ class Line(Departures):
             self._awaited = Awaited(view, meeting, len(self.state.present()))
         return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
 
-    def _cross_off(self, now: float, session: Session, before: Met | None) -> list[Effect] | None:
+    def _cross_off(self, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
         """What follows if others are waited for as much as before; None if the policy is to be asked again."""
         awaited = self._awaited
         if awaited is None or now >= self._stragglers.due_at:

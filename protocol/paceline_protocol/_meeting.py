@@ -42,7 +42,7 @@ from itertools import islice
 
 from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._seating import holds, seated
-from paceline_protocol._values import WHOLE, Met, Seat, Share, Tag, View, lacking, share_of
+from paceline_protocol._values import WHOLE, Meet, Seat, Share, Tag, View, lacking, share_of
 
 __all__ = ["Awaited", "Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"]
 
@@ -136,7 +136,7 @@ def convene(state: JobState) -> Meeting:
     return meeting if behind else _seat(state, view, present, meeting)
 
 
-def has_caught_up(view: View, meeting: Meeting, session: Session, before: Met) -> bool:
+def has_caught_up(view: View, meeting: Meeting, session: Session, before: Meet) -> bool:
     """True if a laggard holds what it was to take, and the rest of the meeting surely stays as it is.
 
     Args:
@@ -424,7 +424,7 @@ def _may_speak(view: View, leaders: Sequence[Session]) -> bool:
     return view.base is None or any(s.rank not in newcomers or _met(s).tag != view.base for s in leaders)
 
 
-def _met(session: Session) -> Met:
+def _met(session: Session) -> Meet:
     assert session.met is not None
     return session.met
 
@@ -466,7 +466,7 @@ class Awaited:
     def __contains__(self, session: object) -> bool:
         return session in self._left
 
-    def cross_off(self, session: Session, before: Met | None) -> str | None:
+    def cross_off(self, session: Session, before: Meet | None) -> str | None:
         """Takes in what a member has said.
 
         Args:
@@ -484,7 +484,7 @@ class Awaited:
             del self._left[session]
         return self.meeting.wording.format(names(self._view, self._left))
 
-    def _is_done(self, session: Session, before: Met | None) -> bool:
+    def _is_done(self, session: Session, before: Meet | None) -> bool:
         if not self.meeting.late:
             return before is not None and has_caught_up(self._view, self.meeting, session, before)
         # When half of the members have stopped the time begins that the others have: `stragglers` must see that.

@@ -5,7 +5,7 @@ To name all of them in each order would make an order as long as the job is wide
 
 What members are told about a meeting, each thing once. Pure; part of a job's membership.
 
-An order is given again when its receiver has said something new (`Met`), or has come back on a new stream: what it was
+An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream: what it was
 told may have been lost with the old one. An order to take a state is about that state, not about who has it: a donor
 that comes or goes changes no order. A laggard that got it from none of the donors that it was named says so, and is
 named others.

@@ -16,7 +16,7 @@ __all__ = [
     "ProtocolSettings",
     "Ending",
     "JobSettings",
-    "Met",
+    "Meet",
     "Process",
     "Progress",
     "Report",
@@ -142,39 +142,42 @@ def lacking(shares: Iterable[Share]) -> tuple[Share, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """What a member says when it has stopped in its generation, or is ready to be taken into one."""
+class Meet:
+    """What a member tells the coordinator when it has stopped between steps, or is ready to enter its first view."""
 
     generation: int
-    """The one that it has stopped in, 0 for a candidate."""
+    """The generation that it has stopped in, 0 for a candidate."""
     tag: Tag | None
-    """The state that it holds, None for none that counts."""
+    """The state that it holds, None if it holds none that is usable."""
     holds_base: bool
-    """It got its generation's base: what it holds is the line's."""
+    """True if it got its generation's base, so that what it holds is the line's."""
+    leaving: bool = False
+    """True if it wants to leave."""
+    closed: bool = False
+    """True if no newcomer may be admitted now."""
+    node_size: int = 1
+    """Number of members that hold one copy of the state between them, 0 for all of a view; views have a multiple of
+    it."""
+    shares: tuple[Share, ...] = (WHOLE,)
+    """Its shares of that state. The one that it trains on comes first."""
+    prepared: Tag | None = None
+    """A step that others may have applied, and that this member can finish: it has all that it takes."""
+    stored: bool = False
+    """True if it holds nothing of the state yet, but can read all of it from a checkpoint."""
+    unproven: bool = False
+    """True for a candidate that has not yet shown that it can connect to all members: it gives what it holds, and gets
+    no seat."""
     fingerprint: bytes = b""
-    """Hash of a state that the tag does not tell apart: at (0, 0), which members build for themselves, and of what a
-    member found on its disk, as long as its generation has no base."""
+    """Hash of a state that the tag does not identify: (0, 0), which members make for themselves, and what a member
+    found on its disk, as long as its generation has no base."""
     manifest: bytes = b""
     """Hash of what the state consists of, and of the settings of the run."""
-    leaving: bool = False
-    closed: bool = False
-    """No newcomer may come in now."""
-    shares: tuple[Share, ...] = (WHOLE,)
-    """What it holds of that state, if it is spread over members. The one that it trains on comes first."""
-    node_size: int = 1
-    """So many members hold one copy of the state between them, 0 for all of a view; views have a multiple of it."""
-    prepared: Tag | None = None
-    """A step that it may have to finish, because others may have applied it: it holds what it takes."""
-    stored: bool = False
-    """It holds nothing of the state yet, but can read all of it from a checkpoint."""
-    unproven: bool = False
-    """A candidate that has yet to show its links: it gives what it holds, and takes no seat."""
     step_timeout: float = float("inf")
     """Seconds for which it waits at most for members that compute and have not stopped."""
 
     @property
     def state(self) -> tuple[Tag | None, bytes]:
-        """What is equal exactly if the bits are."""
+        """Equal for two members exactly if the bits of their states are."""
         return self.tag, self.fingerprint
 
 
@@ -245,7 +248,7 @@ class View:
     newcomers: tuple[int, ...] = ()
     """Ranks that do not hold the base at the start."""
     manifest: bytes = b""
-    """Hash that all members' `Met.manifest` equals, once there is a base."""
+    """Hash that all members' `Meet.manifest` equals, once there is a base."""
     lost: str = ""
     """What the job had trained before this line began and nobody held any more, in a sentence; empty for nothing."""
 

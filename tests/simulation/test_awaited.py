@@ -9,7 +9,7 @@ from simulation.broken import Broken
 from simulation.runner import run
 from simulation.world import Shape
 
-from paceline_protocol import Effect, Line, Met, Session, _meeting, decide
+from paceline_protocol import Effect, Line, Meet, Session, _meeting, decide
 
 CROWD = Shape(members=(5, 8), faults=(3, 8))
 SPREAD = Shape(members=(3, 5), faults=(2, 7), node_size=0)
@@ -23,7 +23,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]
     seen: Counter[str] = Counter()
     real = Line._cross_off
 
-    def cross_off(line: Line, now: float, session: Session, before: Met | None) -> list[Effect] | None:
+    def cross_off(line: Line, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
         effects = real(line, now, session, before)
         if effects is not None:
             caught = session.catching_up

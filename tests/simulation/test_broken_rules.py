@@ -19,7 +19,6 @@ from paceline_protocol import (
     WHOLE,
     JobState,
     Meet,
-    Met,
     Phase,
     Place,
     Session,
@@ -98,7 +97,7 @@ def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     honest = Place.formed
     monkeypatch.setattr(Place, "formed", formed)
-    monkeypatch.setattr(Met, "state", property(lambda met: met.tag and met.tag.step))
+    monkeypatch.setattr(Meet, "state", property(lambda met: met.tag and met.tag.step))
     monkeypatch.setattr(_meeting, "sorted", by_step, raising=False)
     assert found(300, APART).startswith(("I1", "I2", "I5", "two lines"))
 

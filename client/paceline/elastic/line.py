@@ -355,7 +355,8 @@ class Line:
         if meet.tag is not None and not meet.stored:
             self._port.shelf.offer(meet.tag, self._state.offered())
         self._waiting.said()
-        self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
+        manifest, step_timeout = hashlib.sha256(self._manifest).digest(), self._port.config.step_timeout
+        self._port.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
 
     def _job_done(self, step: int) -> None:
         if self._place.generation:  # a candidate took no part in it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import math
 from collections.abc import Sequence
 
 from paceline.config import Config
@@ -51,7 +52,7 @@ class Port(abc.ABC):
         """Tells the coordinator that training begins."""
 
     @abc.abstractmethod
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         """Tells the coordinator that this member has stopped between steps and what state it holds."""
 
     @abc.abstractmethod
@@ -124,18 +125,19 @@ class CoordinatedPort(Port):
         """See `Port.open`."""
         self._connection.start_line(self.shelf)
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         """See `Port.meet`."""
         said = pb.Meet(
             generation=meet.generation,
             holds_base=meet.holds_base,
-            fingerprint=fingerprint,
-            manifest=manifest,
+            fingerprint=meet.fingerprint,
+            manifest=meet.manifest,
             leaving=meet.leaving,
             closed=meet.closed,
             unproven=meet.unproven,
         )
-        said.step_timeout.FromMilliseconds(round(1e3 * self.config.step_timeout))
+        if math.isfinite(meet.step_timeout):
+            said.step_timeout.FromMilliseconds(round(1e3 * meet.step_timeout))
         if meet.tag is not None:
             said.tag.generation, said.tag.step = meet.tag
             said.tag.SetInParent()
@@ -206,7 +208,7 @@ class NullCoordinator(Port):
     def open(self) -> None:
         """See `Port.open`."""
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         """See `Port.meet`."""
         if meet.leaving:
             self.mail.put(MayGo(last=True))

@@ -24,7 +24,7 @@ from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.group import Group
 from paceline.links.door_key import DoorKey
-from paceline.links.fault import Suspicion, read_verdict
+from paceline.links.fault import Suspicion, error_of, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
 from paceline.links.grpc_mesh import GrpcMesh
@@ -334,7 +334,7 @@ class MemberConnection:
         """See `Listener`."""
         word = read_verdict(verdict)
         if not self._generations.settle(word):
-            self._fail_join(word.to_error())
+            self._fail_join(error_of(word))
 
     def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """See `Listener`."""

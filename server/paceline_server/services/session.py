@@ -104,7 +104,7 @@ class SessionHandlers:
                 report = wire.read_report(message.report, self._settings)
                 self._dispatcher.apply_of(stream, Reported(stream.member_id, message.report.generation, report))
             case "meet":
-                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_met(message.meet)))
+                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_meet(message.meet)))
             case "finish":
                 finish = message.finish
                 self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, finish.step))

@@ -34,7 +34,7 @@ class TwoPort(NullCoordinator):
     def member_id(self) -> str:
         return self.id
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         self.said.append(meet)
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:

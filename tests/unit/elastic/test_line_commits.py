@@ -36,9 +36,9 @@ class NewcomersPort(NullCoordinator):
 
     came_in = False
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         if self.came_in:
-            super().meet(meet, fingerprint, manifest)
+            super().meet(meet)
             return
         self.came_in = True
         (mesh,) = next_meshes([local_mesh(self.group.mesh)])

@@ -39,7 +39,7 @@ class Connection:
 def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> None:
     connection = Connection()
     of_port = CoordinatedPort(connection, Config())  # type: ignore[arg-type]
-    of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True), b"", b"")
+    of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True))
     assert [said.unproven for said in connection.said] == [True]
 
 

@@ -8,7 +8,7 @@ from unit.server.test_meeting import elastic
 
 from paceline_protocol import (
     ExitReported,
-    Met,
+    Meet,
     MetOthers,
     Process,
     PushCatchUp,
@@ -60,7 +60,7 @@ def test_an_order_is_about_the_state_and_not_about_who_has_it() -> None:
     job, members = elastic(4)
     first, second, third, fourth = members
     generation = job.state.generation
-    behind, ahead = Met(generation, Tag(generation, 1), True), Met(generation, Tag(generation, 2), True)
+    behind, ahead = Meet(generation, Tag(generation, 1), True), Meet(generation, Tag(generation, 2), True)
     job.do(ExitReported(job.state.sessions[fourth].process, -9))
     for member, met in ((first, behind), (second, behind), (third, ahead)):
         job.do(MetOthers(member, met))
