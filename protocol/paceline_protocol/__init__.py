@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         Welcome,
     )
     from paceline_protocol._job_state import JobState, Session, Standing, restore
-    from paceline_protocol._lineage import Line
+    from paceline_protocol._lineage import Lineage
     from paceline_protocol._meeting import Awaited, Meeting, convene, has_caught_up, names, way_out, what_is_lost
     from paceline_protocol._member import Phase, Place, Take, ViewNews
     from paceline_protocol._membership import Membership
@@ -173,7 +173,7 @@ _NAMES = {
     "_barriers": ["Barriers", "Whereabouts"],
     "_admission": ["has_been", "is_loopback"],
     "_departures": ["Departures", "rank_of"],
-    "_lineage": ["Line"],
+    "_lineage": ["Lineage"],
     "_member": ["Phase", "Place", "Take", "ViewNews"],
     "_step_word": ["Flag", "WORD_SIZE", "agrees", "flags_of", "word"],
 }
@@ -210,7 +210,7 @@ __all__ = [
     "LOOK_AGAIN",
     "Leases",
     "LeftJob",
-    "Line",
+    "Lineage",
     "Meet",
     "Meeting",
     "Membership",

@@ -69,7 +69,7 @@ def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_older_copy_of_the_coordinators_state_is_taken_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lineage.Line, "_show", lambda line, now, generation, failure_timeout: [])
+    monkeypatch.setattr(_lineage.Lineage, "see_generation", lambda line, now, generation, failure_timeout: [])
     assert found(400, replace(FORGETFUL, faults=(3, 7))).startswith(("refused", "mismatch"))
 
 
