@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from paceline_protocol._job_state import JobState, Session, Standing, restore
     from paceline_protocol._lineage import Lineage
     from paceline_protocol._meeting import Awaited, Meeting, convene, has_caught_up, names, way_out, what_is_lost
-    from paceline_protocol._member import Phase, Place, Take, ViewNews
+    from paceline_protocol._member import MemberState, MemberView, Phase, Take
     from paceline_protocol._membership import Membership
     from paceline_protocol._orders import Announcer, Donor, Donors, Orders, seat_of
     from paceline_protocol._policy import Decision, decide, spares
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     )
     from paceline_protocol._seating import by_host, holds, seated
     from paceline_protocol._silence import LOOK_AGAIN, Abandonment, Leases, Stragglers, Wakefulness
-    from paceline_protocol._step_word import WORD_SIZE, Flag, agrees, flags_of, word
+    from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
     from paceline_protocol._values import (
         WHOLE,
         Ending,
@@ -174,8 +174,8 @@ _NAMES = {
     "_admission": ["has_been", "is_loopback"],
     "_departures": ["Departures", "rank_of"],
     "_lineage": ["Lineage"],
-    "_member": ["Phase", "Place", "Take", "ViewNews"],
-    "_step_word": ["Flag", "WORD_SIZE", "agrees", "flags_of", "word"],
+    "_member": ["Phase", "MemberState", "Take", "MemberView"],
+    "_step_word": ["StepFlag", "STEP_WORD_SIZE", "agrees", "flags_of", "step_word"],
 }
 __all__ = [
     "Abandonment",
@@ -200,7 +200,7 @@ __all__ = [
     "FailBarrier",
     "FinishStored",
     "FinishedLine",
-    "Flag",
+    "StepFlag",
     "ForgetView",
     "Heard",
     "InvalidRank",
@@ -218,7 +218,7 @@ __all__ = [
     "Orders",
     "PassBarrier",
     "Phase",
-    "Place",
+    "MemberState",
     "Process",
     "Progress",
     "ProtocolSettings",
@@ -261,10 +261,10 @@ __all__ = [
     "Ticked",
     "Verdict",
     "View",
-    "ViewNews",
+    "MemberView",
     "ViewStored",
     "WHOLE",
-    "WORD_SIZE",
+    "STEP_WORD_SIZE",
     "Wakefulness",
     "Welcome",
     "Whereabouts",
@@ -291,7 +291,7 @@ __all__ = [
     "spares",
     "way_out",
     "what_is_lost",
-    "word",
+    "step_word",
 ]
 
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -41,7 +41,7 @@ class Session:
     generation_floor: int
     """The highest generation that it has seen evidence of."""
     arrival: int
-    """Place in the order of arrival."""
+    """Position in the order of arrival."""
     stream: int | None
     """Number of the stream that carries it, None while it has none: it is suspect then."""
     heard: float

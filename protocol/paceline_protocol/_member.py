@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from paceline_protocol._values import WHOLE, Meet, Share, Tag, share_of
 
-__all__ = ["Phase", "Place", "Take", "ViewNews"]
+__all__ = ["Phase", "MemberState", "Take", "MemberView"]
 
 
 class Phase(enum.Enum):
@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ViewNews:
+class MemberView:
     """The part of a view that a member's place depends on.
 
     Attributes:
@@ -77,7 +77,7 @@ class Take:
     finish: bool = False
 
 
-class Place:
+class MemberState:
     """The place of one member.
 
     Args:
@@ -129,7 +129,7 @@ class Place:
             unproven,
         )
 
-    def formed(self, view: ViewNews) -> Meet | Take | None:
+    def formed(self, view: MemberView) -> Meet | Take | None:
         """Enters a view that has formed with this member; returns None if it may begin a step there."""
         if view.generation <= self.generation:
             return None if self.phase in (Phase.READY, Phase.STEPPING) else self.meet()

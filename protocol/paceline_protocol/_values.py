@@ -221,7 +221,7 @@ class Seat:
     process: Process
     address: str
     arrival: int
-    """Place in the order of arrival; the greater, the younger."""
+    """Position in the order of arrival; the greater, the younger."""
 
     @property
     def label(self) -> str:

@@ -34,7 +34,7 @@ from paceline.elastic.waiting import Waiting, await_finish
 from paceline.errors import CheckpointFailed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
-from paceline_protocol import WHOLE, Flag, Meet, Phase, Place, Tag, Take, ViewNews, word
+from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Line"]
@@ -64,7 +64,7 @@ class Line:
     """
 
     def __init__(
-        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, place: Place
+        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, place: MemberState
     ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
@@ -101,7 +101,7 @@ class Line:
         if mesh.peers:
             if self._port.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
-            self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
+            self._do(self._place.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._waiting.as_candidate()
 
@@ -143,7 +143,7 @@ class Line:
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
-            errand = Errand(group, word(self._flags(), number, digest), number, rides=rides)
+            errand = Errand(group, step_word(self._flags(), number, digest), number, rides=rides)
         except PacelineError as error:
             self._failed(error)
             return None
@@ -167,10 +167,10 @@ class Line:
             # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
-            self._saver.heard(writing=bool(step.flags & Flag.WRITES))
+            self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
         if not step.applied:
             self._failed(step.cause, meet=not over)
-        elif step.flags & (Flag.JOIN | Flag.LEAVE) and not over:
+        elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._waiting.planned = True
             self._place.leaving = bool(self._port.mail.draining)
             self._say(self._place.meet())
@@ -179,7 +179,7 @@ class Line:
         """Commits the last step by a closing word, and ends the job."""
         group = self._port.group
         try:
-            group.all_reduce(np.array(word(Flag(0), 0, 0)), label="closing")
+            group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._place.held, self._state, group)
         except CheckpointFailed:
@@ -279,7 +279,7 @@ class Line:
         if view.generation <= self._place.generation:
             return
         world = len(view.mesh.peers) if view.mesh is not None else 0
-        order = self._place.formed(ViewNews(view.generation, view.rank, view.base, view.newcomers, world or 1))
+        order = self._place.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
         if view.mesh is None:
             self._say(self._place.meet())
             return
@@ -374,14 +374,14 @@ class Line:
 
     # Around a step ----------------------------------------------------------------------------------------------------
 
-    def _flags(self) -> Flag:
-        mail, flags = self._port.mail, Flag.WRITES if self._saver.is_writing else Flag(0)
+    def _flags(self) -> StepFlag:
+        mail, flags = self._port.mail, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
         if not mail.connected:
             return flags
         if mail.summoned == self._place.generation or self._waiting.went_on:  # again for a meeting that did not happen
-            flags |= Flag.JOIN
+            flags |= StepFlag.JOIN
         if mail.draining:
-            flags |= Flag.LEAVE
+            flags |= StepFlag.LEAVE
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:

@@ -20,7 +20,7 @@ from paceline.elastic.spread_saver import SpreadSaver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.errors import StepOrderError
-from paceline_protocol import Place, Tag
+from paceline_protocol import MemberState, Tag
 
 __all__ = ["line_of", "run_steps"]
 
@@ -65,7 +65,9 @@ def line_of(
     if state.spreads:  # members write checkpoints together
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
-    return Line(port, state, total, seed, manifest, saver, Place(held, state.node_size, state.shares(), stored=stored))
+    return Line(
+        port, state, total, seed, manifest, saver, MemberState(held, state.node_size, state.shares(), stored=stored)
+    )
 
 
 def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:

@@ -18,7 +18,7 @@ from paceline.elastic.reach import Reach
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.session.mail import JobDone, Letter, Lost, News
-from paceline_protocol import Meet, Phase, Place
+from paceline_protocol import Meet, MemberState, Phase
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Waiting", "await_finish"]
@@ -45,7 +45,7 @@ class Waiting:
         went_on: such a meeting did not come about, so it is yet to be had.
     """
 
-    def __init__(self, port: Port, place: Place, say: Callable[[Meet], None]) -> None:
+    def __init__(self, port: Port, place: MemberState, say: Callable[[Meet], None]) -> None:
         self.planned = self.went_on = False
         self._port = port
         self._place = place
