@@ -9,7 +9,10 @@ from simulation.broken import Broken
 from simulation.runner import run
 from simulation.world import Shape
 
-from paceline_protocol import Effect, Lineage, Meet, Session, _meeting, decide
+from paceline_protocol import Meet, _meeting
+from paceline_protocol._lineage import Lineage
+from paceline_protocol._policy import decide
+from paceline_protocol.coordinator import Effect, Session
 
 CROWD = Shape(members=(5, 8), faults=(3, 8))
 SPREAD = Shape(members=(3, 5), faults=(2, 7), node_size=0)

@@ -17,23 +17,20 @@ from simulation.world import Shape
 from paceline.elastic.step import Step
 from paceline_protocol import (
     WHOLE,
-    JobState,
     Meet,
     MemberState,
     MemberView,
     Phase,
-    Session,
     Share,
-    StoreView,
     Tag,
     Take,
     View,
-    ViewStored,
     _lineage,
     _meeting,
     _policy,
     _seating,
 )
+from paceline_protocol.coordinator import JobState, Session, StoreView, ViewStored
 from paceline_server.job import Job
 from paceline_server.keeper import Keeper, Kept
 

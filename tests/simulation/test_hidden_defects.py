@@ -19,7 +19,9 @@ from paceline.elastic.saver import Saver
 from paceline.session import line_side
 from paceline.session.generations import Generations
 from paceline.session.mail import Letter, ViewCame
-from paceline_protocol import JobState, Stragglers, ViewStored, _lineage
+from paceline_protocol import _lineage
+from paceline_protocol._silence import Stragglers
+from paceline_protocol.coordinator import JobState, ViewStored
 from paceline_server.keeper import Keeper
 
 
