@@ -1,4 +1,4 @@
-"""Named barriers of one generation. Pure: arrivals and times in, effects out.
+"""Named barriers of one generation.
 
 A barrier is (name, round). It passes when every member of the view is there. It fails for all when the generation is
 void or a member has left for good, and for one when its time is up: its arrival is withdrawn, the others wait on.

@@ -45,7 +45,7 @@ class Departures:
         self.gone_meanwhile: dict[str, Ending] = {}
 
     def lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
-        """Ends sessions that are gone, each with how; voids the view if one was in it."""
+        """Ends the sessions of members that are gone, each with how it went; voids the view if one was in it."""
         gone = {rank_of(session): ending for session, ending in lost if self._is_in_live_view(session)}
         effects: list[Effect] = []
         for rank, ending in gone.items():
@@ -59,7 +59,7 @@ class Departures:
         return effects
 
     def _is_in_live_view(self, session: Session) -> bool:
-        """True also for a member that may go: it keeps the state together with others, who wait for it."""
+        """True also for a member that may go: others may wait for it to write the last checkpoint with them."""
         live = self._state.live
         going = session.standing is Standing.DISMISSED and live is not None and session.generation == live.generation
         return going or session.standing is Standing.IN_VIEW
@@ -94,7 +94,7 @@ class Departures:
         return effects
 
     def evict(self, ranks: Collection[int], how: str) -> list[Effect]:
-        """The line goes on without these members, unless none of the others may hold its state.
+        """Ends the sessions of these members, unless none of the others may hold the line's state.
 
         Each may still be alive: it finds out that its session has ended, and comes back as a newcomer.
         """
@@ -119,7 +119,7 @@ class Departures:
         return self.evict([rank_of(session) for session in overdue], f"did not stop within {seconds:g} s")
 
     def void(self, now: float, verdict: Verdict) -> list[Effect]:
-        """The view is over; every member of it is told the same, now or when it resumes."""
+        """Ends the view. Every member is told the same verdict, now or when it resumes."""
         view = self._state.live
         assert view is not None, "one verdict for each generation"
         self._state.verdict = verdict

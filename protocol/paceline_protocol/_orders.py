@@ -1,4 +1,6 @@
-"""From which members does a laggard take the state? Pure: a few of those that hold it, other ones for each laggard.
+"""What members are told between two generations: donors, orders, and what is waited for.
+
+A laggard is told a few of the members that hold the state, and each laggard other ones.
 
 To name all of them in each order would make an order as long as the job is wide, and each laggard would dial them all.
 
@@ -38,14 +40,14 @@ from paceline_protocol._values import WHOLE, Seat, Share, View
 __all__ = ["Announcer", "Donor", "Donors", "Orders", "seat_of"]
 
 Donor = tuple[Seat, tuple[Share, ...]]
-"""A member that holds a state, with the shares that it holds."""
+"""A member that holds a state, with its shares of it."""
 
 _NAMED = 16
-"""So many donors are named in an order. A state comes from all of them at once, and one of them suffices."""
+"""Number of donors in an order. A state comes from all of them at once, and one of them suffices."""
 
 _LEAST = 2
-"""So many are named for each part of a spread state if there are more parts than fit: one may be about to die. Where
-each member holds a part of its own all of them are named."""
+"""Number of donors for each part of a sharded state with many parts: one donor may be about to die. If each member holds
+a part of its own all of them are named."""
 
 
 class Donors:
@@ -69,7 +71,7 @@ class Donors:
         self._everyone = tuple(map(_donor, donors)) if self._few else ()
 
     def some(self, session: Session, turn: int) -> tuple[Donor, ...]:
-        """The donors that are named to one member. Consecutive turns name other ones, until all have been named.
+        """The donors that one member is told. Consecutive turns name other ones, until all have been named.
 
         Args:
             session: the member. If it holds some of the state itself, it is named too: that part it need not take.
@@ -86,7 +88,7 @@ class Donors:
 
 
 def seat_of(session: Session) -> Seat:
-    """Where a member is reached; a candidate has no rank, and is as good as any."""
+    """A member's address as a seat. A candidate has no rank; it gets rank 0, which nobody looks at."""
     rank = session.rank or 0
     return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)
 
@@ -101,7 +103,7 @@ _Missing = dict[tuple[str, str, int] | None, list[Seat]]
 
 
 class Orders:
-    """Remembers what was ordered.
+    """Gives orders to members, each once, and remembers which.
 
     Args:
         state: the job; `told_to_meet` of its sessions is read and written here.
@@ -115,20 +117,20 @@ class Orders:
         self._donors: Donors | None = None  # of the meeting that is on
 
     def forget(self, session: Session) -> None:
-        """What this member was told is to be told again."""
+        """Forgets what this member was told, so that it is told again."""
         session.told_to_meet = None
         if session.member_id == self._summoned:
             self._summoned = ""
 
     def clear(self) -> None:
-        """A new view has formed."""
+        """Forgets everything, because a new view has formed."""
         self._summoned = ""
         self._turns.clear()
         for session in self._state.sessions.values():
             session.told_to_meet, session.catching_up, session.promised = None, False, None
 
     def give(self, decision: Decision) -> list[Effect]:
-        """What to tell whom, now that the policy has decided."""
+        """What to tell members and candidates, now that the policy has decided."""
         view = self._state.view
         self._missing, self._donors = {}, None
         if view is None or self._state.finished is not None:
@@ -179,7 +181,7 @@ class Orders:
         return missing
 
     def _ask_for_missing(self, sessions: Iterable[Session]) -> list[Effect]:
-        """Who is not heard of may be gone, which its host knows: a line need not wait for it then."""
+        """Asks workers whether silent members of their host are gone: then the line need not wait for them."""
         effects: list[Effect] = []
         for session in sessions:
             visible = self._missing.get(session.process.sight, ())
@@ -237,7 +239,7 @@ class Orders:
 
 
 def _own_share(session: Session) -> Share | None:
-    """What it keeps, if it has a part of a spread state, and is to finish the step that others have applied."""
+    """The share that a member keeps when it finishes a step that others have applied; None if the state is whole."""
     met = session.met
     return met.shares[0] if met is not None and met.node_size != 1 and met.shares else None
 

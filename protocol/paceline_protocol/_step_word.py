@@ -1,4 +1,4 @@
-"""The step word: one small message with which all members of a view enter a step together. Pure.
+"""The step word: one small message with which all members of a view enter a step together.
 
 It completes at a member only when every member has entered the step. So a member that applies a step knows that all
 others have entered it, and when the next word completes, that all have applied it (I1). The word carries what all
