@@ -1,7 +1,7 @@
-"""The life of a line: its views form, its members meet, it is drained, finished, begun anew. Pure.
+"""How the generations of a job follow each other: views form, members meet, the line is finished or begun anew.
 
-The middle layer of a job's membership. Whatever may change the policy's mind ends in `_reconsider`, which asks `policy`
-again and does what it says.
+Every event that may change the policy's decision ends in `Lineage.reconsider`, which asks `_policy` again and carries
+out what it decides.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Lineage:
         self._announcer = Announcer(settings.announce_interval)
         self._retry_at = _NEVER
         self._orders = Orders(state)
-        self._awaited: Awaited | None = None  # of the meeting that is on, while only these keep it from going on
+        self._awaited: Awaited | None = None  # while a meeting waits for nothing but these
         self.decision = decide(-_NEVER, state, settings.settle_time)
         self.waits_since: float | None = None
 
@@ -83,9 +83,9 @@ class Lineage:
         if met.generation < session.generation:
             return []  # said before it heard of its new view
         if session.standing is not Standing.WAITING and (view is None or view.generation != session.generation):
-            # Its view was forgotten, for it had no state yet: now it is as any other newcomer.
+            # Its view was forgotten, for it had no base yet: now it is a candidate like any other.
             self._become_candidate(now, session)
-        # What is brought may be from a disk, and another coordinator's: tags of this line must not be the same (I3).
+        # The state may be a checkpoint of another coordinator's job: tags of this line must be greater (I3).
         tags = [tag.generation for tag in (met.tag, met.prepared) if tag is not None]
         self._state.generation = max(self._state.generation, *tags, 0)
         before = session.met
@@ -93,7 +93,7 @@ class Lineage:
         session.catching_up = False
         self._orders.forget(session)
         if session.generation:
-            self._leases.count_unseen(now)  # at a change of view nobody vouches for who is not there
+            self._leases.count_unseen(now)  # nobody vouches for members that are not here at a change of views
         effects = self._cross_off(now, session, before)
         return self.reconsider(now) if effects is None else effects
 
@@ -163,7 +163,7 @@ class Lineage:
     # Views ------------------------------------------------------------------------------------------------------------
 
     def reconsider(self, now: float, newcomer: Session | None = None) -> list[Effect]:
-        """Asks the policy again; every event that may change its mind ends here."""
+        """Asks the policy again, and carries out its decision. Every event that may change the decision ends here."""
         self._awaited = None
         effects = self._departures.evict_stragglers(now)
         view = self._state.view
@@ -192,7 +192,7 @@ class Lineage:
         return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
 
     def _cross_off(self, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
-        """What follows if others are waited for as much as before; None if the policy is to be asked again."""
+        """What follows if only one member less is waited for; None if the policy must be asked again."""
         awaited = self._awaited
         if awaited is None or now >= self._stragglers.due_at:
             return None
@@ -232,13 +232,13 @@ class Lineage:
         return [*reached, ForgetView(view.generation)]
 
     def see_generation(self, now: float, generation: int, failure_timeout: float) -> list[Effect]:
-        """A worker was in this generation. If it is news, the coordinator's state is lost, or an older copy of it.
+        """Notes that a worker was in this generation. If it is news, what is stored is an older copy, or was lost.
 
         Then a stored view says nothing about the line any more: its members, and those that the coordinator has never
         heard of, come back as new ones, each with the state that it holds.
         """
         view = self._state.view
-        # Its number counts, and not the job's: that may be above it for a tag which somebody found on a disk.
+        # The view's number counts. The job's may be greater, because of a tag that a worker found on its disk.
         is_old = view is not None and self._state.restored and generation > view.generation
         if generation <= self._state.generation and not is_old:
             return []
@@ -258,18 +258,18 @@ class Lineage:
         return effects + self._forget_view(view)
 
     def trust_stored_view(self) -> None:
-        """If all members of the stored view are here, and in that generation, no later one of their line exists.
+        """Trusts the stored view once all of its members are here and in that generation: it is their line's latest.
 
-        A worker that shows a greater number is of another line then, and shall not end this one.
+        A worker that shows a greater number belongs to another line then, and must not end this one.
         """
         if self._state.restored and self._state.view is not None:
             sessions = (self._state.sessions.get(seat.member_id) for seat in self._state.view.seats)
             self._state.restored = any(session is None or session.stream is None for session in sessions)
 
     def _start_new_line(self, now: float, meeting: Meeting) -> list[Effect]:
-        """The line is over: its last members are newcomers to the next, but for those that hold nothing.
+        """Ends the line: its last members become candidates for the next, except those that hold no state.
 
-        Those whose shares are of no use any more begin from what they find on a disk, and so do candidates.
+        Members and candidates whose shares are of no use any more begin with a checkpoint.
         """
         view = self._state.view
         assert view is not None
@@ -293,7 +293,7 @@ class Lineage:
         return effects + self._forget_view(view)
 
     def _become_candidate(self, now: float, session: Session) -> None:
-        """A member is in no view any more, and has yet to say what it holds."""
+        """Makes a member a candidate again, which has yet to say what it holds."""
         session.standing, session.generation, session.rank = Standing.WAITING, 0, None
         session.verdict, session.met, session.told_to_meet, session.catching_up = None, None, None, False
         session.promised = None
@@ -318,7 +318,7 @@ class Lineage:
         told = [self.may_go(session) for session in sessions]
         effects: list[Effect] = []
         if gone and live is not None and any(order.last for order in told):
-            # Who was let go before keeps nothing, and may be there for long: the last ones shall not wait for it.
+            # A member that was let go before keeps nothing and may stay for long: the last ones must not wait for it.
             ranks = tuple(sorted(rank_of(session) for session in gone))
             text = f"{', '.join(live.seats[rank].short_label for rank in ranks)} left before the others"
             effects += self._departures.void(
@@ -327,7 +327,7 @@ class Lineage:
         return [*effects, *told]
 
     def may_go(self, session: Session) -> PushDismissed:
-        """A member that goes; if nobody stays, all who go keep the state, in a collective."""
+        """Tells a member that it may go. If nobody stays, the last ones write a checkpoint together."""
         view = self._state.view
         last = view is None or (view.generation == session.generation and not self._state.present())
         return PushDismissed(session.member_id, last)
@@ -358,8 +358,8 @@ class Lineage:
         sessions = [self._state.sessions.get(seat.member_id) for seat in view.seats]
         attached = [session for session in sessions if session is not None and session.stream is not None]
         if view.base is None and len(attached) < len(view.seats):
-            # Somebody went meanwhile: the number is used up, nobody has heard of it. A line's view is not given up like
-            # that: on the disk it has replaced the one before, whose members would be forgotten.
+            # A member went meanwhile, and nobody has heard of this view: it is given up, and its number stays used. Not
+            # so a view with a base: on disk it has replaced the one before, whose members would be forgotten.
             return [ForgetView(generation), *self.reconsider(now)]
         there = self._state.present() if self._state.view is not None else []
         seated = set(sessions)

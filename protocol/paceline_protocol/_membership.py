@@ -1,17 +1,15 @@
-"""The state machine of one job: who is a member, which view is live, what ended it. Pure.
+"""The state machine of one job: who is a member, which view is live, what ended it.
 
-`Membership.handle(now, event)` changes the state and returns effects for the shell to perform, in order. It calls no
-clock, opens nothing and waits for nothing. It has three layers: `departures` (how members and views end), `line` (how
-views form), and here: who comes and goes, what is said, and the time. When a view forms is `policy`'s to say, who is to
-blame `verdict`'s, who is too silent `leases`', who may register `admission`'s, who is told that it waits `announcer`'s;
-barriers are `barriers`'.
+`Membership.handle(now, event)` changes the job's state and returns effects for the shell to perform, in order. Here
+members come, go and speak; `_departures` ends sessions and views, and `_lineage` forms the next ones.
 
 Rules that the transitions keep:
-- A generation number is used once, stored before anyone hears of it, and above any number that a member showed (I3).
-- A stream's end is suspicion. A session ends by `leave`, by its process's reported exit, or by silence.
-- A void view's members get its verdict, also when they resume. They go, or meet for the next one (`meeting`).
-- A line's last view is kept until all its members are known to have ended: whoever is silent may hold the state.
-- Nothing is kept of sessions that have ended, but for how the members of the last view went.
+- A generation number is used once, stored before anybody hears of it, and above any number that a member showed (I3).
+- The end of a stream is a suspicion. A session ends when its member leaves, when its process is reported to have ended,
+  or when it has been silent for too long.
+- The members of a void view get its verdict, also when they resume. They leave, or meet for the next view.
+- A line's last view is kept until all its members are known to have ended: a silent member may hold the state.
+- Nothing is kept of sessions that have ended, except how the members of the last view went.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ __all__ = ["Membership"]
 
 
 class Membership:
-    """One job.
+    """The state machine of one job.
 
     Args:
         state: the job as it is at the start: empty, or as it was stored. Owned by this object from then on.
@@ -90,7 +88,7 @@ class Membership:
     # The interface to the shell ---------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """Takes an event in and returns what is to be done about it, in order.
+        """Handles an event; returns what is to be done about it, in order.
 
         Args:
             now: the time, in seconds.
@@ -178,7 +176,7 @@ class Membership:
         return effects + self._lineage.reconsider(now, newcomer=session)
 
     def _came_back(self, now: float, event: Registered) -> list[Effect]:
-        """A process whose session has ended, or is about to, is no silent member of the last view any more."""
+        """A process that registers anew is no silent member of the last view any more."""
         view = self.state.view
         ending = Ending("came back as a new member", orderly=False)
         session = self.state.sessions.get(event.former_member_id)
@@ -262,7 +260,7 @@ class Membership:
         seat = self.state.view.seats[rank_of(session)]
         effects: list[Effect] = []
         if event.cause:
-            # Its reason is what the others must hear, not that its links have ended.
+            # The others must hear its error, not that its links have ended.
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
             text = f"{seat.label} raised {event.cause}"
             self._evidence.add(now, Report(seat.rank, raised, None, session.progress.operation, text))
@@ -308,7 +306,7 @@ class Membership:
         return self._departures.judge_if_ripe(now) + self._lineage.reconsider(now)
 
     def _second_death(self, session: Session, report: Report) -> list[Effect]:
-        """After the verdict: a link's end says something of a member only if its session's stream has ended too."""
+        """Evicts a member that dies after the verdict: a lost link counts then only if its stream has ended too."""
         view = self.state.view
         if view is None or view.generation != session.generation or report.accused is None:
             return []

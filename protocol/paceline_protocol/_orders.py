@@ -1,23 +1,4 @@
-"""What members are told between two generations: donors, orders, and what is waited for.
-
-A laggard is told a few of the members that hold the state, and each laggard other ones.
-
-To name all of them in each order would make an order as long as the job is wide, and each laggard would dial them all.
-
-
-What members are told about a meeting, each thing once. Pure; part of a job's membership.
-
-An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream: what it was
-told may have been lost with the old one. An order to take a state is about that state, not about who has it: a donor
-that comes or goes changes no order. A laggard that got it from none of the donors that it was named says so, and is
-named others.
-
-
-Who is told the waiting sentence, and when? Pure; part of a job's membership.
-
-A newcomer hears it at once. The others hear a changed sentence at most once in `announce_interval`: each arrival of W
-workers changes it, and telling all of them each time would make W^2 messages.
-"""
+"""What members are told between two generations: orders, donors of a state, and the sentence of the decision."""
 
 from __future__ import annotations
 
@@ -46,12 +27,14 @@ _NAMED = 16
 """Number of donors in an order. A state comes from all of them at once, and one of them suffices."""
 
 _LEAST = 2
-"""Number of donors for each part of a sharded state with many parts: one donor may be about to die. If each member holds
-a part of its own all of them are named."""
+"""Number of donors for each part of a sharded state with many parts: one donor may be about to die. If each member
+holds a part of its own, all of them are named."""
 
 
 class Donors:
-    """The members that hold a state.
+    """The members that hold a state, of which each laggard is told a few, and other ones each time.
+
+    To name all of them in each order would make orders as long as the job is wide, and each laggard would dial all.
 
     Args:
         donors: these members, in any order.
@@ -105,15 +88,20 @@ _Missing = dict[tuple[str, str, int] | None, list[Seat]]
 class Orders:
     """Gives orders to members, each once, and remembers which.
 
+    An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream, for
+    what it was told may have been lost with the old one. An order to take a state is about that state, not about its
+    donors: a donor that comes or goes changes no order. A laggard that got the state from none of its donors says so,
+    and is told others.
+
     Args:
         state: the job; `told_to_meet` of its sessions is read and written here.
     """
 
     def __init__(self, state: JobState) -> None:
         self._state = state
-        self._summoned = ""  # who was asked to raise the flag in this generation
-        self._turns: dict[str, int] = {}  # by member: which of the donors it is named next
-        self._missing: _Missing = {}  # members that are not heard of, by who could tell
+        self._summoned = ""  # the member that was asked to raise the flag in this generation
+        self._turns: dict[str, int] = {}  # by member: which donors it is told next
+        self._missing: _Missing = {}  # members that are not heard of, by the processes that could see them
         self._donors: Donors | None = None  # of the meeting that is on
 
     def forget(self, session: Session) -> None:
@@ -176,7 +164,8 @@ class Orders:
         silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
         missing: _Missing = {}
         for seat in sorted(silent, key=lambda seat: seat.rank):
-            if (sight := seat.process.sight) is not None and seat.process.start_ticks:  # else any may seem to be it
+            # Without its start time another process could be taken for it.
+            if (sight := seat.process.sight) is not None and seat.process.start_ticks:
                 missing.setdefault(sight, []).append(seat)
         return missing
 
@@ -248,10 +237,13 @@ _NEVER = float("inf")
 
 
 class Announcer:
-    """Remembers what the candidates of a job were told.
+    """Decides who is told the sentence of the policy's decision, and when.
+
+    A newcomer hears it at once. The others hear a changed sentence at most once in `interval`: each arrival of W
+    workers changes it, and telling all of them each time would make W^2 messages.
 
     Args:
-        interval: least seconds between two rounds to all.
+        interval: seconds between two rounds to all, at least.
 
     Attributes:
         announce_at: when the next round is due, infinity for never.

@@ -1,7 +1,7 @@
 """Gives out the seats of a line's next generation: little of a sharded state moves, and members of a host share a node.
 
-A node is a group of members that hold one copy of the state between them. If all are on one host, the death of that host
-leaves the other copies whole, and what members of the node send each other stays on the host.
+A node is a group of members that hold one copy of the state between them. If all are on one host, the death of that
+host leaves the other copies whole, and what members of the node send each other stays on the host.
 """
 
 from __future__ import annotations
