@@ -1,6 +1,6 @@
-"""The shell around a member's place in its line: reads letters, takes and offers state, begins and ends steps.
+"""The shell around a member's state machine: reads letters, takes and offers state, begins and ends steps.
 
-Everything here runs on the training thread, between the user's steps. `place` decides what may happen next, the
+Everything here runs on the training thread, between the user's steps. `MemberState` decides what may happen next, the
 coordinator's messages arrive as letters, and `waiting` acts while there are none.
 """
 
@@ -55,7 +55,7 @@ class Line:
         seed: seed of `Step.rng`.
         manifest: what must be the same on all members, as canonical JSON.
         saver: writes checkpoints.
-        place: this member's place, with the tag of its state.
+        member: what this member holds and may do next.
 
     Attributes:
         done: True once the last step is committed.
@@ -64,7 +64,7 @@ class Line:
     """
 
     def __init__(
-        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, place: MemberState
+        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, member: MemberState
     ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
@@ -75,21 +75,21 @@ class Line:
         self._seed = seed
         self._manifest = manifest
         self._saver = saver
-        self._place = place
-        self._taking = Taking(port, place, state, saver)
-        self._waiting = Waiting(port, place, self._say)
-        self._committed = place.held.step if place.held is not None else 0
+        self._member = member
+        self._taking = Taking(port, member, state, saver)
+        self._waiting = Waiting(port, member, self._say)
+        self._committed = member.held.step if member.held is not None else 0
         self._failures = Failures()
         self._blocks = Blocks()
         self._overtaken = False
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self.guard = StateGuard(port, state, place, saver, self._taking, self._blocks, self._tell_committed)
+        self.guard = StateGuard(port, state, member, saver, self._taking, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
         """The tag of a state, if it is this line's; None if it is another one, or unusable."""
-        return self._place.held if state is self._state else None
+        return self._member.held if state is self._state else None
 
     # What the loop over the steps does --------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Line:
         if mesh.peers:
             if self._port.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
-            self._do(self._place.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
+            self._do(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._waiting.as_candidate()
 
@@ -116,13 +116,13 @@ class Line:
         if (error := self._port.group.mesh.fault.own_error) is not None:
             raise error
         while not self.done:
-            ready = self._place.phase is Phase.READY
+            ready = self._member.phase is Phase.READY
             letter = self._port.mail.get(0.0 if ready else SLICE)  # a view may have come while the generation went on
             if letter is not None:
                 self._read(letter)
             elif ready:
                 return
-            if self._place.phase is not Phase.READY and not self.done:
+            if self._member.phase is not Phase.READY and not self.done:
                 self._waiting.look_around()
 
     def begin(self) -> Step | None:
@@ -133,16 +133,16 @@ class Line:
             StepOrderError: the state has changed since the step before.
         """
         self.guard.begin()
-        if self._port.mail.draining and not self._place.leaving:
+        if self._port.mail.draining and not self._member.leaving:
             _log.info("leaving after this step: %s", self._port.mail.draining)
         number, group = self._state.step + 1, self._port.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
         rides = group.boarding
-        self._place.begin()
+        self._member.begin()
         try:
-            self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
+            self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             errand = Errand(group, step_word(self._flags(), number, digest), number, rides=rides)
         except PacelineError as error:
             self._failed(error)
@@ -162,7 +162,7 @@ class Line:
         if not step.entered:
             self.guard.spoiled()
             raise not_entered(step)
-        over = step.generation != self._place.generation  # a block between the steps was interrupted, and run again
+        over = step.generation != self._member.generation  # a block between the steps was interrupted, and run again
         if not over:
             # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
@@ -172,8 +172,8 @@ class Line:
             self._failed(step.cause, meet=not over)
         elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._waiting.planned = True
-            self._place.leaving = bool(self._port.mail.draining)
-            self._say(self._place.meet())
+            self._member.leaving = bool(self._port.mail.draining)
+            self._say(self._member.meet())
 
     def close(self) -> None:
         """Commits the last step by a closing word, and ends the job."""
@@ -181,7 +181,7 @@ class Line:
         try:
             group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
             self.guard.word_completed(self._state.step + 1)
-            self._saver.keep(self._place.held, self._state, group)
+            self._saver.keep(self._member.held, self._state, group)
         except CheckpointFailed:
             raise
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
@@ -208,14 +208,14 @@ class Line:
     def retry(self) -> Outcome:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
-        self._place.closed = True
+        self._member.closed = True
         barred = self._port.group.barred
         self._port.group.bar("")
         try:
-            self._say(self._place.meet())
+            self._say(self._member.meet())
             self.wait_until_ready()
         finally:
-            self._place.closed = False
+            self._member.closed = False
             self._port.group.bar(barred)
         if self._overtaken:
             return Outcome.OVERTAKEN
@@ -243,7 +243,7 @@ class Line:
             case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
                 self._taking.learn([Holder(*holder) for holder in holders], fingerprint)
                 own = any(peer.member_id == self._port.member_id for peer, _ in holders)
-                self._do(self._place.catch_up(generation, base, share, own=own))
+                self._do(self._member.catch_up(generation, base, share, own=own))
             case letters.NoSeat(reason):
                 _log.info("this worker has no place in the next generation and is spare: %s", reason)
                 self._come_back()
@@ -257,14 +257,14 @@ class Line:
                     if not self._saver.keeps:
                         number = self._state.step
                         _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
-                    self._saver.keep_last(self._place.held, self._state, self._port.group)
+                    self._saver.keep_last(self._member.held, self._state, self._port.group)
                 raise Dismissed(self._port.mail.draining or "this worker was drained")
             case letters.JobDone(step):
                 self._job_done(step)
             case letters.CaughtOut():
-                if self._place.held is None:
+                if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
-                _log.warning("this worker was declared lost; it rejoins with the state %s", self._place.held)
+                _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
                 self._come_back()
             case letters.Runs(_, members):
                 self._waiting.line_runs(members)
@@ -276,12 +276,12 @@ class Line:
                 raise error
 
     def _enter_view(self, view: letters.ViewCame) -> None:
-        if view.generation <= self._place.generation:
+        if view.generation <= self._member.generation:
             return
         world = len(view.mesh.peers) if view.mesh is not None else 0
-        order = self._place.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
+        order = self._member.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
         if view.mesh is None:
-            self._say(self._place.meet())
+            self._say(self._member.meet())
             return
         self._port.move(view.mesh)
         self._taking.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
@@ -290,10 +290,10 @@ class Line:
             self._told_lost = view.lost
             _log.warning("job %r: %s", self._port.job, view.lost)
         if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
-            self._end_generation(f"holds the state {self._place.held}, and was to begin with {view.base}")
+            self._end_generation(f"holds the state {self._member.held}, and was to begin with {view.base}")
         self._do(order)
-        if self._place.phase is Phase.READY:
-            self._taking.train_on(self._place.shares[0])
+        if self._member.phase is Phase.READY:
+            self._taking.train_on(self._member.shares[0])
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = 0
@@ -324,7 +324,7 @@ class Line:
 
     def _compare_blocks(self) -> bool:
         """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
-        if self._place.phase is not Phase.READY:
+        if self._member.phase is not Phase.READY:
             return False
         try:
             self._blocks.compare(self._port.group)
@@ -334,14 +334,14 @@ class Line:
         return True
 
     def _do(self, order: Meet | Take | None) -> None:
-        """Carries out an order of the place, and those that follow."""
+        """Carries out an order of the state machine, and those that follow."""
         meet = self._taking.carry_out(order)
         if meet is not None:
             self._say(meet)
 
     def _come_back(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
-        meet = self._place.cast_out()
+        meet = self._member.cast_out()
         if meet.unproven:
             self._say(meet)
         self._waiting.as_candidate()
@@ -349,7 +349,7 @@ class Line:
     def _say(self, meet: Meet) -> None:
         """Sends a meet, and offers the state to others, since it does not change while this member waits."""
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
-            self._place.found(latest)  # others have written a newer one
+            self._member.found(latest)  # others have written a newer one
             meet = replace(meet, tag=latest)
         fingerprint = self._taking.fingerprint(meet)
         if meet.tag is not None and not meet.stored:
@@ -359,9 +359,9 @@ class Line:
         self._port.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
 
     def _job_done(self, step: int) -> None:
-        if self._place.generation:  # a candidate took no part in it
+        if self._member.generation:  # a candidate took no part in it
             self._tell_committed(step)
-        if self._state.step < step or self._place.held is None:
+        if self._state.step < step or self._member.held is None:
             raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
         if step < self._total:
             raise StepOrderError(
@@ -378,7 +378,7 @@ class Line:
         mail, flags = self._port.mail, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
         if not mail.connected:
             return flags
-        if mail.summoned == self._place.generation or self._waiting.went_on:  # again for a meeting that did not happen
+        if mail.summoned == self._member.generation or self._waiting.went_on:  # again for a meeting that did not happen
             flags |= StepFlag.JOIN
         if mail.draining:
             flags |= StepFlag.LEAVE
@@ -395,4 +395,4 @@ class Line:
         _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._port.group.mesh.peers)
         if meet:
-            self._say(self._place.meet())
+            self._say(self._member.meet())

@@ -37,7 +37,7 @@ class Waiting:
 
     Args:
         port: the session.
-        place: the member's place.
+        member: what this member holds and may do next.
         say: tells the coordinator that it has stopped.
 
     Attributes:
@@ -45,10 +45,10 @@ class Waiting:
         went_on: such a meeting did not come about, so it is yet to be had.
     """
 
-    def __init__(self, port: Port, place: MemberState, say: Callable[[Meet], None]) -> None:
+    def __init__(self, port: Port, member: MemberState, say: Callable[[Meet], None]) -> None:
         self.planned = self.went_on = False
         self._port = port
-        self._place = place
+        self._member = member
         self._say = say
         self._said_at = self._waits_since = time.monotonic()
         self._waits_for = self._told = ""
@@ -91,16 +91,16 @@ class Waiting:
         Raises:
             Dismissed: a candidate that brings no state wanted to leave.
         """
-        if self._place.phase is not Phase.MEETING:
+        if self._member.phase is not Phase.MEETING:
             return
         now, mail = time.monotonic(), self._port.mail
-        if mail.draining and not (self._place.generation or self._place.brings_state):
+        if mail.draining and not (self._member.generation or self._member.brings_state):
             raise Dismissed(mail.draining)  # nobody waits for it
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
-        if mail.draining and not self._place.leaving:
-            self._place.leaving = True
-            self._say(self._place.meet(unproven=self._reach is not None))
+        if mail.draining and not self._member.leaving:
+            self._member.leaving = True
+            self._say(self._member.meet(unproven=self._reach is not None))
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S
@@ -117,12 +117,12 @@ class Waiting:
             self._port.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
-        if away and self._place.may_go_on:
-            _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
-            self.planned, self._place.leaving = False, False
+        if away and self._member.may_go_on:
+            _log.warning("the coordinator is away: generation %d goes on", self._member.generation)
+            self.planned, self._member.leaving = False, False
             self.went_on = True
             self._port.go_on()
-            self._place.go_on()
+            self._member.go_on()
 
     def _try_to_reach(self, now: float, reach: Reach) -> None:
         """A candidate is ready when it can reach every member of the line, and every member can reach it."""
@@ -141,7 +141,7 @@ class Waiting:
 
     def _come_in(self) -> None:
         self._reach = None
-        self._say(self._place.meet())
+        self._say(self._member.meet())
 
 
 def await_finish(port: Port) -> Letter | None:
