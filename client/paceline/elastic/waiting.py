@@ -2,6 +2,12 @@
 
 A candidate tries whether it can reach the line. Whoever wants to leave says so. A member that stopped for a meeting
 without need, and hears nothing because the coordinator is away, goes on with its generation after a while.
+
+When does a candidate try whether it and the members of a line reach each other? Pure: time and chance are arguments.
+
+A pair of hosts that cannot talk to each other would break every generation that has both in it. So whoever wants in
+shows first that there is a way to everyone, and from everyone, and tries again later and later until there is.
+
 """
 
 from __future__ import annotations
@@ -12,16 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline._wait import SLICE
-from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.coordination import JobCoordinator
 from paceline.elastic.place import Meet, Phase, Place
-from paceline.elastic.port import Port
-from paceline.elastic.reach import Reach
+from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.session.mail import JobDone, Letter, Lost, News
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Waiting", "await_finish"]
+__all__ = ["await_finish", "ReachTests", "MeetingWait"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -32,11 +37,11 @@ _AGAIN_S = 30.0
 """Seconds until that is said again."""
 
 
-class Waiting:
+class MeetingWait:
     """One member's waits.
 
     Args:
-        port: the session.
+        coordinator: the session.
         place: the member's place.
         say: tells the coordinator that it has stopped.
 
@@ -45,20 +50,20 @@ class Waiting:
         went_on: such a meeting did not come about, so it is yet to be had.
     """
 
-    def __init__(self, port: Port, place: Place, say: Callable[[Meet], None]) -> None:
+    def __init__(self, coordinator: JobCoordinator, place: Place, say: Callable[[Meet], None]) -> None:
         self.planned = self.went_on = False
-        self._port = port
+        self._coordinator = coordinator
         self._place = place
         self._say = say
         self._said_at = self._waits_since = time.monotonic()
         self._waits_for = self._told = ""
         self._tell_at = 0.0
         self._away_since: float | None = None
-        self._reach: Reach | None = None  # while this member is a candidate that has yet to show its links
+        self._reach: ReachTests | None = None  # while this member is a candidate that has yet to show its links
 
     def as_candidate(self) -> None:
         """This member is in no view: it is to reach all members of the line before it comes in."""
-        self._reach = Reach(random.Random())
+        self._reach = ReachTests(random.Random())
 
     def said(self) -> None:
         """The coordinator is told of the stop now."""
@@ -93,7 +98,7 @@ class Waiting:
         """
         if self._place.phase is not Phase.MEETING:
             return
-        now, mail = time.monotonic(), self._port.mail
+        now, mail = time.monotonic(), self._coordinator.mail
         if mail.draining and not (self._place.generation or self._place.brings_state):
             raise Dismissed(mail.draining)  # nobody waits for it
         if self._reach is not None:
@@ -106,28 +111,28 @@ class Waiting:
             self._told, self._tell_at = reason, now + _AGAIN_S
             _log.warning("%s; for %.0f s now", reason, now - self._waits_since)
         self._away_since = None if mail.connected else self._away_since or now
-        if self.planned and not self._port.group.mesh.fault.failed:
+        if self.planned and not self._coordinator.group.mesh.fault.failed:
             self._watch_planned_meeting(now, reason)
 
     def _watch_planned_meeting(self, now: float, reason: str) -> None:
         """The generation is alive: what must not last is that a member hangs, or that the coordinator is away."""
-        config = self._port.config
+        config = self._coordinator.config
         if now - self._said_at > config.step_timeout:
             text = f"the members did not meet within {config.step_timeout:g} s: {reason}"
-            self._port.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
+            self._coordinator.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
         if away and self._place.may_go_on:
             _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
             self.planned, self._place.leaving = False, False
             self.went_on = True
-            self._port.go_on()
+            self._coordinator.go_on()
             self._place.go_on()
 
-    def _try_to_reach(self, now: float, reach: Reach) -> None:
+    def _try_to_reach(self, now: float, reach: ReachTests) -> None:
         """A candidate is ready when it can reach every member of the line, and every member can reach it."""
         if (members := reach.due(now)) is not None:
-            self._port.try_to_reach(members)
+            self._coordinator.try_to_reach(members)
 
     def tried(self, members: Sequence[Peer], troubles: Sequence[str]) -> None:
         """Takes the result of a test of links; ignores it if the line has other members by now."""
@@ -144,16 +149,16 @@ class Waiting:
         self._say(self._place.meet())
 
 
-def await_finish(port: Port) -> Letter | None:
+def await_finish(coordinator: JobCoordinator) -> Letter | None:
     """Waits until the coordinator knows that the job is done, so that late comers are told; but it may be away.
 
     Returns:
         A letter that says that the line has not ended: others go on from an earlier state, for they did not hear of
         this one. None if there is nothing more to do.
     """
-    deadline = time.monotonic() + port.config.failure_timeout
+    deadline = time.monotonic() + coordinator.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
-        letter = port.mail.get(min(left, SLICE))
+        letter = coordinator.mail.get(min(left, SLICE))
         if isinstance(letter, JobDone):
             return None
         if isinstance(letter, Lost):
@@ -162,3 +167,52 @@ def await_finish(port: Port) -> Letter | None:
             return letter
     _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
     return None
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Between two tries, at most: doubled each time, and made up to a half shorter by chance, for many who were cut off
+together shall not all knock together."""
+
+
+class ReachTests:
+    """One candidate's tries.
+
+    Args:
+        chance: shortens the pauses.
+
+    Attributes:
+        is_alone: True while nobody has said that a line is running.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self.is_alone = True
+        self._members: Sequence[Peer] | None = None
+        self._pause = FIRST_PAUSE_S
+        self._again_at = float("-inf")
+
+    def hear(self, members: Sequence[Peer] | None) -> None:
+        """A line is running with these members, None until they are known. A list that has changed is tried at once."""
+        self.is_alone = False
+        if members is not None:
+            known = {member.member_id for member in self._members or ()}
+            if self._members is None or {member.member_id for member in members} != known:
+                self._members, self._again_at = members, float("-inf")
+
+    def due(self, now: float) -> Sequence[Peer] | None:
+        """Whom to try now; None for nobody yet, or while they are being tried."""
+        if now < self._again_at or self._members is None:
+            return None
+        self._again_at = float("inf")
+        return self._members
+
+    def is_latest(self, members: Sequence[Peer]) -> bool:
+        """True if the line has these members as far as is known, and nobody else."""
+        return members is self._members
+
+    def failed(self, now: float) -> float:
+        """Some could not be reached; returns the seconds until the next try."""
+        pause = self._chance.uniform(0.5, 1.0) * self._pause
+        self._pause = min(LONGEST_PAUSE_S, 2 * self._pause)
+        self._again_at = now + pause
+        return pause

@@ -10,8 +10,7 @@ from unit.elastic.fakes import FRAMEWORK, Counter, ForeignModel, ForeignOptimize
 
 import paceline
 from paceline.checkpoint.tree import split
-from paceline.elastic.fit import check_fit, write
-from paceline.elastic.parts import part_of
+from paceline.elastic.parts import check_fit, part_of, write
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 

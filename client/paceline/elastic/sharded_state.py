@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.parts import Part
+from paceline.elastic.parts import StatePart
 from paceline.elastic.share import Share
 from paceline.errors import UnsupportedOp
 from paceline.parallel.fsdp import FSDP
@@ -17,10 +17,10 @@ from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
 from paceline.parallel.sharding.strategy import ShardingStrategy
 
-__all__ = ["Spread"]
+__all__ = ["ShardedState"]
 
 
-class Spread:
+class ShardedState:
     """The part of a `TrainState` that FSDP shards.
 
     Args:
@@ -28,7 +28,7 @@ class Spread:
         things: the objects behind the parts, by name.
     """
 
-    def __init__(self, parts: Mapping[str, Part], things: Mapping[str, Any]) -> None:
+    def __init__(self, parts: Mapping[str, StatePart], things: Mapping[str, Any]) -> None:
         self._parts = parts
         self._things = things
         self._models = [thing for thing in things.values() if isinstance(thing, FSDP)]
