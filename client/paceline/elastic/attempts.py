@@ -1,10 +1,8 @@
-"""Counts failed attempts in a row with their causes, and gives up after too many. Pure.
+"""Counts attempts: those at a step or block that failed in a row, and the blocks that were finished between two steps.
 
-An attempt that failed because of a worker that has left since does not count: if five machines are reclaimed during one
+A failed attempt does not count if the worker that caused it has left since: if five machines are reclaimed during one
 long step, the step is not at fault. A worker is identified by its process, so that a process that returns as a new
 member after each failure is the same worker. Host and process id are not enough: a restarted container keeps them.
-
-Counts the finished blocks between two steps (`session.retry`), of this member and of the furthest one.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from paceline.links.base import Peer
 __all__ = ["FinishedBlocks", "FailedAttempts", "MAX_ATTEMPTS", "BlockOutcome"]
 
 MAX_ATTEMPTS = 5
-"""FailedAttempts in a row, of workers that are all still present, after which another attempt is pointless."""
+"""Failures in a row, of workers that are all still present, after which another attempt is pointless."""
 
 _Worker = tuple[str, int, int]
 
@@ -88,7 +86,7 @@ class BlockOutcome(enum.Enum):
 
 
 class FinishedBlocks:
-    """The number of blocks that were finished since the last step."""
+    """The number of finished blocks (`session.retry`) since the last step, here and at the furthest member."""
 
     def __init__(self) -> None:
         self._here = self._furthest = 0

@@ -1,7 +1,4 @@
-"""Where the states of members differ, in words, and who differs from the others.
-
-What differs between two manifests, in words. Pure.
-"""
+"""Describes in words where members differ: in the bits of their states, and in the manifests of what they train."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding
 
-__all__ = ["as_trained", "check_fit", "opaque", "StatePart", "part_of", "trains", "write"]
+__all__ = ["as_trained", "check_fit", "opaque", "StatePart", "part_of", "trains", "write_in_place"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -70,7 +70,7 @@ class StatePart(abc.ABC):
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
         """Copies arrays of the same shapes into the live ones."""
-        write(self.arrays(held), arrays)
+        write_in_place(self.arrays(held), arrays)
 
     @abc.abstractmethod
     def rest(self) -> Tree:
@@ -136,7 +136,7 @@ class _Model(StatePart):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[str, Any] = {}
-        """The parameters at the last call of `arrays`: listing those of a module takes a millisecond."""
+        """The parameters at the last call of `arrays`; it takes a millisecond to list those of a module."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
         self._known = self.parameters()
@@ -178,7 +178,7 @@ class _Model(StatePart):
 
     def load_rest(self, rest: Tree) -> None:
         old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
-        write(self._buffers(), rest if old else rest["buffers"])
+        write_in_place(self._buffers(), rest if old else rest["buffers"])
         for path, parameter in {} if old else self.parameters().items():
             if trains(parameter) == (path in rest["frozen"]):
                 parameter.requires_grad = not trains(parameter)
@@ -400,12 +400,12 @@ def _names(rest: Tree) -> Tree:
     return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}
 
 
-def write(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
-    """Copies arrays into those of the same path, in place; of a whole array into a shard what belongs there.
+def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
+    """Copies arrays in place into those of the same path, all or none; from a whole array a shard takes its elements.
 
     Args:
-        here: where to.
-        there: arrays or shards; None in place of one that is spread leaves it as it is.
+        here: the arrays or shards that are written.
+        there: the arrays or shards that are read; None leaves a sharded array as it is.
 
     Raises:
         SizeMismatch: paths or shapes differ; nothing was changed.
@@ -423,10 +423,10 @@ def write(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
 
 
 def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
-    """Makes sure that `write` can be done.
+    """Checks that `write_in_place` would succeed.
 
     Raises:
-        SizeMismatch: paths or shapes differ, or values are of another kind.
+        SizeMismatch: paths or shapes differ, or a dtype cannot be converted.
     """
     odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
     for path in sorted(here.keys() & there.keys()):

@@ -1,8 +1,7 @@
-"""Fetches a state from all members that hold it at once; chunks that this member has already are not sent.
+"""The calls that a member makes to other members: for their state, for shards of it, and to test the way to them.
 
-Fetches a new share of a sharded state from all members that hold parts of it, at the same time.
-
-Repeats calls to a member that refuses them because it is overloaded (status UNAVAILABLE with the reason LIMIT).
+A state is fetched from all members that hold it at the same time; chunks that this member has already are not sent. A
+call that a member refuses because it is overloaded (status UNAVAILABLE with the reason LIMIT) is repeated for a while.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Runs of the elements of arrays that are spread over members: what is held, what is missing, who can give it. Pure.
+"""Plans how a member gets a new shard of a sharded state: what it holds, what it lacks, which member gives what.
 
-A `Share` is part p of P equal parts of every flat array (`parallel.sharding.layout`).
-
-What a member is to hold of a state that is spread, and what of it must come from others.
+The planning is pure. A `Share` is part p of P equal parts of every flat array (`parallel.sharding.layout`).
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """Elements of an array, in C order.
+    """Consecutive elements of an array, in C order.
 
     Attributes:
-        name: of the array.
-        start: number of the first.
-        count: how many, at least one.
+        name: name of the array.
+        start: number of the first element.
+        count: number of elements, at least one.
     """
 
     name: str
@@ -45,20 +43,20 @@ class ElementRun:
 
 
 def checksum(runs: Sequence[ElementRun]) -> int:
-    """CRC-32 of which runs they are (`Parcel` in peer.proto)."""
+    """CRC-32 of the names and positions of runs (`Parcel` in peer.proto)."""
     words = (run.name.encode() + struct.pack("<QQ", run.start, run.count) for run in runs)
     return zlib.crc32(b"".join(words))
 
 
 def fill(targets: Mapping[str, Shard], sources: Iterable[Mapping[str, Shard]]) -> list[ElementRun]:
-    """Copies into the targets what the sources have of them.
+    """Copies into the targets the elements that the sources have.
 
     Args:
-        targets: by name; their values are written.
-        sources: by name; all hold the same state. Where several have an element, the first counts.
+        targets: shards to fill, by name.
+        sources: shards of the same state, by name. If several have an element, the first one gives it.
 
     Returns:
-        What none of them has.
+        The runs that no source has.
     """
     missing = [ElementRun(name, shard.start, shard.values.size) for name, shard in targets.items() if shard.values.size]
     for held in sources:
@@ -82,19 +80,19 @@ def assign(
     held: Mapping[K, Iterable[Share]],
     cut: Callable[[int], Mapping[str, tuple[int, int]]],
 ) -> dict[K, list[ElementRun]]:
-    """Who is to give which of the missing runs; what several have is asked of whoever has less to give so far.
+    """Decides which holder gives which of the missing runs. Of several that have one, the least loaded gives it.
 
     Args:
-        missing: what is wanted.
+        missing: the runs that are wanted.
         held: for each holder the shares that it holds.
-        cut: how arrays are cut into so many parts: by name the place of the first element in the flat array that is
-            cut, and the elements in a part of that.
+        cut: how arrays are cut into a number of parts. It returns by name the position of the array's first element in
+            the flat array that is cut, and the number of elements in a part of that.
 
     Returns:
-        For each holder the runs, cut to what lies in one of its shares.
+        For each holder its runs; each lies within one of its shares.
 
     Raises:
-        LookupError: nobody has a run; it is the error's argument.
+        LookupError: no holder has a run, which is the error's argument.
     """
     having: dict[int, dict[int, list[K]]] = {}
     for holder, shares in held.items():
@@ -116,7 +114,7 @@ def assign(
                 found += [(load[holder], holder, stop) for holder in holders.get(part, ())]
             if not found:
                 raise LookupError(ElementRun(run.name, start, nobody - start))
-            _, holder, stop = min(found, key=lambda one: one[0])  # the first of those who have as little
+            _, holder, stop = min(found, key=lambda one: one[0])  # of equals, the first
             given[holder].append(ElementRun(run.name, start, stop - start))
             load[holder] += stop - start
             start = stop
@@ -136,15 +134,15 @@ def _without(run: ElementRun, part: ElementRun) -> list[ElementRun]:
 
 
 class ReshardPlan:
-    """A change to another share, prepared: memory for it, with what this member has filled in already.
+    """A prepared change to another share: memory for it, in part filled from what this member holds already.
 
     Args:
-        share: what is to be held.
-        own: what this member holds is of the same state.
+        share: the share to change to.
+        own: True if this member holds shares of the same state.
         targets: the memory, by the arrays' names.
-        wanted: what of it must come from others.
-        cut: how arrays are cut into so many parts, as `runs.assign` takes it.
-        switch: makes it what is held.
+        wanted: the runs that must come from other members.
+        cut: how arrays are cut into parts, as `assign` takes it.
+        switch: makes the new share the live one.
 
     Attributes:
         share, own, wanted, cut, switch: as above.
@@ -167,19 +165,19 @@ class ReshardPlan:
         self._targets = targets
 
     def into(self, run: ElementRun) -> NDArray[Any]:
-        """Where elements are to be written, shape [run.count]."""
+        """A view of the memory that a run is written to, shape [run.count]."""
         target = self._targets[run.name]
         return target.values.reshape(-1)[run.start - target.start :][: run.count]
 
     def load(self, folder: Path) -> Any:
-        """Fills all of it out of a checkpoint, whoever wrote that.
+        """Fills the whole plan from a checkpoint, which a world of any size may have written.
 
         Returns:
-            The rest of the state: nested values, None in place of each array that is spread.
+            The rest of the state: nested values, None in place of each sharded array.
 
         Raises:
             CheckpointDamaged: other bytes were read than were written.
-            SizeMismatch: it is of another model.
+            SizeMismatch: the checkpoint is of another model.
         """
         tree = Reader(folder).state(self._targets)
         for name, part in tree["parts"].items():

@@ -3,13 +3,6 @@
 The lowest rank of each host writes. If hosts share the directory, only one of them does: all writers of a generation
 use the same folder name, and a host that finds the folder leaves the checkpoint to the host that created it.
 
-Checkpoints of a state that is spread: the members of a generation write them together, each what it holds.
-
-A checkpoint is begun when a step begins, copied before that step changes anything, and written while others go on. It
-is published when a later step begins, once all members know from a step's word that none is writing any more: then the
-state is committed. What a generation has not published when it ends comes to nothing. All decisions follow from the
-step's number and the words, so that all members come to the same ones; what is written already, rank 0 says.
-
 """
 
 from __future__ import annotations
@@ -324,16 +317,23 @@ def _attempt(group: Group) -> str:
 
 
 class JointSaver(Saver):
-    """As `Saver`. The directory must lie on a disk that all members share."""
+    """Writes the checkpoints of a sharded state: the members of a generation write each one together.
+
+    A checkpoint is begun when a step begins, copied before that step changes anything, and written while training goes
+    on. It is published when a later step begins, once all members know from a step word that none is writing any more;
+    by then the state is committed. A checkpoint that is not published when its generation ends is dropped. All
+    decisions follow from the step's number and the words, so that all members decide alike; rank 0 says which
+    checkpoints exist already. The directory must lie on a disk that all members share.
+    """
 
     _saver: ShardedSaver | None = None
-    """Of this generation, from its first checkpoint on."""
+    """The writer of this generation; None until its first checkpoint."""
     _generation = 0
-    """In which that was made."""
+    """The generation of `_saver`."""
     _begun = False
-    """One is being written."""
+    """True while a checkpoint is being written."""
     _written = False
-    """By all members: each has heard so in a word."""
+    """True once all members have written it, as the last step word says."""
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """See `Saver.begin`; a collective.
@@ -358,7 +358,7 @@ class JointSaver(Saver):
             self._generation = group.generation
             self._saver.begin(state.content(), held)
             self._begun, self._written = True, False
-        except CheckpointFailed as error:  # at all members alike; the next one is tried all the same
+        except CheckpointFailed as error:  # all members see it; the next checkpoint is tried all the same
             _log.error("%s", error)
 
     def wait_until_copied(self) -> None:
@@ -379,7 +379,7 @@ class JointSaver(Saver):
         """See `Saver.commit`: `begin` publishes what is committed."""
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """See `Saver.keep_last`: if a member is lost, so is its part, and the log says so.
+        """See `Saver.keep_last`. If a member is lost, so is its shard, and the log says so.
 
         Raises:
             CheckpointFailed: the disk refused.
@@ -411,7 +411,7 @@ class JointSaver(Saver):
         save_sharded(self._directory, state.content(), held, group)
 
     def wait(self) -> None:
-        """See `Saver.wait`: what was begun comes to nothing."""
+        """See `Saver.wait`; drops a checkpoint that was begun."""
         if self._saver is not None:
             self._saver.abandon()
         super().wait()

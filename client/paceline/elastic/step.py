@@ -1,7 +1,4 @@
-"""One attempt at one step: it begins with a step word, passes the gate at most once, and is applied or undone.
-
-Sends a step word: in a bucket of gradients if there is one, else in its own message.
-"""
+"""One attempt at one step: it begins with a step word, passes the gate at most once, and is applied or undone."""
 
 from __future__ import annotations
 
@@ -393,26 +390,26 @@ def not_entered(step: Step) -> StepOrderError:
 
 
 class PendingStepWord:
-    """One member's step word while it is being summed over the members.
+    """One member's step word while it is summed over the members: in a bucket of gradients, or in its own message.
 
     Args:
         group: the view.
         values: the word.
         step: number of its step.
-        rides: whether it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once, in the
-            background of what the step computes.
+        with_gradients: True if it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once,
+            while the step computes.
 
     Raises:
         PacelineError: the generation has failed.
     """
 
-    def __init__(self, group: Group, values: NDArray[np.float64], step: int, *, rides: bool) -> None:
+    def __init__(self, group: Group, values: NDArray[np.float64], step: int, *, with_gradients: bool) -> None:
         self.values = values
         self._group = group
         self._label = f"step-{step}"
         self._sums: Sequence[float] | None = None
         self._work: Work[NDArray[Any]] | None = None
-        if rides:
+        if with_gradients:
             group.mesh.fault.check()
             group.take_along(self)
         else:

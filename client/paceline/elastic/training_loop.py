@@ -1,4 +1,4 @@
-"""The shell around a member's place in its line: reads letters, takes and offers state, begins and ends steps.
+"""One member's way through the steps of a job: it reads letters, takes and offers state, begins and ends steps.
 
 Everything here runs on the training thread, between the user's steps. `place` decides what may happen next, the
 coordinator's messages arrive as letters, and `waiting` acts while there are none.
@@ -146,11 +146,11 @@ class TrainingLoop:
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
-        rides = group.boarding
+        with_gradients = group.boarding
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
-            errand = PendingStepWord(group, word(self._flags(), number, digest), number, rides=rides)
+            errand = PendingStepWord(group, word(self._flags(), number, digest), number, with_gradients=with_gradients)
         except PacelineError as error:
             self._failed(error)
             return None

@@ -1,13 +1,8 @@
-"""What a member does while it waits for the coordinator: what only time brings, and no letter.
+"""What a member does while it waits for the coordinator: the actions that time triggers, not a message.
 
-A candidate tries whether it can reach the line. Whoever wants to leave says so. A member that stopped for a meeting
-without need, and hears nothing because the coordinator is away, goes on with its generation after a while.
-
-When does a candidate try whether it and the members of a line reach each other? Pure: time and chance are arguments.
-
-A pair of hosts that cannot talk to each other would break every generation that has both in it. So whoever wants in
-shows first that there is a way to everyone, and from everyone, and tries again later and later until there is.
-
+A candidate tests whether it and the members of the running generation can connect. A member that wants to leave says
+so. A member that stopped for a planned meeting, and hears nothing because the coordinator is away, goes on with its
+generation after a while.
 """
 
 from __future__ import annotations
@@ -31,23 +26,23 @@ __all__ = ["await_finish", "ReachTests", "MeetingWait"]
 _log = logging.getLogger("paceline.elastic")
 
 _PATIENT_S = 1.0
-"""Seconds of waiting before somebody is told what for, and since when."""
+"""Seconds of waiting before the log says what this member waits for, and since when."""
 
 _AGAIN_S = 30.0
-"""Seconds until that is said again."""
+"""Seconds until the log repeats it."""
 
 
 class MeetingWait:
-    """One member's waits.
+    """The wait of one member for the next generation.
 
     Args:
         coordinator: the session.
         place: the member's place.
-        say: tells the coordinator that it has stopped.
+        say: tells the coordinator that this member has stopped.
 
     Attributes:
-        planned: the meeting that is waited for was asked for by a step; nothing has failed.
-        went_on: such a meeting did not come about, so it is yet to be had.
+        planned: True if a step asked for the meeting that this member waits for; nothing has failed then.
+        went_on: True if such a meeting did not take place, so that it is still to be held.
     """
 
     def __init__(self, coordinator: JobCoordinator, place: Place, say: Callable[[Meet], None]) -> None:
@@ -62,28 +57,28 @@ class MeetingWait:
         self._reach: ReachTests | None = None  # while this member is a candidate that has yet to show its links
 
     def as_candidate(self) -> None:
-        """This member is in no view: it is to reach all members of the line before it comes in."""
+        """Makes this member a candidate: it is in no view, and tests the way to all members before it is admitted."""
         self._reach = ReachTests(random.Random())
 
     def said(self) -> None:
-        """The coordinator is told of the stop now."""
+        """Notes that the coordinator is told of the stop now."""
         self._said_at = time.monotonic()
         if not self._waits_for:
             self._waits_since = self._said_at
 
     def view_came(self) -> None:
-        """The wait is over, and a member of a view has nobody to reach."""
+        """Ends the wait: a view has come, and its members need no test."""
         self.planned = self.went_on = False
         self._reach = self._away_since = None
         self._waits_for = self._told = ""
 
     def line_runs(self, members: Sequence[Peer] | None) -> None:
-        """The line runs without this member."""
+        """Learns that training goes on without this member, with these members; None until they are known."""
         if self._reach is not None:
             self._reach.hear(members)
 
     def waits_for(self, reason: str) -> None:
-        """What the coordinator waits for. Where no line runs, a candidate has nobody to reach, and comes in."""
+        """Learns what the coordinator waits for. If nobody trains, a candidate has no member to test, and is ready."""
         if not self._waits_for:
             self._waits_since = time.monotonic()
         self._waits_for = reason
@@ -91,7 +86,7 @@ class MeetingWait:
             self._come_in()
 
     def look_around(self) -> None:
-        """What only time brings.
+        """Carries out what is due now.
 
         Raises:
             Dismissed: a candidate that brings no state wanted to leave.
@@ -115,7 +110,7 @@ class MeetingWait:
             self._watch_planned_meeting(now, reason)
 
     def _watch_planned_meeting(self, now: float, reason: str) -> None:
-        """The generation is alive: what must not last is that a member hangs, or that the coordinator is away."""
+        """Ends the wait in a generation that has not failed, if a member hangs or the coordinator is away."""
         config = self._coordinator.config
         if now - self._said_at > config.step_timeout:
             text = f"the members did not meet within {config.step_timeout:g} s: {reason}"
@@ -170,18 +165,21 @@ def await_finish(coordinator: JobCoordinator) -> Letter | None:
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Between two tries, at most: doubled each time, and made up to a half shorter by chance, for many who were cut off
-together shall not all knock together."""
+"""First and longest pause between two tests. It doubles each time, and is up to a half shorter by chance, so that
+candidates that were cut off together do not all test together."""
 
 
 class ReachTests:
-    """One candidate's tries.
+    """When a candidate tests whether it and the members of a generation can connect. Pure: time and chance are given.
+
+    Two hosts that cannot connect would break every generation that has both. So a candidate shows first that it reaches
+    all members and that all reach it, and repeats the test, with longer and longer pauses, until that is so.
 
     Args:
         chance: shortens the pauses.
 
     Attributes:
-        is_alone: True while nobody has said that a line is running.
+        is_alone: True while no generation is known to run.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -192,7 +190,7 @@ class ReachTests:
         self._again_at = float("-inf")
 
     def hear(self, members: Sequence[Peer] | None) -> None:
-        """A line is running with these members, None until they are known. A list that has changed is tried at once."""
+        """Learns the members of the running generation, None until they are known; tests a changed list at once."""
         self.is_alone = False
         if members is not None:
             known = {member.member_id for member in self._members or ()}
@@ -200,18 +198,18 @@ class ReachTests:
                 self._members, self._again_at = members, float("-inf")
 
     def due(self, now: float) -> Sequence[Peer] | None:
-        """Whom to try now; None for nobody yet, or while they are being tried."""
+        """The members to test now; None if it is too early, or while a test runs."""
         if now < self._again_at or self._members is None:
             return None
         self._again_at = float("inf")
         return self._members
 
     def is_latest(self, members: Sequence[Peer]) -> bool:
-        """True if the line has these members as far as is known, and nobody else."""
+        """True if these are the members that were heard of last."""
         return members is self._members
 
     def failed(self, now: float) -> float:
-        """Some could not be reached; returns the seconds until the next try."""
+        """Notes that a test has failed; returns the seconds until the next one."""
         pause = self._chance.uniform(0.5, 1.0) * self._pause
         self._pause = min(LONGEST_PAUSE_S, 2 * self._pause)
         self._again_at = now + pause
