@@ -397,29 +397,29 @@ MUTANTS = (
     # A line at a member.
     Mutant(
         "a late view of the member that this worker was before is entered",
-        f"{ELASTIC}/line.py",
-        "case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:",
+        f"{ELASTIC}/training_loop.py",
+        "case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
         "case letters.ViewCame(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
         "a member that refuses a view tells nobody",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/training_loop.py",
         "if isinstance(order, Meet) and view.base is not None:",
         "if isinstance(order, Meet) and view.base is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
         "a newcomer announces the commits of steps before its time",
-        f"{ELASTIC}/line.py",
-        "self._committed, self._taking.read_a_checkpoint = view.base.step, False",
-        "self._taking.read_a_checkpoint = False",
+        f"{ELASTIC}/training_loop.py",
+        "self._committed, self._recovery.read_a_checkpoint = view.base.step, False",
+        "self._recovery.read_a_checkpoint = False",
         ("unit/elastic/test_line_commits.py",),
     ),
     Mutant(
         "a member goes on in a generation that has failed because the coordinator is away",
         f"{ELASTIC}/waiting.py",
-        "if self.planned and not self._port.group.mesh.fault.failed:",
+        "if self.planned and not self._coordinator.group.mesh.fault.failed:",
         "if self.planned:",
         ("unit/elastic/test_waiting.py",),
     ),
@@ -447,9 +447,9 @@ MUTANTS = (
     # Checkpoints.
     Mutant(
         "the job is done before its last checkpoint is written",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/training_loop.py",
         "            self._saver.keep(self._place.held, self._state, group)\n        except",
-        "            self._port.finish(self._total)\n"
+        "            self._coordinator.finish(self._total)\n"
         "            self._saver.keep(self._place.held, self._state, group)\n        except",
         ("unit/elastic/test_line_commits.py",),
     ),
@@ -541,8 +541,8 @@ MUTANTS = (
     Mutant(
         "a step that keeps a copy may not change anything before its update",
         f"{ELASTIC}/guard.py",
-        "        if self.step is not None and not self.step.keeps_copy:\n            self._heed",
-        "        if self.step is not None:\n            self._heed",
+        "        if self.step is not None and not self.step.keeps_copy:\n            self._check_state",
+        "        if self.step is not None:\n            self._check_state",
         ("unit/elastic/test_rules.py",),
     ),
     Mutant(

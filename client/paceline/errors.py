@@ -1,4 +1,4 @@
-"""Every exception that Paceline raises, in one tree.
+"""All exceptions that Paceline raises, in one tree.
 
 PacelineError
     InvalidRank (ValueError)            a rank, root or peer outside the world
@@ -29,6 +29,7 @@ PacelineError
     LinkUnavailable                     no way to move bytes to a member
     CheckpointDamaged (ValueError)      a checkpoint that is not what was written
     CheckpointFailed (OSError)          a checkpoint that ranks could not write together
+Dismissed (SystemExit)                  no error: this worker has nothing more to do
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "ConcurrentUse",
     "CoordinatorUnreachable",
     "DataWorkerLost",
+    "Dismissed",
     "DivergenceError",
     "ForkedSession",
     "InvalidRank",
@@ -196,3 +198,18 @@ class CheckpointDamaged(PacelineError, ValueError):
 
 class CheckpointFailed(PacelineError, OSError):
     """A checkpoint that ranks write together was not written; the text says at which rank, and why."""
+
+
+class Dismissed(SystemExit):
+    """This worker has nothing more to do: it was drained, or the job is done. Uncaught, it ends the process with 0.
+
+    Attributes:
+        reason: which of the two, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

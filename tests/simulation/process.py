@@ -20,9 +20,9 @@ from paceline import errors
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.place import Place
 from paceline.elastic.share import Share
+from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
@@ -213,7 +213,7 @@ class Process:
         return self.connection._door.window  # type: ignore[return-value]
 
     @property
-    def shelf(self) -> Any:
+    def offered(self) -> Any:
         """What it offers."""
         return self.window.source
 
@@ -358,7 +358,7 @@ class Process:
         self.world.note(self.name, f"meets after generation {meet.generation} with {self.held and tuple(self.held)}")
         self.world.moment("meet", self)
         line = self.session._line if self.session is not None else None
-        if line is not None and line._waiting.planned:
+        if line is not None and line._meeting_wait.planned:
             self.world.moment("planned", self)
 
     def _update(self, generation: int, *, half: bool = False) -> None:

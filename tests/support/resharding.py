@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.elastic.resharding import Resharding
-from paceline.elastic.runs import assign
+from paceline.elastic.reshard_plan import ReshardPlan, assign
 from paceline.elastic.share import Share, share_of
 from paceline.elastic.state import TrainState
 from paceline.group import Group
@@ -143,7 +142,7 @@ def together(trainees: Sequence[Trainee], number: int) -> None:
             raise outcome
 
 
-def fill_from(plan: Resharding, holders: Sequence[Trainee]) -> None:
+def fill_from(plan: ReshardPlan, holders: Sequence[Trainee]) -> None:
     """What `take_shards` does, without a network."""
     held = {n: holder.state.shares() for n, holder in enumerate(holders)}
     for n, runs in assign(plan.wanted, held, plan.cut).items():

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from paceline.checkpoint.tag import Tag
+from paceline.elastic.coordination import JobCoordinator
+from paceline.elastic.peer_calls import Holder
 from paceline.elastic.place import Meet, Place, Take
-from paceline.elastic.port import Port
-from paceline.elastic.resharding import Resharding
+from paceline.elastic.reshard_plan import ReshardPlan
 from paceline.elastic.saver import Saver, warning_of_frozen
 from paceline.elastic.share import Share
 from paceline.elastic.state import TrainState
-from paceline.elastic.take_shards import Holder
 from paceline.errors import (
     CheckpointDamaged,
     CheckpointFailed,
@@ -32,7 +32,7 @@ from paceline.links.fault import Suspicion
 from paceline.parallel.parameter import Parameter
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Taking"]
+__all__ = ["StateRecovery"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -57,11 +57,11 @@ class _Kept(NamedTuple):
     gradients: Sequence[tuple[Parameter, NDArray[Any]]]
 
 
-class Taking:
+class StateRecovery:
     """Takes the state of a line from other members or a checkpoint, or finishes a step that others have applied.
 
     Args:
-        port: the session.
+        coordinator: the session.
         place: the member's place.
         state: the training state.
         saver: finds checkpoints.
@@ -70,8 +70,8 @@ class Taking:
         read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
     """
 
-    def __init__(self, port: Port, place: Place, state: TrainState, saver: Saver) -> None:
-        self._port = port
+    def __init__(self, coordinator: JobCoordinator, place: Place, state: TrainState, saver: Saver) -> None:
+        self._coordinator = coordinator
         self._place = place
         self._state = state
         self._saver = saver
@@ -138,7 +138,7 @@ class Taking:
 
     def _tell_view(self, order: Take, error: PacelineError) -> None:
         """Ends the view, so that its members do not wait for this one in their first step, but meet again."""
-        mesh = self._port.group.mesh
+        mesh = self._coordinator.group.mesh
         text = f"{mesh.peers[mesh.rank]} could not fetch the state {order.base}: {error}"[:2000]
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text))
 
@@ -148,7 +148,7 @@ class Taking:
         if order.base != self._failing:
             self._failing, self._failing_since, self._failed = order.base, now, 0
         self._failed += 1
-        seconds, patience = now - self._failing_since, _PATIENCES * self._port.config.failure_timeout
+        seconds, patience = now - self._failing_since, _PATIENCES * self._coordinator.config.failure_timeout
         tried = self._failed >= _TRIES and seconds > patience and not isinstance(error, CheckpointDamaged)
         if tried and not self._place.is_needed:
             text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s"
@@ -192,7 +192,7 @@ class Taking:
             self._reshard(order)
         else:
             rest = self._from_others(order)
-            self._port.shelf.withdraw()  # it is overwritten, and others might read it
+            self._coordinator.offered.withdraw()  # it is overwritten, and others might read it
             self._state.load_state_dict(rest)
 
     def train_on(self, share: Share) -> None:
@@ -209,7 +209,7 @@ class Taking:
         """
         assert self._kept is not None
         kept, rest = self._kept, self._from_others(order)
-        self._port.shelf.withdraw()
+        self._coordinator.offered.withdraw()
         try:
             self._state.put_back(kept.at_gate)
             if kept.updated:
@@ -226,17 +226,17 @@ class Taking:
         plan = self._state.resharding(order.share, own=order.own)
         rest = self._fill(plan, order) if plan.wanted or not order.own else None
         if not order.own:
-            self._port.shelf.withdraw()
+            self._coordinator.offered.withdraw()
         from_disk = self.read_a_checkpoint and rest is not None
         with warning_of_frozen(self._state, order.base.step) if from_disk else contextlib.nullcontext():
             self._state.switch(plan, rest)
 
-    def _fill(self, plan: Resharding, order: Take) -> Any:
+    def _fill(self, plan: ReshardPlan, order: Take) -> Any:
         """Fills a plan from members, or else from a checkpoint; returns the rest of the state, None to keep the own."""
         if any(holder.shares for holder in self._holders):
             try:
                 rest = None if order.own else self._from_others(order)
-                self._port.take_shards(order.base, self._holders, plan)
+                self._coordinator.take_shards(order.base, self._holders, plan)
             except LinkUnavailable as error:
                 if not self._saver.has(order.base):
                     raise
@@ -244,9 +244,9 @@ class Taking:
             else:
                 return rest
         self.read_a_checkpoint = True
-        mail = self._port.mail
+        mail = self._coordinator.mail
         return self._saver.read(order.base, plan, lambda: mail.asks or bool(mail.draining))
 
     def _from_others(self, order: Take) -> Any:
         donors = [holder.peer for holder in self._holders]
-        return self._port.take(order.base, donors, self._state.offered()).tree()
+        return self._coordinator.take(order.base, donors, self._state.offered()).tree()

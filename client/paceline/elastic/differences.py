@@ -1,11 +1,11 @@
-"""Where the states of members differ, in words, and who differs from the others."""
+"""Describes in words where members differ: in the bits of their states, and in the manifests of what they train."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.tree import split
 from paceline.elastic.state import TrainState
-from paceline.errors import DivergenceError, PacelineError
+from paceline.errors import DivergenceError, PacelineError, SettingsMismatch, SizeMismatch
 from paceline.group import Group
+from paceline.links.base import Peer
 
-__all__ = ["crc_of", "digests_of", "find_minority", "where_they_differ"]
+__all__ = ["crc_of", "difference", "digests_of", "find_minority", "where_they_differ"]
 
 _MOST_NAMES = 6
 """Most names of arrays in a text: enough to see which part of a model differs."""
@@ -81,3 +82,48 @@ def crc_of(tree: Any) -> int:
     for name, array in sorted(arrays.items()):
         crc = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zlib.crc32(name.encode(), crc))
     return crc
+
+
+def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
+    """The error for a worker that trains something else than the line does; it names the first difference.
+
+    Args:
+        mine: this worker's manifest.
+        theirs: the line's.
+        donor: who gave that.
+    """
+    try:
+        here, there = json.loads(mine), json.loads(theirs)
+        found = next(_settings(here["settings"], there["settings"]), None)
+        if found is not None:
+            return SettingsMismatch(f"{found} on {donor} and the line's other members")
+        found = next(_parts(here["parts"], there["parts"]), None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return SettingsMismatch(f"{donor} trains something else, and does not say what: {error!s:.200}")
+    return SizeMismatch(
+        f"{found or 'what this worker trains is not what is trained'} on {donor} and the line's other members"
+    )
+
+
+def _settings(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            yield f"{name} is {here.get(name, 'not set')} here but {there.get(name, 'not set')}"
+
+
+def _parts(here: dict[str, Any], there: dict[str, Any]) -> Iterator[str]:
+    for name in sorted(here.keys() | there.keys()):
+        if name not in here or name not in there:
+            yield f"the training state has {'no ' if name not in here else 'a '}part {name!r} here, which differs"
+            continue
+        (kind, arrays), (their_kind, their_arrays) = here[name], there[name]
+        if kind != their_kind:
+            yield f"{name} is a {kind} here but a {their_kind}"
+        mine, others = ({path: (dtype, shape) for path, dtype, shape in each} for each in (arrays, their_arrays))
+        for path in [*mine, *(path for path in others if path not in mine)]:
+            if mine.get(path) != others.get(path):
+                yield f"{name}: {path!r} is {_words(mine.get(path))} here but {_words(others.get(path))}"
+
+
+def _words(described: tuple[str, list[int]] | None) -> str:
+    return "not there" if described is None else f"{described[0]}{described[1]}"

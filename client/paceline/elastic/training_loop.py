@@ -1,4 +1,4 @@
-"""The shell around a member's place in its line: reads letters, takes and offers state, begins and ends steps.
+"""One member's way through the steps of a job: it reads letters, takes and offers state, begins and ends steps.
 
 Everything here runs on the training thread, between the user's steps. `place` decides what may happen next, the
 coordinator's messages arrive as letters, and `waiting` acts while there are none.
@@ -17,28 +17,25 @@ from numpy.typing import NDArray
 
 from paceline._wait import SLICE
 from paceline.checkpoint.tag import Tag
-from paceline.elastic.blocks import Blocks, Outcome
-from paceline.elastic.compare import difference
-from paceline.elastic.dismissed import Dismissed
-from paceline.elastic.errand import Errand
-from paceline.elastic.failures import Failures
+from paceline.elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
+from paceline.elastic.coordination import JobCoordinator
+from paceline.elastic.differences import difference
 from paceline.elastic.guard import StateGuard
+from paceline.elastic.peer_calls import Holder
 from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
-from paceline.elastic.port import Port
+from paceline.elastic.recovery import StateRecovery
 from paceline.elastic.saver import Saver
 from paceline.elastic.share import WHOLE
 from paceline.elastic.state import TrainState
-from paceline.elastic.step import BETWEEN_STEPS, Step, not_entered
-from paceline.elastic.take_shards import Holder
-from paceline.elastic.taking import Taking
-from paceline.elastic.waiting import Waiting, await_finish
+from paceline.elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_entered
+from paceline.elastic.waiting import MeetingWait, await_finish
 from paceline.elastic.word import Flag, partial_digest, word
-from paceline.errors import CheckpointFailed, OrphanedError, PacelineError, StepOrderError
+from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Line"]
+__all__ = ["TrainingLoop"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -46,11 +43,11 @@ _UPDATED = 0x9E3779B9
 """Is XORed into a word's digest if the optimizer ran in the step before; any number but 0."""
 
 
-class Line:
+class TrainingLoop:
     """One member's way through the steps of a job.
 
     Args:
-        port: the session.
+        coordinator: the session.
         state: the training state.
         total: number of the last step.
         seed: seed of `Step.rng`.
@@ -65,28 +62,35 @@ class Line:
     """
 
     def __init__(
-        self, port: Port, state: TrainState, total: int, seed: int, manifest: bytes, saver: Saver, place: Place
+        self,
+        coordinator: JobCoordinator,
+        state: TrainState,
+        total: int,
+        seed: int,
+        manifest: bytes,
+        saver: Saver,
+        place: Place,
     ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
         self.on_view: list[Callable[[], None]] = []
-        self._port = port
+        self._coordinator = coordinator
         self._state = state
         self._total = total
         self._seed = seed
         self._manifest = manifest
         self._saver = saver
         self._place = place
-        self._taking = Taking(port, place, state, saver)
-        self._waiting = Waiting(port, place, self._say)
+        self._recovery = StateRecovery(coordinator, place, state, saver)
+        self._meeting_wait = MeetingWait(coordinator, place, self._say)
         self._committed = place.held.step if place.held is not None else 0
-        self._failures = Failures()
-        self._blocks = Blocks()
+        self._failures = FailedAttempts()
+        self._blocks = FinishedBlocks()
         self._overtaken = False
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self.guard = StateGuard(port, state, place, saver, self._taking, self._blocks, self._tell_committed)
+        self.guard = StateGuard(coordinator, state, place, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
         """The tag of a state, if it is this line's; None if it is another one, or unusable."""
@@ -96,15 +100,15 @@ class Line:
 
     def enter(self) -> None:
         """Opens the line, and compares this member's state with that of the others."""
-        self._port.shelf.manifest = self._manifest
-        self._port.open()
-        mesh = self._port.group.mesh
+        self._coordinator.offered.manifest = self._manifest
+        self._coordinator.open()
+        mesh = self._coordinator.group.mesh
         if mesh.peers:
-            if self._port.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
+            if self._coordinator.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
             self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
         else:
-            self._waiting.as_candidate()
+            self._meeting_wait.as_candidate()
 
     def wait_until_ready(self) -> None:
         """Waits until a step may begin, or the job is done.
@@ -114,17 +118,19 @@ class Line:
             OrphanedError: the coordinator did not come back.
             PacelineError: this member cannot be in the line; the text says why.
         """
-        if (error := self._port.group.mesh.fault.own_error) is not None:
+        if (error := self._coordinator.group.mesh.fault.own_error) is not None:
             raise error
         while not self.done:
             ready = self._place.phase is Phase.READY
-            letter = self._port.mail.get(0.0 if ready else SLICE)  # a view may have come while the generation went on
+            letter = self._coordinator.mail.get(
+                0.0 if ready else SLICE
+            )  # a view may have come while the generation went on
             if letter is not None:
                 self._read(letter)
             elif ready:
                 return
             if self._place.phase is not Phase.READY and not self.done:
-                self._waiting.look_around()
+                self._meeting_wait.look_around()
 
     def begin(self) -> Step | None:
         """The next step, entered with its word; None if the generation has failed before it began.
@@ -134,17 +140,17 @@ class Line:
             StepOrderError: the state has changed since the step before.
         """
         self.guard.begin()
-        if self._port.mail.draining and not self._place.leaving:
-            _log.info("leaving after this step: %s", self._port.mail.draining)
-        number, group = self._state.step + 1, self._port.group
+        if self._coordinator.mail.draining and not self._place.leaving:
+            _log.info("leaving after this step: %s", self._coordinator.mail.draining)
+        number, group = self._state.step + 1, self._coordinator.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
-        rides = group.boarding
+        with_gradients = group.boarding
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
-            errand = Errand(group, word(self._flags(), number, digest), number, rides=rides)
+            errand = PendingStepWord(group, word(self._flags(), number, digest), number, with_gradients=with_gradients)
         except PacelineError as error:
             self._failed(error)
             return None
@@ -158,7 +164,7 @@ class Line:
         Raises:
             StepOrderError: the block was not entered.
         """
-        self._port.group.bar("")
+        self._coordinator.group.bar("")
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
@@ -172,13 +178,13 @@ class Line:
         if not step.applied:
             self._failed(step.cause, meet=not over)
         elif step.flags & (Flag.JOIN | Flag.LEAVE) and not over:
-            self._waiting.planned = True
-            self._place.leaving = bool(self._port.mail.draining)
+            self._meeting_wait.planned = True
+            self._place.leaving = bool(self._coordinator.mail.draining)
             self._say(self._place.meet())
 
     def close(self) -> None:
         """Commits the last step by a closing word, and ends the job."""
-        group = self._port.group
+        group = self._coordinator.group
         try:
             group.all_reduce(word(Flag(0), 0, 0), label="closing")
             self.guard.word_completed(self._state.step + 1)
@@ -188,8 +194,8 @@ class Line:
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
             self._failed(error)
             return
-        self._port.finish(self._total)
-        letter = await_finish(self._port)
+        self._coordinator.finish(self._total)
+        letter = await_finish(self._coordinator)
         if letter is None:
             self.done = True
         else:  # this member holds the last state, which others have to take
@@ -197,30 +203,30 @@ class Line:
 
     def drain(self, reason: str) -> None:
         """Makes this member leave after its present step."""
-        self._port.mail.draining = reason
+        self._coordinator.mail.draining = reason
 
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
-        self._port.group.bar("")
-        self._port.shelf.withdraw()
+        self._coordinator.group.bar("")
+        self._coordinator.offered.withdraw()
         self._saver.wait()
 
-    def retry(self) -> Outcome:
+    def retry(self) -> BlockOutcome:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
         self._place.closed = True
-        barred = self._port.group.barred
-        self._port.group.bar("")
+        barred = self._coordinator.group.barred
+        self._coordinator.group.bar("")
         try:
             self._say(self._place.meet())
             self.wait_until_ready()
         finally:
             self._place.closed = False
-            self._port.group.bar(barred)
+            self._coordinator.group.bar(barred)
         if self._overtaken:
-            return Outcome.OVERTAKEN
-        return Outcome.PASSED if self._blocks.passed else Outcome.AGAIN
+            return BlockOutcome.OVERTAKEN
+        return BlockOutcome.PASSED if self._blocks.passed else BlockOutcome.AGAIN
 
     def block_done(self) -> None:
         """Counts a finished block between two steps."""
@@ -237,29 +243,29 @@ class Line:
 
     def _read(self, letter: letters.Letter) -> None:
         match letter:
-            case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:
+            case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:
                 _log.info("generation %d formed with this worker's former member id", letter.generation)
             case letters.ViewCame():
                 self._enter_view(letter)
             case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
-                self._taking.learn([Holder(*holder) for holder in holders], fingerprint)
-                own = any(peer.member_id == self._port.member_id for peer, _ in holders)
+                self._recovery.learn([Holder(*holder) for holder in holders], fingerprint)
+                own = any(peer.member_id == self._coordinator.member_id for peer, _ in holders)
                 self._do(self._place.catch_up(generation, base, share, own=own))
             case letters.NoSeat(reason):
                 _log.info("this worker has no place in the next generation and is spare: %s", reason)
                 self._come_back()
             case letters.StateGone(reason):
-                self._committed, meet = self._taking.start_from_checkpoint(reason)
+                self._committed, meet = self._recovery.start_from_checkpoint(reason)
                 self._say(meet)
             case letters.Misfits(donor):
-                raise difference(self._manifest, self._port.manifest_of(donor), donor)
+                raise difference(self._manifest, self._coordinator.manifest_of(donor), donor)
             case letters.MayGo(last):
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
                         _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
-                    self._saver.keep_last(self._place.held, self._state, self._port.group)
-                raise Dismissed(self._port.mail.draining or "this worker was drained")
+                    self._saver.keep_last(self._place.held, self._state, self._coordinator.group)
+                raise Dismissed(self._coordinator.mail.draining or "this worker was drained")
             case letters.JobDone(step):
                 self._job_done(step)
             case letters.CaughtOut():
@@ -268,11 +274,11 @@ class Line:
                 _log.warning("this worker was declared lost; it rejoins with the state %s", self._place.held)
                 self._come_back()
             case letters.Runs(_, members):
-                self._waiting.line_runs(members)
+                self._meeting_wait.line_runs(members)
             case letters.Tried(members, troubles):
-                self._waiting.tried(members, troubles)
+                self._meeting_wait.tried(members, troubles)
             case letters.Waits(reason):
-                self._waiting.waits_for(reason)
+                self._meeting_wait.waits_for(reason)
             case letters.Lost(error):
                 raise error
 
@@ -284,27 +290,27 @@ class Line:
         if view.mesh is None:
             self._say(self._place.meet())
             return
-        self._port.move(view.mesh)
-        self._taking.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
-        self._waiting.view_came()
+        self._coordinator.move(view.mesh)
+        self._recovery.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
+        self._meeting_wait.view_came()
         if view.lost and view.lost != self._told_lost:
             self._told_lost = view.lost
-            _log.warning("job %r: %s", self._port.job, view.lost)
+            _log.warning("job %r: %s", self._coordinator.job, view.lost)
         if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
             self._end_generation(f"holds the state {self._place.held}, and was to begin with {view.base}")
         self._do(order)
         if self._place.phase is Phase.READY:
-            self._taking.train_on(self._place.shares[0])
+            self._recovery.train_on(self._place.shares[0])
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = 0
         if view.base is not None:
-            self._taking.has_a_base()
-            self._port.group.vouch()
+            self._recovery.has_a_base()
+            self._coordinator.group.vouch()
             if not view.newcomers and not self._compare_blocks():
                 return
-            if view.rank in view.newcomers or self._taking.read_a_checkpoint:
-                self._committed, self._taking.read_a_checkpoint = view.base.step, False
+            if view.rank in view.newcomers or self._recovery.read_a_checkpoint:
+                self._committed, self._recovery.read_a_checkpoint = view.base.step, False
             if view.rank in view.newcomers:
                 self._blocks.forget()
                 self._overtaken = True  # no newcomer is admitted while members are in a block
@@ -319,8 +325,8 @@ class Line:
 
     def _end_generation(self, why: str) -> None:
         """Tells the others that this member takes no part in the generation; `why` completes "rank 2 (host-b) ..."."""
-        mesh = self._port.group.mesh
-        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._port.group.progress().operation
+        mesh = self._coordinator.group.mesh
+        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._coordinator.group.progress().operation
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _compare_blocks(self) -> bool:
@@ -328,7 +334,7 @@ class Line:
         if self._place.phase is not Phase.READY:
             return False
         try:
-            self._blocks.compare(self._port.group)
+            self._blocks.compare(self._coordinator.group)
         except PacelineError as error:
             self._failed(error)
             return False
@@ -336,7 +342,7 @@ class Line:
 
     def _do(self, order: Meet | Take | None) -> None:
         """Carries out an order of the place, and those that follow."""
-        meet = self._taking.carry_out(order)
+        meet = self._recovery.carry_out(order)
         if meet is not None:
             self._say(meet)
 
@@ -345,40 +351,42 @@ class Line:
         meet = self._place.cast_out()
         if meet.unproven:
             self._say(meet)
-        self._waiting.as_candidate()
+        self._meeting_wait.as_candidate()
 
     def _say(self, meet: Meet) -> None:
         """Sends a meet, and offers the state to others, since it does not change while this member waits."""
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
             self._place.found(latest)  # others have written a newer one
             meet = replace(meet, tag=latest)
-        fingerprint = self._taking.fingerprint(meet)
+        fingerprint = self._recovery.fingerprint(meet)
         if meet.tag is not None and not meet.stored:
-            self._port.shelf.offer(meet.tag, self._state.offered())
-        self._waiting.said()
-        self._port.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
+            self._coordinator.offered.offer(meet.tag, self._state.offered())
+        self._meeting_wait.said()
+        self._coordinator.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
 
     def _job_done(self, step: int) -> None:
         if self._place.generation:  # a candidate took no part in it
             self._tell_committed(step)
         if self._state.step < step or self._place.held is None:
-            raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
+            raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
         if step < self._total:
             raise StepOrderError(
-                f"job {self._port.job!r} is done: its last step was {step}, and {self._total} are asked for; "
-                f"to train on: paceline restart {self._port.job}, or another name for the job"
+                f"job {self._coordinator.job!r} is done: its last step was {step}, and {self._total} are asked for; "
+                f"to train on: paceline restart {self._coordinator.job}, or another name for the job"
             )
-        if not self._port.group.mesh.peers:  # it joined after the end, and has no rank to go on with
-            raise Dismissed(f"job {self._port.job!r} is done: its last step was {step}")
+        if not self._coordinator.group.mesh.peers:  # it joined after the end, and has no rank to go on with
+            raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
         self.done = True
 
     # Around a step ----------------------------------------------------------------------------------------------------
 
     def _flags(self) -> Flag:
-        mail, flags = self._port.mail, Flag.WRITES if self._saver.is_writing else Flag(0)
+        mail, flags = self._coordinator.mail, Flag.WRITES if self._saver.is_writing else Flag(0)
         if not mail.connected:
             return flags
-        if mail.summoned == self._place.generation or self._waiting.went_on:  # again for a meeting that did not happen
+        if (
+            mail.summoned == self._place.generation or self._meeting_wait.went_on
+        ):  # again for a meeting that did not happen
             flags |= Flag.JOIN
         if mail.draining:
             flags |= Flag.LEAVE
@@ -387,12 +395,12 @@ class Line:
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
         """Handles a failed attempt: it is undone, and its generation is over (I1)."""
         with contextlib.suppress(PacelineError):
-            self._port.group.flush()
+            self._coordinator.group.flush()
         number = self._state.step + 1
-        if meet and self._port.group.mesh.peers and not self._port.group.mesh.fault.failed:
+        if meet and self._coordinator.group.mesh.peers and not self._coordinator.group.mesh.fault.failed:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
-        self._failures.add(f"step {number}", cause, self._port.group.mesh.peers)
+        self._failures.add(f"step {number}", cause, self._coordinator.group.mesh.peers)
         if meet:
             self._say(self._place.meet())

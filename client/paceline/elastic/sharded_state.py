@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.parts import Part
+from paceline.elastic.parts import StatePart
 from paceline.elastic.share import Share
 from paceline.errors import UnsupportedOp
 from paceline.parallel.fsdp import FSDP
@@ -17,18 +17,18 @@ from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
 from paceline.parallel.sharding.strategy import ShardingStrategy
 
-__all__ = ["Spread"]
+__all__ = ["ShardedState"]
 
 
-class Spread:
+class ShardedState:
     """The part of a `TrainState` that FSDP shards.
 
     Args:
         parts: the parts of the state, by name.
-        things: the objects behind the parts, by name.
+        things: the objects that the parts represent, by name.
     """
 
-    def __init__(self, parts: Mapping[str, Part], things: Mapping[str, Any]) -> None:
+    def __init__(self, parts: Mapping[str, StatePart], things: Mapping[str, Any]) -> None:
         self._parts = parts
         self._things = things
         self._models = [thing for thing in things.values() if isinstance(thing, FSDP)]
@@ -54,7 +54,7 @@ class Spread:
             sizes.add((size or 0) if hybrid else 0)
         if len(sizes) > 1:
             raise UnsupportedOp(
-                f"units of the training state are spread over nodes of different sizes: {sorted(sizes)}"
+                f"units of the training state are sharded over nodes of different sizes: {sorted(sizes)}"
             )
         return sizes.pop() if sizes else 1
 
@@ -79,17 +79,17 @@ class Spread:
         gated: dict[int, str] = {}
         for name, part in self._parts.items():
             if any(id(p) not in ours and _moves(p) for p in part.spread().values()):
-                raise UnsupportedOp(f"{name} is of a model that is spread: give the FSDP wrapper to the training state")
+                raise UnsupportedOp(f"{name} is of a sharded model: give the FSDP wrapper to the training state")
             if spreads and part.gated() is not None:
                 if not isinstance(self._things[name], OptimizerState):
                     raise UnsupportedOp(
-                        f"{name} cannot be spread along with the model: use an optimizer of paceline.optim, or one of "
+                        f"{name} cannot be sharded along with the model: use an optimizer of paceline.optim, or one of "
                         "torch.optim that has the parameters of a paceline.torch.FSDP"
                     )
                 gated.setdefault(id(self._things[name]), name)
         if len(gated) > 1:  # to finish a step, a member would have to know which of them had run elsewhere
             raise UnsupportedOp(
-                f"{' and '.join(gated.values())} are several optimizers of a state that is spread: make one, of a "
+                f"{' and '.join(gated.values())} are several optimizers of a sharded state: make one, of a "
                 "wrapper around all models, or use ShardingStrategy.NO_SHARD"
             )
         self.holding()
@@ -127,6 +127,6 @@ class Spread:
 
 
 def _moves(parameter: Parameter) -> bool:
-    """Whether there are others now whom it is spread over, or will be."""
+    """True if the parameter is sharded over several ranks, now or when others join."""
     owner = parameter._owner
     return isinstance(owner, FSDP) and owner.group.size != 1

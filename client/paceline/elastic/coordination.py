@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config
-from paceline.elastic.offer import Content, Shelf
+from paceline.elastic.offer import Content, OfferedState
+from paceline.elastic.peer_calls import Holder, get_manifest, out_of_reach, take_shards, take_state
 from paceline.elastic.place import Meet
-from paceline.elastic.resharding import Resharding
+from paceline.elastic.reshard_plan import ReshardPlan
 from paceline.elastic.share import WHOLE
-from paceline.elastic.take import get_manifest, out_of_reach, take_state
-from paceline.elastic.take_shards import Holder, take_shards
 from paceline.errors import LinkUnavailable
 from paceline.group import Group
 from paceline.links.base import Mesh, Peer
@@ -23,24 +22,24 @@ from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Tried, Vie
 from paceline.session.member import MemberConnection
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["CoordinatedPort", "Port", "NullCoordinator"]
+__all__ = ["RemoteCoordinator", "NullCoordinator", "JobCoordinator"]
 
 
-class Port(abc.ABC):
+class JobCoordinator(abc.ABC):
     """The part of a session that the steps use.
 
     Attributes:
         job: name of the job.
         group: the session's group.
         mail: messages from the coordinator.
-        shelf: the state that other members may fetch.
+        offered: the state that other members may fetch.
         config: timeouts.
     """
 
     job: str
     group: Group
     mail: Mail
-    shelf: Shelf
+    offered: OfferedState
     config: Config
 
     @property
@@ -81,7 +80,7 @@ class Port(abc.ABC):
         """
 
     @abc.abstractmethod
-    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
         """Fetches the shards that a plan needs of a state that other members hold in parts.
 
         Raises:
@@ -104,14 +103,14 @@ class Port(abc.ABC):
         """
 
 
-class CoordinatedPort(Port):
+class RemoteCoordinator(JobCoordinator):
     """A session with a coordinator."""
 
     def __init__(self, connection: MemberConnection, config: Config) -> None:
         self.job = connection.job
         self.group = connection.group
         self.mail = connection.mail
-        self.shelf = Shelf()
+        self.offered = OfferedState()
         self.config = config
         self._connection = connection
         self._how = config.failure_timeout, connection.credentials
@@ -119,15 +118,15 @@ class CoordinatedPort(Port):
 
     @property
     def member_id(self) -> str:
-        """See `Port.member_id`."""
+        """See `JobCoordinator.member_id`."""
         return self._connection.member_id
 
     def open(self) -> None:
-        """See `Port.open`."""
-        self._connection.start_line(self.shelf)
+        """See `JobCoordinator.open`."""
+        self._connection.start_line(self.offered)
 
     def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
-        """See `Port.meet`."""
+        """See `JobCoordinator.meet`."""
         said = pb.Meet(
             generation=meet.generation,
             holds_base=meet.holds_base,
@@ -149,32 +148,32 @@ class CoordinatedPort(Port):
         self._connection.line.meet(said)
 
     def go_on(self) -> None:
-        """See `Port.go_on`."""
+        """See `JobCoordinator.go_on`."""
         self._connection.line.go_on()
 
     def finish(self, step: int) -> None:
-        """See `Port.finish`."""
+        """See `JobCoordinator.finish`."""
         self._connection.line.finish(self.group.generation, step)
 
     def move(self, mesh: Mesh) -> None:
-        """See `Port.move`."""
+        """See `JobCoordinator.move`."""
         assert isinstance(mesh, GrpcMesh)
         self._connection.move(mesh)
 
     def word_completed(self, step: int) -> None:
-        """See `Port.word_completed`."""
+        """See `JobCoordinator.word_completed`."""
         self._connection.line.word_completed(step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """See `Port.take`."""
+        """See `JobCoordinator.take`."""
         return self._connection.run(take_state(self.job, tag, donors, own, *self._how))
 
-    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
-        """See `Port.take_shards`."""
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
+        """See `JobCoordinator.take_shards`."""
         self._connection.run(take_shards(self.job, tag, holders, plan, *self._how))
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """See `Port.try_to_reach`."""
+        """See `JobCoordinator.try_to_reach`."""
 
         async def ask() -> None:
             if self._trying is not None:
@@ -186,30 +185,30 @@ class CoordinatedPort(Port):
         self._connection.begin(ask)
 
     def manifest_of(self, donor: Peer) -> bytes:
-        """See `Port.manifest_of`."""
+        """See `JobCoordinator.manifest_of`."""
         return self._connection.run(get_manifest(self.job, donor, *self._how))
 
 
-class NullCoordinator(Port):
+class NullCoordinator(JobCoordinator):
     """Stands in for the coordinator in a world of one: it answers every call at once, as a coordinator would."""
 
     def __init__(self, job: str, group: Group, config: Config) -> None:
         self.job = job
         self.group = group
         self.mail = Mail()
-        self.shelf = Shelf()
+        self.offered = OfferedState()
         self.config = config
 
     @property
     def member_id(self) -> str:
-        """See `Port.member_id`; empty, since there are no other members."""
+        """See `JobCoordinator.member_id`; empty, since there are no other members."""
         return ""
 
     def open(self) -> None:
-        """See `Port.open`."""
+        """See `JobCoordinator.open`."""
 
     def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
-        """See `Port.meet`."""
+        """See `JobCoordinator.meet`."""
         if meet.leaving:
             self.mail.put(MayGo(last=True))
             return
@@ -224,31 +223,31 @@ class NullCoordinator(Port):
         self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
 
     def go_on(self) -> None:
-        """See `Port.go_on`; does nothing, since no message is ever repeated."""
+        """See `JobCoordinator.go_on`; does nothing, since no message is ever repeated."""
 
     def finish(self, step: int) -> None:
-        """See `Port.finish`."""
+        """See `JobCoordinator.finish`."""
         self.mail.put(JobDone(step))
 
     def move(self, mesh: Mesh) -> None:
-        """See `Port.move`."""
+        """See `JobCoordinator.move`."""
         self.group.move(mesh)
 
     def word_completed(self, step: int) -> None:
-        """See `Port.word_completed`."""
+        """See `JobCoordinator.word_completed`."""
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """See `Port.take`; always raises, since there are no other members."""
+        """See `JobCoordinator.take`; always raises, since there are no other members."""
         raise LinkUnavailable("this job has a single worker: no other member holds a state")
 
-    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: Resharding) -> None:
-        """See `Port.take_shards`; always raises, since there are no other members."""
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
+        """See `JobCoordinator.take_shards`; always raises, since there are no other members."""
         raise LinkUnavailable("this job has a single worker: no other member holds a state")
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """See `Port.try_to_reach`; never called, since there are no other members."""
+        """See `JobCoordinator.try_to_reach`; never called, since there are no other members."""
         raise AssertionError("this job has a single worker: there is no member to reach")
 
     def manifest_of(self, donor: Peer) -> bytes:
-        """See `Port.manifest_of`; never called, since there are no other members."""
+        """See `JobCoordinator.manifest_of`; never called, since there are no other members."""
         raise AssertionError("this job has a single worker: there is no manifest to compare with")

@@ -1,18 +1,22 @@
-"""Counts failed attempts in a row with their causes, and gives up after too many. Pure.
+"""Counts attempts: those at a step or block that failed in a row, and the blocks that were finished between two steps.
 
-An attempt that failed because of a worker that has left since does not count: if five machines are reclaimed during one
+A failed attempt does not count if the worker that caused it has left since: if five machines are reclaimed during one
 long step, the step is not at fault. A worker is identified by its process, so that a process that returns as a new
 member after each failure is the same worker. Host and process id are not enough: a restarted container keeps them.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
+import numpy as np
+
 from paceline.errors import PacelineError, StepVoid
+from paceline.group import Group
 from paceline.links.base import Peer
 
-__all__ = ["MAX_ATTEMPTS", "Failures"]
+__all__ = ["FinishedBlocks", "FailedAttempts", "MAX_ATTEMPTS", "BlockOutcome"]
 
 MAX_ATTEMPTS = 5
 """Failures in a row, of workers that are all still present, after which another attempt is pointless."""
@@ -20,7 +24,7 @@ MAX_ATTEMPTS = 5
 _Worker = tuple[str, int, int]
 
 
-class Failures:
+class FailedAttempts:
     """The failed attempts at one step or block."""
 
     def __init__(self) -> None:
@@ -68,3 +72,42 @@ class Failures:
 
 def _worker(peer: Peer) -> _Worker:
     return peer.host, peer.pid, peer.start_ticks
+
+
+class BlockOutcome(enum.Enum):
+    """What happens to a block that a failure interrupted."""
+
+    AGAIN = "again"
+    """It runs again."""
+    PASSED = "passed"
+    """Another member has finished it, so all members had reached its end."""
+    OVERTAKEN = "overtaken"
+    """The others went on without this member, which was admitted again at a later step: it skips the block."""
+
+
+class FinishedBlocks:
+    """The number of finished blocks (`session.retry`) since the last step, here and at the furthest member."""
+
+    def __init__(self) -> None:
+        self._here = self._furthest = 0
+
+    @property
+    def passed(self) -> bool:
+        """True if another member has finished the block that was interrupted here: so all had reached its end."""
+        return self._furthest > self._here
+
+    def done(self) -> None:
+        """Counts a finished block."""
+        self._here += 1
+
+    def forget(self) -> None:
+        """Starts again from zero, because a step was applied."""
+        self._here = self._furthest = 0
+
+    def compare(self, group: Group) -> None:
+        """Learns how many blocks the furthest member has finished, at the begin of a generation. A collective.
+
+        Raises:
+            PacelineError: the generation has failed.
+        """
+        self._furthest = int(group.all_reduce(np.int64(self._here), op="max", label="blocks"))
