@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.state import Content, Copy, Plan
 
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
+from paceline_protocol import Tag
 
 if TYPE_CHECKING:
     from simulation.process import Process

@@ -17,18 +17,16 @@ from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
 
 from paceline import errors
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.elastic.place import Place
-from paceline.elastic.share import Share
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
 from paceline.session.session import CoordinatedSession
-from paceline_server.model import Process as Identity
+from paceline_protocol import Place, Share, Tag
+from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from paceline import _wait
 from paceline.elastic import coordination, recovery, saver, steps, waiting
 from paceline.links import fault
 from paceline.session import control, generations, line_side, mail, member, membership, session, view, wire
+from paceline_protocol import Process as Identity
 from paceline_server import dispatcher, timers
 from paceline_server.errors import Refused
-from paceline_server.model import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
 
 if TYPE_CHECKING:

@@ -19,11 +19,8 @@ from paceline.elastic.training_loop import TrainingLoop
 from paceline.session import line_side
 from paceline.session.generations import Generations
 from paceline.session.mail import Letter, ViewCame
-from paceline_server import line as server_line
-from paceline_server.events import ViewStored
+from paceline_protocol import JobState, Stragglers, ViewStored, _lineage
 from paceline_server.keeper import Keeper
-from paceline_server.model import JobState
-from paceline_server.stragglers import Stragglers
 
 
 def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +69,13 @@ def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_older_copy_of_the_coordinators_state_is_taken_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_line.Line, "_show", lambda line, now, generation, failure_timeout: [])
+    monkeypatch.setattr(_lineage.Line, "_show", lambda line, now, generation, failure_timeout: [])
     assert found(400, replace(FORGETFUL, faults=(3, 7))).startswith(("refused", "mismatch"))
 
 
 def test_tags_that_are_brought_do_not_raise_the_number_of_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then two hosts make different checkpoints of one tag."""
-    monkeypatch.setattr(server_line, "max", lambda known, *tags: known, raising=False)
+    monkeypatch.setattr(_lineage, "max", lambda known, *tags: known, raising=False)
     assert found(400, LOST).startswith("I3")
 
 

@@ -26,8 +26,7 @@ from simulation.peers import Peers
 from simulation.process import Process, settings_of
 from simulation.state import is_all
 
-from paceline.checkpoint.tag import Tag
-from paceline_server.model import JobSettings
+from paceline_protocol import JobSettings, Tag
 
 __all__ = ["Shape", "World"]
 

@@ -23,7 +23,6 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.offer import OfferedState
 from paceline.elastic.peer_calls import Holder, take_shards
-from paceline.elastic.share import Share
 from paceline.elastic.state import TrainState
 from paceline.group import Group
 from paceline.links.base import Peer
@@ -31,6 +30,7 @@ from paceline.links.grpc_door import Door
 from paceline.links.nowhere import NoMesh
 from paceline.parallel.parameter import Parameter
 from paceline.session.identity import process_identity
+from paceline_protocol import Share
 
 __all__ = ["job", "line"]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 import paceline
 from paceline.elastic.reshard_plan import ReshardPlan, assign
-from paceline.elastic.share import Share, share_of
 from paceline.elastic.state import TrainState
 from paceline.group import Group
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
 from paceline.parallel.parameter import Parameter
+from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 
 __all__ = ["BATCH", "Trainee", "fill_from", "form", "one_process", "reshard", "together"]

@@ -27,7 +27,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_module_names_what_it_offers() -> None:
-    for package in ("paceline", "paceline_server"):
+    for package in ("paceline", "paceline_protocol", "paceline_server"):
         root = importlib.import_module(package)
         for info in pkgutil.walk_packages(root.__path__, f"{package}."):
             if info.name.endswith("__main__") or info.name.endswith("_version"):

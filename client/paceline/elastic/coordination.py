@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import math
 from collections.abc import Sequence
 
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.offer import Content, OfferedState
 from paceline.elastic.peer_calls import Holder, get_manifest, out_of_reach, take_shards, take_state
-from paceline.elastic.place import Meet
 from paceline.elastic.reshard_plan import ReshardPlan
-from paceline.elastic.share import WHOLE
 from paceline.errors import LinkUnavailable
 from paceline.group import Group
 from paceline.links.base import Mesh, Peer
@@ -20,6 +18,7 @@ from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.local import LocalMesh, next_meshes
 from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Tried, ViewCame
 from paceline.session.member import MemberConnection
+from paceline_protocol import WHOLE, Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["RemoteCoordinator", "NullCoordinator", "JobCoordinator"]
@@ -52,7 +51,7 @@ class JobCoordinator(abc.ABC):
         """Tells the coordinator that training begins."""
 
     @abc.abstractmethod
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         """Tells the coordinator that this member has stopped between steps and what state it holds."""
 
     @abc.abstractmethod
@@ -125,18 +124,19 @@ class RemoteCoordinator(JobCoordinator):
         """See `JobCoordinator.open`."""
         self._connection.start_line(self.offered)
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         """See `JobCoordinator.meet`."""
         said = pb.Meet(
             generation=meet.generation,
             holds_base=meet.holds_base,
-            fingerprint=fingerprint,
-            manifest=manifest,
+            fingerprint=meet.fingerprint,
+            manifest=meet.manifest,
             leaving=meet.leaving,
             closed=meet.closed,
             unproven=meet.unproven,
         )
-        said.step_timeout.FromMilliseconds(round(1e3 * self.config.step_timeout))
+        if math.isfinite(meet.step_timeout):
+            said.step_timeout.FromMilliseconds(round(1e3 * meet.step_timeout))
         if meet.tag is not None:
             said.tag.generation, said.tag.step = meet.tag
             said.tag.SetInParent()
@@ -207,7 +207,7 @@ class NullCoordinator(JobCoordinator):
     def open(self) -> None:
         """See `JobCoordinator.open`."""
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         """See `JobCoordinator.meet`."""
         if meet.leaving:
             self.mail.put(MayGo(last=True))

@@ -7,13 +7,13 @@ from typing import Any
 
 from paceline.elastic.attempts import FinishedBlocks
 from paceline.elastic.coordination import JobCoordinator
-from paceline.elastic.place import Place
 from paceline.elastic.recovery import StateRecovery
 from paceline.elastic.rules import StateWatch
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.errors import DivergenceError, StepOrderError
+from paceline_protocol import Place
 
 __all__ = ["StateGuard"]
 

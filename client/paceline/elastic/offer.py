@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import Skeleton, join, split_shards
 from paceline.elastic.parcel import Parcel
 from paceline.elastic.reshard_plan import ElementRun, checksum
 from paceline.errors import PacelineError, SizeMismatch
 from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
+from paceline_protocol import Tag
 
 __all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "OfferedState"]
 

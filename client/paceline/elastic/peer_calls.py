@@ -18,12 +18,10 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from paceline._grpc import aio, grpc
-from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
 from paceline.elastic.offer import Content, Description
 from paceline.elastic.parcel import borrow, unpack
 from paceline.elastic.reshard_plan import ElementRun, ReshardPlan, assign, checksum
-from paceline.elastic.share import Share
 from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_knock import Knocker, knock
@@ -31,6 +29,7 @@ from paceline.links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
 from paceline.links.shm.segment import Attached, SegmentError
 from paceline.session.identity import process_identity
 from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_status
+from paceline_protocol import Share, Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 

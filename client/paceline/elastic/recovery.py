@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.coordination import JobCoordinator
 from paceline.elastic.peer_calls import Holder
-from paceline.elastic.place import Meet, Place, Take
 from paceline.elastic.reshard_plan import ReshardPlan
 from paceline.elastic.saver import Saver, warning_of_frozen
-from paceline.elastic.share import Share
 from paceline.elastic.state import TrainState
 from paceline.errors import (
     CheckpointDamaged,
@@ -30,6 +27,7 @@ from paceline.errors import (
 )
 from paceline.links.fault import Suspicion
 from paceline.parallel.parameter import Parameter
+from paceline_protocol import Meet, Place, Share, Tag, Take
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["StateRecovery"]

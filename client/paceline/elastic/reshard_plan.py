@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.reading import Reader
-from paceline.elastic.share import Share
+from paceline_protocol import Share
 
 __all__ = ["assign", "checksum", "fill", "ReshardPlan", "ElementRun"]
 

@@ -24,12 +24,12 @@ from paceline import checkpoint
 from paceline.checkpoint.folder import fingerprint, is_there
 from paceline.checkpoint.keep import save_once
 from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.parts import trains
 from paceline.elastic.reshard_plan import ReshardPlan
 from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline.group import Group
+from paceline_protocol import Tag
 
 __all__ = ["Saver", "JointSaver", "VISIBLE_S", "warning_of_frozen"]
 

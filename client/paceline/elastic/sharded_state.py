@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.elastic.parts import StatePart
-from paceline.elastic.share import Share
 from paceline.errors import UnsupportedOp
 from paceline.parallel.fsdp import FSDP
 from paceline.parallel.optimizer import OptimizerState
 from paceline.parallel.parameter import Parameter
 from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
 from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline_protocol import Share
 
 __all__ = ["ShardedState"]
 

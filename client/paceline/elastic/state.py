@@ -21,10 +21,10 @@ from paceline.elastic.parts import StatePart, check_fit, part_of
 from paceline.elastic.reshard_plan import ReshardPlan, fill
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.sharded_state import ShardedState
-from paceline.elastic.share import WHOLE, Share
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.parallel.optimizer import standing_for
 from paceline.parallel.parameter import Parameter
+from paceline_protocol import WHOLE, Share
 
 __all__ = ["Gate", "TrainState"]
 

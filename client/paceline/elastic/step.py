@@ -14,7 +14,6 @@ from paceline.elastic.differences import find_minority
 from paceline.elastic.foreign import seed_frameworks
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.state import TrainState
-from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import (
     DivergenceError,
     SettingsMismatch,
@@ -26,6 +25,7 @@ from paceline.group import Group
 from paceline.links.fault import Suspicion
 from paceline.parallel.agreement import NewcomerDiffers
 from paceline.work import Work
+from paceline_protocol import Flag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["BETWEEN_STEPS", "PendingStepWord", "Step", "StepRunner"]
@@ -403,8 +403,8 @@ class PendingStepWord:
         PacelineError: the generation has failed.
     """
 
-    def __init__(self, group: Group, values: NDArray[np.float64], step: int, *, with_gradients: bool) -> None:
-        self.values = values
+    def __init__(self, group: Group, values: Sequence[float], step: int, *, with_gradients: bool) -> None:
+        self.values = np.array(values, np.float64)
         self._group = group
         self._label = f"step-{step}"
         self._sums: Sequence[float] | None = None
@@ -413,7 +413,7 @@ class PendingStepWord:
             group.mesh.fault.check()
             group.take_along(self)
         else:
-            self._work = group.all_reduce(values, label=self._label, async_op=True)
+            self._work = group.all_reduce(self.values, label=self._label, async_op=True)
 
     def arrive(self, sums: NDArray[Any]) -> None:
         """See `Passenger.arrive`."""

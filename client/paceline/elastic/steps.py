@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.coordination import JobCoordinator
-from paceline.elastic.place import Place
 from paceline.elastic.rules import check_complete, no_other_optimizer
 from paceline.elastic.saver import JointSaver, Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.elastic.training_loop import TrainingLoop
 from paceline.errors import StepOrderError
+from paceline_protocol import Place, Tag
 
 __all__ = ["make_loop", "run_steps"]
 

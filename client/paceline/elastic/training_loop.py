@@ -13,26 +13,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from paceline._wait import SLICE
-from paceline.checkpoint.tag import Tag
 from paceline.elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
 from paceline.elastic.coordination import JobCoordinator
-from paceline.elastic.differences import difference
+from paceline.elastic.differences import difference, partial_digest
 from paceline.elastic.guard import StateGuard
 from paceline.elastic.peer_calls import Holder
-from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
 from paceline.elastic.recovery import StateRecovery
 from paceline.elastic.saver import Saver
-from paceline.elastic.share import WHOLE
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_entered
 from paceline.elastic.waiting import MeetingWait, await_finish
-from paceline.elastic.word import Flag, partial_digest, word
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
+from paceline_protocol import WHOLE, Flag, Meet, Phase, Place, Tag, Take, ViewNews, word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["TrainingLoop"]
@@ -186,7 +184,7 @@ class TrainingLoop:
         """Commits the last step by a closing word, and ends the job."""
         group = self._coordinator.group
         try:
-            group.all_reduce(word(Flag(0), 0, 0), label="closing")
+            group.all_reduce(np.array(word(Flag(0), 0, 0)), label="closing")
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._place.held, self._state, group)
         except CheckpointFailed:
@@ -362,7 +360,8 @@ class TrainingLoop:
         if meet.tag is not None and not meet.stored:
             self._coordinator.offered.offer(meet.tag, self._state.offered())
         self._meeting_wait.said()
-        self._coordinator.meet(meet, fingerprint, hashlib.sha256(self._manifest).digest())
+        manifest, step_timeout = hashlib.sha256(self._manifest).digest(), self._coordinator.config.step_timeout
+        self._coordinator.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
 
     def _job_done(self, step: int) -> None:
         if self._place.generation:  # a candidate took no part in it

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 from paceline._wait import SLICE
 from paceline.elastic.coordination import JobCoordinator
-from paceline.elastic.place import Meet, Phase, Place
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.session.mail import JobDone, Letter, Lost, News
+from paceline_protocol import Meet, Phase, Place
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["await_finish", "ReachTests", "MeetingWait"]

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.place import Place
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.training_loop import TrainingLoop
 from paceline.errors import Dismissed, StepOrderError
+from paceline_protocol import Place, Tag
 
 
 def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[TrainingLoop, list[int]]:

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.coordination import NullCoordinator
-from paceline.elastic.place import Meet, Phase, Place
 from paceline.elastic.saver import Saver
 from paceline.elastic.training_loop import TrainingLoop
 from paceline.group import Group
@@ -19,6 +17,7 @@ from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.session.mail import CaughtOut, Tried, ViewCame
+from paceline_protocol import Meet, Phase, Place, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -35,7 +34,7 @@ class TwoPort(NullCoordinator):
     def member_id(self) -> str:
         return self.id
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         self.said.append(meet)
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:

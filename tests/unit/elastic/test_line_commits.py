@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic.coordination import NullCoordinator
 from paceline.elastic.offer import Content
-from paceline.elastic.place import Meet
 from paceline.elastic.state import TrainState
 from paceline.elastic.steps import make_loop, run_steps
 from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.local import next_meshes
 from paceline.session.mail import ViewCame
+from paceline_protocol import Meet, Tag
 from support.parts import local_mesh, world_of
 
 BASE = Tag(4, 6)
@@ -37,9 +36,9 @@ class NewcomersPort(NullCoordinator):
 
     came_in = False
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         if self.came_in:
-            super().meet(meet, fingerprint, manifest)
+            super().meet(meet)
             return
         self.came_in = True
         (mesh,) = next_meshes([local_mesh(self.group.mesh)])

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.tag import Tag
 from paceline.elastic import offer
 from paceline.elastic.offer import HASH_BYTES, Content, Description, OfferedState
 from paceline.errors import PacelineError, SizeMismatch
+from paceline_protocol import Tag
 
 CHUNK = 64
 TAG = Tag(3, 7)

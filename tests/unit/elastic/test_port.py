@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic import coordination
 from paceline.elastic.coordination import RemoteCoordinator
-from paceline.elastic.place import Meet
 from paceline.links.base import Peer
 from paceline.session.mail import Mail, Tried
+from paceline_protocol import Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 
 ONE, TWO = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
@@ -40,7 +39,7 @@ class Connection:
 def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> None:
     connection = Connection()
     of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
-    of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True), b"", b"")
+    of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True))
     assert [said.unproven for said in connection.said] == [True]
 
 

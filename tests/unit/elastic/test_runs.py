@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint.pieces import Shard
 from paceline.elastic.reshard_plan import ElementRun, assign, fill
-from paceline.elastic.share import WHOLE as WHOLE_SHARE
-from paceline.elastic.share import Share
+from paceline_protocol import WHOLE as WHOLE_SHARE
+from paceline_protocol import Share
 
 SIZE = 20
 WHOLE = np.arange(100, 100 + SIZE)

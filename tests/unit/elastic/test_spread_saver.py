@@ -12,14 +12,13 @@ import pytest
 
 from paceline import checkpoint
 from paceline.checkpoint import background, sharded_saving
-from paceline.checkpoint.tag import Tag
 from paceline.elastic import saver as saver_module
 from paceline.elastic.saver import JointSaver
-from paceline.elastic.share import Share
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, PeerLost, SizeMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
+from paceline_protocol import Share, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each
 from support.resharding import Trainee, form, one_process, reshard, together

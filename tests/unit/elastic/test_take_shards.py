@@ -15,7 +15,6 @@ import pytest
 from paceline._grpc import grpc
 from paceline._loop import loop_thread
 from paceline.checkpoint.pieces import Shard
-from paceline.checkpoint.tag import Tag
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic import parcel as parcels
 from paceline.elastic import peer_calls as taking
@@ -23,7 +22,6 @@ from paceline.elastic.offer import Content, OfferedState
 from paceline.elastic.parcel import Parcel, borrow, unpack
 from paceline.elastic.peer_calls import Holder, take_shards
 from paceline.elastic.reshard_plan import ElementRun, ReshardPlan, checksum
-from paceline.elastic.share import WHOLE, Share
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links import grpc_state
 from paceline.links.base import Peer
@@ -32,6 +30,7 @@ from paceline.links.shm.arena import arena
 from paceline.links.shm.segment import SegmentError
 from paceline.session.identity import process_identity
 from paceline.session.wire import CHANNEL_OPTIONS
+from paceline_protocol import WHOLE, Share, Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 
 JOB, TAG = "job", Tag(2, 5)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.tag import Tag
 from paceline.elastic import recovery
 from paceline.elastic.peer_calls import Holder
-from paceline.elastic.place import Meet, Place, ViewNews
-from paceline.elastic.share import Share
 from paceline.errors import LinkUnavailable, OrphanedError
+from paceline_protocol import Meet, Place, Share, Tag, ViewNews
 
 NOBODY = LinkUnavailable("nobody gave it")
 FIRST = Share(0, 2)

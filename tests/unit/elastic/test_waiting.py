@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.elastic import waiting
-from paceline.elastic.place import Meet, Phase, Place
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion
+from paceline_protocol import Meet, Phase, Place, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 

@@ -38,7 +38,7 @@ from paceline.errors import (
     StaleGeneration,
     StepOrderError,
 )
-from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.nowhere import NoMesh
 from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline.session.join import connect, rules_of
@@ -50,6 +50,7 @@ from paceline.torch.process_group.core import end
 from paceline.torch.process_group.handles import Handle, Presence, PresenceWatcher
 from paceline.torch.store import underlying
 from paceline.torch.work import Operation, seconds_of
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Reconfigurable", "meeting_point"]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import secrets
 
-from paceline_server.errors import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
-from paceline_server.events import Registered, Reported
-from paceline_server.model import JobSettings, JobState, Seat, Session, Standing
+from paceline_protocol._events import Registered, Reported
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._refusals import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
+from paceline_protocol._values import JobSettings, Seat
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["check", "check_report", "has_been", "is_loopback"]

@@ -14,14 +14,9 @@ if and only if W * sum(x x) = sum(x) squared (Cauchy-Schwarz).
 from __future__ import annotations
 
 import enum
-import zlib
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-__all__ = ["WORD_SIZE", "Flag", "agrees", "flags_of", "partial_digest", "word"]
+__all__ = ["Flag", "WORD_SIZE", "agrees", "flags_of", "word"]
 
 _DIGITS = 3 + 8
 """Digits of 4 bits: 3 of the step, 8 of the digest. Sums of their squares are exact in float32 for 70,000 members."""
@@ -32,9 +27,6 @@ _FLAGS = 3
 
 WORD_SIZE = _FLAGS + 2 * _DIGITS
 """Numbers in a word."""
-
-_WINDOW_BYTES = 1 << 12
-"""Bytes of state in one digest: few, because every step reads them from memory."""
 
 
 class Flag(enum.IntFlag):
@@ -48,13 +40,11 @@ class Flag(enum.IntFlag):
     """The member still writes its part of a checkpoint."""
 
 
-def word(flags: Flag, step: int, digest: int) -> NDArray[np.float64]:
-    """One member's word, shape [WORD_SIZE]; the words of all members are summed."""
+def word(flags: Flag, step: int, digest: int) -> list[float]:
+    """One member's word: `WORD_SIZE` numbers. The words of all members are summed, number by number."""
     asked, both = int(flags), (step & 0xFFF) | digest << 12  # 3 digits of the step, 8 of the digest
     digits = [both >> shift & 15 for shift in _SHIFTS]
-    return np.array(
-        [*(asked >> n & 1 for n in range(_FLAGS)), *digits, *[digit * digit for digit in digits]], np.float64
-    )
+    return [*(asked >> n & 1 for n in range(_FLAGS)), *digits, *[digit * digit for digit in digits]]
 
 
 def flags_of(sums: Sequence[float]) -> Flag:
@@ -68,23 +58,3 @@ def agrees(sums: Sequence[float], world: int) -> bool:
     numbers = [round(number) for number in sums]
     plain, squared = numbers[_FLAGS : _FLAGS + _DIGITS], numbers[_FLAGS + _DIGITS :]
     return all(world * x_x == x * x for x, x_x in zip(plain, squared, strict=True))
-
-
-def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
-    """CRC-32 of a window of one of the arrays; the next step takes the next array, the next round the next window.
-
-    Args:
-        arrays: the state, alike on every member.
-        step: number of the step.
-    """
-    if not arrays:
-        return 0
-    turn, which = divmod(step, len(arrays))
-    array = arrays[which]
-    if not array.nbytes:
-        return 0
-    start = turn % -(-array.nbytes // _WINDOW_BYTES) * _WINDOW_BYTES
-    if array.flags.c_contiguous:
-        return zlib.crc32(array.reshape(-1).view(np.uint8)[start : start + _WINDOW_BYTES].data)
-    first, count = start // array.itemsize, _WINDOW_BYTES // array.itemsize
-    return zlib.crc32(np.asarray(array.flat[first : first + count]).view(np.uint8).data)  # in C order too

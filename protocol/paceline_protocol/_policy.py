@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from paceline_server.meeting import Meeting, convene, way_out
-from paceline_server.model import JobState, Session, Tag, View
-from paceline_server.seats import by_host
+from paceline_protocol._job_state import JobState, Session
+from paceline_protocol._meeting import Meeting, convene, way_out
+from paceline_protocol._seating import by_host
+from paceline_protocol._values import Tag, View
 
 __all__ = ["Decision", "decide", "spares"]
 

@@ -23,10 +23,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.share import WHOLE, Share, share_of
+from paceline_protocol._values import WHOLE, Meet, Share, Tag, share_of
 
-__all__ = ["Meet", "Phase", "Place", "Take", "ViewNews"]
+__all__ = ["Phase", "Place", "Take", "ViewNews"]
 
 
 class Phase(enum.Enum):
@@ -59,35 +58,6 @@ class ViewNews:
     base: Tag | None
     newcomers: frozenset[int]
     world: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Meet:
-    """What a member tells the coordinator when it stops between steps.
-
-    Attributes:
-        generation: the generation that is over for this member, 0 for a candidate.
-        tag: tag of the state that it holds.
-        holds_base: whether it got that generation's base.
-        leaving: whether it wants to leave.
-        closed: whether no newcomer may be admitted now.
-        node_size: number of members that hold one copy of the state between them.
-        shares: its shares of the state.
-        prepared: the step that it can finish if others have applied it.
-        stored: whether it holds nothing of that state yet, but can read it from a checkpoint.
-        unproven: whether it is a candidate that has not yet shown that it can connect to all members.
-    """
-
-    generation: int
-    tag: Tag | None
-    holds_base: bool
-    leaving: bool = False
-    closed: bool = False
-    node_size: int = 1
-    shares: tuple[Share, ...] = (WHOLE,)
-    prepared: Tag | None = None
-    stored: bool = False
-    unproven: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,100 @@
-"""What members are told about a meeting, each thing once. Pure; part of a job's membership.
+"""From which members does a laggard take the state? Pure: a few of those that hold it, other ones for each laggard.
 
-An order is given again when its receiver has said something new (`Met`), or has come back on a new stream: what it was
+To name all of them in each order would make an order as long as the job is wide, and each laggard would dial them all.
+
+
+What members are told about a meeting, each thing once. Pure; part of a job's membership.
+
+An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream: what it was
 told may have been lost with the old one. An order to take a state is about that state, not about who has it: a donor
 that comes or goes changes no order. A laggard that got it from none of the donors that it was named says so, and is
 named others.
+
+
+Who is told the waiting sentence, and when? Pure; part of a job's membership.
+
+A newcomer hears it at once. The others hear a changed sentence at most once in `announce_interval`: each arrival of W
+workers changes it, and telling all of them each time would make W^2 messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from paceline_server.donors import Donors, seat_of
-from paceline_server.effects import Effect, PushCatchUp, PushMisfit, PushMissing, PushRunning, PushSummons
-from paceline_server.meeting import Meeting
-from paceline_server.model import JobState, Seat, Session, View
-from paceline_server.policy import Decision
-from paceline_server.shares import Share
+from paceline_protocol._events import (
+    Effect,
+    PushCatchUp,
+    PushMisfit,
+    PushMissing,
+    PushRunning,
+    PushSummons,
+    PushWaiting,
+)
+from paceline_protocol._job_state import JobState, Session
+from paceline_protocol._meeting import Meeting
+from paceline_protocol._policy import Decision
+from paceline_protocol._values import WHOLE, Seat, Share, View
 
-__all__ = ["Orders"]
+__all__ = ["Announcer", "Donor", "Donors", "Orders", "seat_of"]
+
+Donor = tuple[Seat, tuple[Share, ...]]
+"""A member that holds a state, with the shares that it holds."""
+
+_NAMED = 16
+"""So many donors are named in an order. A state comes from all of them at once, and one of them suffices."""
+
+_LEAST = 2
+"""So many are named for each part of a spread state if there are more parts than fit: one may be about to die. Where
+each member holds a part of its own all of them are named."""
+
+
+class Donors:
+    """The members that hold a state.
+
+    Args:
+        donors: these members, in any order.
+    """
+
+    def __init__(self, donors: Sequence[Session]) -> None:
+        by_share: dict[Share, list[Session]] = {}
+        for donor in donors:
+            for share in donor.met.shares or (WHOLE,) if donor.met is not None else ():
+                by_share.setdefault(share, []).append(donor)
+        self._all = dict.fromkeys(donors)
+        self._most = max(_LEAST, _NAMED // max(1, len(by_share)))
+        # A member without a stream may be dead.
+        attached = ([donor for donor in group if donor.stream is not None] or group for group in by_share.values())
+        self._groups = list(attached)
+        self._few = all(len(group) <= self._most for group in by_share.values())
+        self._everyone = tuple(map(_donor, donors)) if self._few else ()
+
+    def some(self, session: Session, turn: int) -> tuple[Donor, ...]:
+        """The donors that are named to one member. Consecutive turns name other ones, until all have been named.
+
+        Args:
+            session: the member. If it holds some of the state itself, it is named too: that part it need not take.
+            turn: a number from 0, another one for each order.
+        """
+        if self._few:
+            return self._everyone
+        chosen = {session: None} if session in self._all else {}
+        for group in self._groups:
+            step = max(1, len(group) // self._most)  # far apart: neighbours share a host, and its fate
+            for place in range(min(self._most, len(group))):
+                chosen[group[(turn + place * step) % len(group)]] = None
+        return tuple(map(_donor, chosen))
+
+
+def seat_of(session: Session) -> Seat:
+    """Where a member is reached; a candidate has no rank, and is as good as any."""
+    rank = session.rank or 0
+    return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)
+
+
+def _donor(session: Session) -> Donor:
+    assert session.met is not None
+    return seat_of(session), session.met.shares
+
 
 _Missing = dict[tuple[str, str, int] | None, list[Seat]]
 """Members by `Process.sight`: processes with the same one can tell whether they are still there."""
@@ -163,3 +240,48 @@ def _own_share(session: Session) -> Share | None:
     """What it keeps, if it has a part of a spread state, and is to finish the step that others have applied."""
     met = session.met
     return met.shares[0] if met is not None and met.node_size != 1 and met.shares else None
+
+
+_NEVER = float("inf")
+
+
+class Announcer:
+    """Remembers what the candidates of a job were told.
+
+    Args:
+        interval: least seconds between two rounds to all.
+
+    Attributes:
+        announce_at: when the next round is due, infinity for never.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._last_round = -_NEVER
+        self.announce_at = _NEVER
+
+    def announce(self, now: float, reason: str, waiting: Iterable[Session], newcomer: Session | None) -> list[Effect]:
+        """What to send now that the sentence is `reason`.
+
+        Args:
+            now: the time, in seconds.
+            reason: the policy's sentence.
+            waiting: the members and candidates that wait.
+            newcomer: the one among them that has just come (back).
+        """
+        effects: list[Effect] = []
+        if newcomer is not None:
+            newcomer.told = reason
+            effects.append(PushWaiting(newcomer.member_id, reason))
+        due = self._last_round + self._interval
+        if now < due:
+            self.announce_at = due if any(session.told != reason for session in waiting) else _NEVER
+            return effects
+        others = [session for session in waiting if session.told != reason]
+        for session in others:
+            session.told = reason
+            effects.append(PushWaiting(session.member_id, reason))
+        if others:
+            self._last_round = now
+        self.announce_at = _NEVER
+        return effects

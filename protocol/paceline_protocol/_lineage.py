@@ -9,30 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline_server.announcer import Announcer
-from paceline_server.awaited import Awaited
-from paceline_server.barriers import Barriers
-from paceline_server.departures import Departures, rank_of
-from paceline_server.effects import (
+from paceline_protocol._barriers import Barriers
+from paceline_protocol._departures import Departures, rank_of
+from paceline_protocol._events import (
+    DrainAsked,
     Effect,
+    FinishedLine,
+    FinishStored,
     ForgetView,
+    MetOthers,
     PushDismissed,
     PushDrain,
     PushFinished,
     PushSpare,
     PushStateLost,
     PushView,
+    StoreFailed,
     StoreFinished,
     StoreReached,
     StoreView,
 )
-from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import DrainAsked, FinishedLine, FinishStored, MetOthers, StoreFailed
-from paceline_server.meeting import Meeting, what_is_lost
-from paceline_server.model import Ending, JobState, Met, Progress, Seat, Session, Standing, Verdict, View
-from paceline_server.orders import Orders
-from paceline_server.policy import Decision, decide
-from paceline_server.settings import ServerSettings
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._meeting import Awaited, Meeting, what_is_lost
+from paceline_protocol._orders import Announcer, Orders
+from paceline_protocol._policy import Decision, decide
+from paceline_protocol._refusals import BadRequest, SessionEnded
+from paceline_protocol._values import Ending, Meet, Progress, ProtocolSettings, Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Line"]
@@ -54,7 +56,7 @@ class Line(Departures):
         waits_since: since when there are workers and no view that goes on; None while there is one, or nobody.
     """
 
-    def __init__(self, state: JobState, settings: ServerSettings) -> None:
+    def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         super().__init__(state, settings)
         self._announcer = Announcer(settings.announce_interval)
         self._retry_at = _NEVER
@@ -165,7 +167,7 @@ class Line(Departures):
             self._awaited = Awaited(view, meeting, len(self.state.present()))
         return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
 
-    def _cross_off(self, now: float, session: Session, before: Met | None) -> list[Effect] | None:
+    def _cross_off(self, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
         """What follows if others are waited for as much as before; None if the policy is to be asked again."""
         awaited = self._awaited
         if awaited is None or now >= self._stragglers.due_at:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from paceline_server.model import Session, Tag
-from paceline_server.shares import Share
+from paceline_protocol._job_state import Session
+from paceline_protocol._values import Share, Tag
 
 __all__ = ["by_host", "holds", "seated"]
 

@@ -24,20 +24,27 @@ A state may be *spread*: each member holds a share of it. Then, in addition:
   was there is there; and who leaves, or gets no seat, gives what it has until the view has formed.
 
 Source: the interleavings in DESIGN.md 10.3 and 10.4, each of which is a test.
+
+
+Whom does a meeting wait for? Pure: members are crossed off one by one, without looking at all others each time.
+
+Each of W members says that it has stopped, and then perhaps that it has taken the base. To convene the meeting anew
+whenever one of them says so would cost W^2 for each change of generation. As long as others are left, only the sentence
+changes. This rests on nothing else having changed since the meeting was convened: any other event convenes it anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from paceline_server.model import JobState, Met, Seat, Session, Standing, Tag, View
-from paceline_server.seats import holds, seated
-from paceline_server.shares import WHOLE, Share, lacking, share_of
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._seating import holds, seated
+from paceline_protocol._values import WHOLE, Meet, Seat, Share, Tag, View, lacking, share_of
 
-__all__ = ["Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"]
-
+__all__ = ["Awaited", "Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"]
 
 _BEGINNING = Tag(0, 0)
 """The state before the first step, which members make for themselves."""
@@ -129,7 +136,7 @@ def convene(state: JobState) -> Meeting:
     return meeting if behind else _seat(state, view, present, meeting)
 
 
-def has_caught_up(view: View, meeting: Meeting, session: Session, before: Met) -> bool:
+def has_caught_up(view: View, meeting: Meeting, session: Session, before: Meet) -> bool:
     """True if a laggard holds what it was to take, and the rest of the meeting surely stays as it is.
 
     Args:
@@ -417,7 +424,7 @@ def _may_speak(view: View, leaders: Sequence[Session]) -> bool:
     return view.base is None or any(s.rank not in newcomers or _met(s).tag != view.base for s in leaders)
 
 
-def _met(session: Session) -> Met:
+def _met(session: Session) -> Meet:
     assert session.met is not None
     return session.met
 
@@ -432,3 +439,53 @@ def names(view: View, sessions: Collection[Session]) -> str:
 
 def _with(meeting: Meeting, reason: str, **changes: object) -> Meeting:
     return replace(meeting, reason=reason, **changes)  # type: ignore[arg-type]
+
+
+class Awaited:
+    """The members that a meeting waits for.
+
+    Args:
+        view: of the generation that is over.
+        meeting: what was decided about it.
+        present: how many of its members are there.
+
+    Attributes:
+        meeting: as it was when it was convened.
+    """
+
+    def __init__(self, view: View, meeting: Meeting, present: int) -> None:
+        self.meeting = meeting
+        self._view = view
+        self._present = present
+        # If another tag was in question, a member that drops it may change which state is the base.
+        self._left = OrderedDict.fromkeys(meeting.late or (meeting.laggards if meeting.firm else ()))
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._left)
+
+    def __contains__(self, session: object) -> bool:
+        return session in self._left
+
+    def cross_off(self, session: Session, before: Meet | None) -> str | None:
+        """Takes in what a member has said.
+
+        Args:
+            session: the member.
+            before: what it had said last.
+
+        Returns:
+            The sentence that the meeting has now; None if the meeting must be convened anew.
+        """
+        if session not in self._left or not session.has_met or session.is_silent:
+            return None
+        if self.meeting.late or session.met != before:  # else nobody gave it the base, and it is still behind
+            if len(self._left) == 1 or not self._is_done(session, before):
+                return None
+            del self._left[session]
+        return self.meeting.wording.format(names(self._view, self._left))
+
+    def _is_done(self, session: Session, before: Meet | None) -> bool:
+        if not self.meeting.late:
+            return before is not None and has_caught_up(self._view, self.meeting, session, before)
+        # When half of the members have stopped the time begins that the others have: `stragglers` must see that.
+        return not 2 * (len(self._left) - 1) <= self._present < 2 * len(self._left)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from paceline_server.barriers import Barriers
-from paceline_server.effects import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
-from paceline_server.errors import SessionEnded
-from paceline_server.evidence import Evidence
-from paceline_server.leases import Leases
-from paceline_server.model import Ending, JobState, Session, Standing, Verdict, View
-from paceline_server.settings import ServerSettings
-from paceline_server.stragglers import Stragglers
+from paceline_protocol._barriers import Barriers
+from paceline_protocol._events import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._refusals import SessionEnded
+from paceline_protocol._silence import Leases, Stragglers
+from paceline_protocol._values import Ending, ProtocolSettings, Verdict, View
+from paceline_protocol._verdict import Evidence
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Departures", "rank_of"]
@@ -33,7 +32,7 @@ class Departures:
         state: the job as it is; for reading.
     """
 
-    def __init__(self, state: JobState, settings: ServerSettings) -> None:
+    def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         self.state = state
         self._settings = settings
         self._leases = Leases(state)

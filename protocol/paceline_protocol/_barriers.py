@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from paceline_server.effects import Effect, FailBarrier, PassBarrier
-from paceline_server.events import BarrierEntered
-from paceline_server.model import Seat, Verdict, View
+from paceline_protocol._events import BarrierEntered, Effect, FailBarrier, PassBarrier
+from paceline_protocol._values import Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Barriers", "Whereabouts"]

@@ -1,147 +1,18 @@
-"""The coordinator's nouns: processes, settings, sessions, views, verdicts. Values only; nothing is decided here.
+"""From what was stored to a job that goes on. Pure.
 
-Times are seconds on the coordinator's monotonic clock unless a name says otherwise.
+Members of the stored view are members again, without a stream; each proves itself by `resume` and its token. What was
+not stored is forgotten: candidates (they register anew) and barriers in progress (members enter them again).
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from paceline_server.shares import WHOLE, Share
-from pacelinepb.v1.errors_pb2 import ErrorReason
+from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
 
-__all__ = [
-    "Ending",
-    "JobSettings",
-    "JobState",
-    "Met",
-    "Process",
-    "Progress",
-    "Report",
-    "Seat",
-    "Session",
-    "Standing",
-    "Tag",
-    "Verdict",
-    "View",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """Which process on which machine."""
-
-    host: str
-    pid: int
-    boot_id: str = ""
-    """The kernel's boot id, empty where unknown."""
-    start_ticks: int = 0
-    """Start of the process in clock ticks since boot, 0 where unknown."""
-    pid_namespace: int = 0
-    """Number of its pid namespace, 0 where unknown."""
-    node: str = ""
-    """Alike for processes that can share memory, empty where it shares none."""
-
-    @property
-    def sight(self) -> tuple[str, str, int] | None:
-        """Whose processes this one can see: those for which this is equal. None where it is not known."""
-        known = self.host and self.boot_id and self.pid_namespace
-        return (self.host, self.boot_id, self.pid_namespace) if known else None
-
-    def is_same(self, other: Process) -> bool:
-        """True if both are one incarnation, as far as both know: what one of them does not know matches anything.
-
-        A launcher tells of a process with the pid that it has in the launcher's pid namespace, which is the worker's
-        too; of a worker in a namespace of its own, as in a container, it knows no name that the worker knows.
-        """
-        details = (
-            (self.boot_id, other.boot_id),
-            (self.start_ticks, other.start_ticks),
-            (self.pid_namespace, other.pid_namespace),
-        )
-        alike = all(mine == theirs or not mine or not theirs for mine, theirs in details)
-        return alike and (self.host, self.pid) == (other.host, other.pid)
-
-
-@dataclass(frozen=True, slots=True)
-class JobSettings:
-    """What all members of a job agree on."""
-
-    min_workers: int
-    max_workers: int
-    failure_timeout: float
-    """Seconds of silence after which a member counts as lost."""
-    tuning: str = ""
-    """Hash of the table by which members choose among schedules."""
-
-    @property
-    def heartbeat_interval(self) -> float:
-        """Seconds between heartbeats: five may be lost or late before silence is believed."""
-        return self.failure_timeout / 6
-
-
-class Tag(NamedTuple):
-    """Which state of a line. Equal tags are equal bits."""
-
-    generation: int
-    """Of its last step."""
-    step: int
-    """Its number; (0, 0) is the state before the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """What a member says when it has stopped in its generation, or is ready to be taken into one."""
-
-    generation: int
-    """The one that it has stopped in, 0 for a candidate."""
-    tag: Tag | None
-    """The state that it holds, None for none that counts."""
-    holds_base: bool
-    """It got its generation's base: what it holds is the line's."""
-    fingerprint: bytes = b""
-    """Hash of a state that the tag does not tell apart: at (0, 0), which members build for themselves, and of what a
-    member found on its disk, as long as its generation has no base."""
-    manifest: bytes = b""
-    """Hash of what the state consists of, and of the settings of the run."""
-    leaving: bool = False
-    closed: bool = False
-    """No newcomer may come in now."""
-    shares: tuple[Share, ...] = (WHOLE,)
-    """What it holds of that state, if it is spread over members. The one that it trains on comes first."""
-    node_size: int = 1
-    """So many members hold one copy of the state between them, 0 for all of a view; views have a multiple of it."""
-    prepared: Tag | None = None
-    """A step that it may have to finish, because others may have applied it: it holds what it takes."""
-    stored: bool = False
-    """It holds nothing of the state yet, but can read all of it from a checkpoint."""
-    unproven: bool = False
-    """A candidate that has yet to show its links: it gives what it holds, and takes no seat."""
-    step_timeout: float = float("inf")
-    """Seconds for which it waits at most for members that compute and have not stopped."""
-
-    @property
-    def state(self) -> tuple[Tag | None, bytes]:
-        """What is equal exactly if the bits are."""
-        return self.tag, self.fingerprint
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a member was at its last heartbeat."""
-
-    operation: int = 0
-    """Number of the last collective that it entered, 0 for none."""
-    since: float = 0.0
-    """When it entered it, or left it if it is in none."""
-    inside: bool = False
-    """True while it waits inside."""
-    step: int = 0
-    """The last step whose word completed at it: all members of its generation were there then. 0 for none."""
-    step_at: float = 0.0
-    """When."""
+__all__ = ["JobState", "Session", "Standing", "restore"]
 
 
 class Standing(enum.Enum):
@@ -155,86 +26,6 @@ class Standing(enum.Enum):
     """A member of a view that is void: it has its verdict, and goes, or meets the others for the next view."""
     DISMISSED = "dismissed"
     """It wanted to leave and may: in no view any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """One member of a view, as it is stored."""
-
-    rank: int
-    member_id: str
-    token_sha256: bytes
-    """Only the hash is kept: the state file gives nobody's session away."""
-    process: Process
-    address: str
-    arrival: int
-    """Place in the order of arrival; the greater, the younger."""
-
-    @property
-    def label(self) -> str:
-        """The member in a sentence: rank, host and pid."""
-        return f"rank {self.rank} ({self.process.host}, pid {self.process.pid})"
-
-    @property
-    def short_label(self) -> str:
-        """The member in a list: rank and host."""
-        return f"rank {self.rank} ({self.process.host})"
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A generation with its members in rank order."""
-
-    generation: int
-    settings: JobSettings
-    explicit: bool
-    """True if the members claimed their ranks."""
-    seats: tuple[Seat, ...]
-    base: Tag | None = None
-    """The state that it starts from; None where members have no line, or have yet to compare what they hold."""
-    newcomers: tuple[int, ...] = ()
-    """Ranks that do not hold the base at the start."""
-    manifest: bytes = b""
-    """Hash that all members' `Met.manifest` equals, once there is a base."""
-    lost: str = ""
-    """What the job had trained before this line began and nobody held any more, in a sentence; empty for nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a member of the view went."""
-
-    how: str
-    """Completes "rank 2 (host-b, pid 4711) ...": "left the job", "exited with code 1"."""
-    orderly: bool
-    """True if it said so and gave no cause: this alone voids nothing."""
-    sure: bool = True
-    """True if the process is known to be out of the line: it said so, or was seen to end. Silence proves nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a member saw go wrong."""
-
-    reporter: int
-    """Its rank."""
-    reason: ErrorReason.ValueType
-    accused: int | None
-    """Rank at the other end; None when the member reports itself."""
-    operation: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What ended a generation; one for each, the same for all its members."""
-
-    generation: int
-    reason: ErrorReason.ValueType
-    culprits: tuple[int, ...]
-    """Ranks, ascending."""
-    operation: int
-    text: str
 
 
 @dataclass(slots=True, eq=False)
@@ -267,17 +58,17 @@ class Session:
     """Its rank in that view."""
     verdict: Verdict | None = None
     """Why that view is void, None if it is not. The job may be a generation ahead of a member that has yet to go."""
-    progress: Progress = Progress()
+    progress: Progress = field(default_factory=Progress)
     stream_ended: float | None = None
     """When the stream ended, while it has none."""
     overdue_from: float | None = None
     """When a look at the leases first found it silent for too long; the next look decides."""
     told: str = ""
     """The sentence of the last `Waiting` that it was sent."""
-    met: Met | None = None
-    """What it said last about a meeting; it counts while `Met.generation` is its generation."""
+    met: Meet | None = None
+    """What it said last about a meeting; it counts while `Meet.generation` is its generation."""
     told_to_meet: object = None
-    """The last order about a meeting that it was given; given once for each `Met`."""
+    """The last order about a meeting that it was given; given once for each `Meet`."""
     told_missing: frozenset[str] = frozenset()
     """Members of its host that it was asked to look for."""
     catching_up: bool = False
@@ -401,3 +192,62 @@ class JobState:
         elastic = self.is_elastic
         idle = (Standing.DISMISSED,) if elastic else (Standing.DISMISSED, Standing.VOID)
         return [s for s in self.sessions.values() if s.standing not in idle]
+
+
+def restore(
+    now: float,
+    name: str,
+    *,
+    generation: int,
+    view: View | None = None,
+    verdict: Verdict | None = None,
+    endings: Mapping[int, Ending] | None = None,
+    finished: int | None = None,
+    reached: int | None = None,
+) -> JobState:
+    """The state of a stored job after a restart of the coordinator.
+
+    Members of the stored view are members again, without a stream; each proves itself by `Resumed` and its token. What
+    was not stored is forgotten: candidates (they register anew) and barriers in progress (members enter them again).
+
+    Args:
+        now: the time, in seconds; nothing before it counts as silence.
+        name: the job's name.
+        generation: the highest number used.
+        view: the latest view, unless it was forgotten.
+        verdict: why that view is void, None if it is not.
+        endings: the members of that view that have gone.
+        finished: the last step of a job that is done.
+        reached: how many steps the last line is known to have committed, at least.
+    """
+    state = JobState(name, generation=generation, finished=finished, reached=reached)
+    state.last_arrival = state.restored_at = now
+    gone = dict(endings or {})
+    if view is None:
+        return state
+    if len(gone) == len(view.seats) and (view.base is None or all(ending.sure for ending in gone.values())):
+        return state  # its line is over
+    state.view, state.verdict, state.endings, state.restored = view, verdict, gone, True
+    for seat in view.seats:
+        if seat.rank in gone:
+            continue
+        state.sessions[seat.member_id] = Session(
+            member_id=seat.member_id,
+            token_sha256=seat.token_sha256,
+            process=seat.process,
+            address=seat.address,
+            settings=view.settings,
+            claimed_rank=seat.rank if view.explicit else None,
+            generation_floor=0,
+            arrival=seat.arrival,
+            stream=None,
+            heard=now,
+            # Training goes on without the coordinator: members of a live view were not silent because it was away.
+            lease_from=None if verdict is None else now,
+            standing=Standing.IN_VIEW if verdict is None else Standing.VOID,
+            generation=view.generation,
+            last_generation=view.generation,
+            rank=seat.rank,
+            verdict=verdict,
+        )
+    return state

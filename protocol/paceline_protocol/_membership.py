@@ -18,29 +18,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline_server import admission
-from paceline_server.departures import rank_of
-from paceline_server.effects import (
-    Effect,
-    FailBarrier,
-    PushDrain,
-    PushFinished,
-    PushVerdict,
-    PushView,
-    Welcome,
-)
-from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import (
+from paceline_protocol import _admission as admission
+from paceline_protocol._departures import rank_of
+from paceline_protocol._events import (
     AddressRefused,
     BarrierEntered,
     DrainAsked,
+    Effect,
     Event,
     ExitReported,
+    FailBarrier,
     FinishedLine,
     FinishStored,
     Heard,
     LeftJob,
     MetOthers,
+    PushDrain,
+    PushFinished,
+    PushVerdict,
+    PushView,
     Registered,
     Reported,
     RestartAsked,
@@ -49,11 +45,13 @@ from paceline_server.events import (
     StreamEnded,
     Ticked,
     ViewStored,
+    Welcome,
 )
-from paceline_server.line import Line
-from paceline_server.model import Ending, JobState, Process, Progress, Report, Session, Standing
-from paceline_server.settings import ServerSettings
-from paceline_server.verdict import describe_exit
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._lineage import Line
+from paceline_protocol._refusals import BadRequest, SessionEnded
+from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report
+from paceline_protocol._verdict import describe_exit
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Membership"]
@@ -73,7 +71,7 @@ class Membership(Line):
         decision: the policy's last word, with its sentence.
     """
 
-    def __init__(self, state: JobState, settings: ServerSettings) -> None:
+    def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         super().__init__(state, settings)
         self._arrivals = max((session.arrival for session in state.sessions.values()), default=0)
 
