@@ -10,7 +10,7 @@ __all__ = ["Uneven"]
 
 
 class Uneven:
-    """Tracks which ranks still have inputs, by a small all_reduce before each reduction; inside of `DDP.join` only.
+    """Tracks which ranks still have inputs, by one small message before each reduction; inside of `join` only.
 
     Attributes:
         root: the lowest rank that took part in the last reduction with an input; 0 outside of `join`.
@@ -24,11 +24,11 @@ class Uneven:
         self._joining = False
 
     def open(self) -> None:
-        """Allows the ranks to have different numbers of inputs from now on; all ranks call this."""
+        """Allows different numbers of inputs on the ranks from now on; all ranks call this."""
         self._joining, self.root, self.reductions = True, 0, 0
 
     def close(self) -> None:
-        """Ends what `open` began."""
+        """Ends that: all ranks have the same number of inputs again."""
         self._joining, self.root = False, 0
 
     def before_reduction(self) -> None:
@@ -37,7 +37,7 @@ class Uneven:
             self._tell(has_input=True)
 
     def others_go_on(self) -> bool:
-        """Tells the other ranks that this rank has no input left; returns True if some rank has, so they reduce."""
+        """Tells the other ranks that this rank has no input left; returns whether they will reduce again."""
         return self._tell(has_input=False)
 
     def _tell(self, *, has_input: bool) -> bool:
