@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
-from paceline.torch import backend
+from paceline.torch.backend import _creation
 from support.processes import Worker, workers
 from support.torch_ranks import finish
 
@@ -36,7 +36,7 @@ def check(size):
 def test_one_word_is_changed_and_nothing_imported() -> None:
     code = """
 check(2)
-assert type(dist.group.WORLD).__module__ == "paceline.torch.process_group" and dist.get_backend() == "paceline"
+assert type(dist.group.WORLD).__module__ == "paceline.torch.backend._process_group" and dist.get_backend() == "paceline"
 """
     finish(2, SUM + code)
 
@@ -104,8 +104,8 @@ class Meeting:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-        monkeypatch.setattr(backend, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
-        monkeypatch.setattr(backend, "_is_silent", self._is_silent)
+        monkeypatch.setattr(_creation, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        monkeypatch.setattr(_creation, "_is_silent", self._is_silent)
         self.keys: list[str] = []
         self.now = 0.0
         self._alive_at, self._before = alive_at, before
@@ -114,7 +114,7 @@ class Meeting:
         """What `init_process_group` does."""
         store = SimpleNamespace(get=self._get)
         opts = SimpleNamespace(group_rank=1, store=store, timeout=timedelta(seconds=100))
-        return backend._join_rank_0(opts, self._place, contextlib.ExitStack())
+        return _creation._join_rank_0(opts, self._place, contextlib.ExitStack())
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -186,10 +186,10 @@ def silent_address() -> Iterator[str]:
 
 def test_a_real_address_that_is_silent_refused_or_answers() -> None:
     with silent_address() as silent:
-        assert backend._is_silent(silent)
-    assert not backend._is_silent(silent)  # it is refused now
+        assert _creation._is_silent(silent)
+    assert not _creation._is_silent(silent)  # it is refused now
     with coordinator() as address:
-        assert not backend._is_silent(address)
+        assert not _creation._is_silent(address)
 
 
 def test_each_restart_has_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

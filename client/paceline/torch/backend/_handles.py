@@ -1,7 +1,7 @@
-"""Handles of members that come and go: their content, and how to tell whether the member still lives.
+"""Handles of members whose group is reconfigured, and how to tell whether the member's process is still there.
 
-A member answers every connection to its own port with its name. So a process that has ended differs from a slow one:
-its port refuses connections, or another process answers. To notice the end of a member, keep the connection open.
+A member answers every connection to a port of its own with its name. So a process that has ended differs from a slow
+one: its port refuses connections, or another process answers. To notice the end of a member, keep the connection open.
 """
 
 from __future__ import annotations
@@ -24,106 +24,107 @@ __all__ = ["Handle", "Presence", "PresenceWatcher"]
 _SCHEME = "paceline://"
 
 _PROBE_S = 1.0
-"""Seconds to wait for a member's name. A silent member is not taken for dead: it may be frozen or far away."""
+"""Seconds to wait for a member's name. A member that stays silent does not count as dead: it may be frozen or far
+away."""
 
-_AT_ONCE = 64
-"""Members that are asked at a time."""
+_MAX_PROBES = 64
+"""Members that are asked for their name at the same time."""
 
 _BACKLOG = 1024
-"""Connections that may wait for an answer at a time."""
+"""Connections that may wait to be accepted."""
 
 _MEMBER_BYTES = 8
 
 
 class Handle(NamedTuple):
-    """A member as others know it: "paceline://host:port/door/member".
+    """A member's address and name, as text "paceline://host:port/presence_port/member".
 
     Attributes:
-        address: where its coordinator listens.
-        door: the port at which it says its name.
-        member: its name, which no other process ever has.
+        address: where the member's coordinator listens.
+        presence_port: the port at which the member answers with its name.
+        member: the member's name, random, so that no other process has it.
     """
 
     address: Endpoint
-    door: int
+    presence_port: int
     member: str
 
     def __str__(self) -> str:
-        return f"{_SCHEME}{self.address}/{self.door}/{self.member}"
+        return f"{_SCHEME}{self.address}/{self.presence_port}/{self.member}"
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """Reads a handle.
+        """Parses a handle.
 
         Raises:
-            ValueError: it is none of ours.
+            ValueError: the text is no handle.
         """
         parts = text.removeprefix(_SCHEME).split("/")
         if text.startswith(_SCHEME) and len(parts) == 3 and len(parts[2]) == 2 * _MEMBER_BYTES and parts[2].isalnum():
-            address, door = parse_endpoint(parts[0]), parts[1]
-            if door.isascii() and door.isdigit() and int(door) < 1 << 16:
-                return cls(address, int(door), parts[2])
-        raise ValueError(f"{text!r:.100} is no handle of this backend: those are {_SCHEME}host:port/door/member")
+            address, port = parse_endpoint(parts[0]), parts[1]
+            if port.isascii() and port.isdigit() and int(port) < 1 << 16:
+                return cls(address, int(port), parts[2])
+        raise ValueError(f"{text!r:.100} is no handle of this backend, {_SCHEME}host:port/presence_port/member")
 
 
 class Presence:
-    """Answers connections to this member's port with its name; on the loop.
+    """Answers connections to this member's presence port with its name. Its methods run on the loop.
 
     Attributes:
         member: the name.
-        door: the port.
+        port: the port; 0 before `open`.
     """
 
     def __init__(self) -> None:
         self.member = secrets.token_hex(_MEMBER_BYTES)
-        self.door = 0
+        self.port = 0
         self._server: asyncio.Server | None = None
-        self._asking: set[asyncio.BaseTransport] = set()
+        self._connections: set[asyncio.BaseTransport] = set()
 
     async def open(self, host: str) -> None:
         """Starts to answer connections.
 
         Args:
-            host: an IP address of this host; "::" stands for all, by IPv4 too.
+            host: an IP address of this host; "::" for all its addresses, of IPv4 too.
 
         Raises:
-            OSError: it cannot listen there.
+            OSError: this process cannot listen there.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
         loop = asyncio.get_running_loop()
-        answer = functools.partial(_Answer, self.member, self._asking)
+        answer = functools.partial(_Answer, self.member, self._connections)
         self._server = await loop.create_server(answer, sock=listening, backlog=_BACKLOG)
-        self.door = listening.getsockname()[1]
-        protect(id(self), listening_port=self.door, dialled=set())
+        self.port = listening.getsockname()[1]
+        protect(id(self), listening_port=self.port, dialled=set())
 
     async def close(self) -> None:
-        """Stops answering, and ends all open connections."""
+        """Stops answering, and closes all connections."""
         protect(id(self), listening_port=0, dialled=set())
         if self._server is not None:
             self._server.close()
-        for transport in list(self._asking):
+        for transport in list(self._connections):
             transport.close()
 
 
 class _Answer(asyncio.Protocol):
-    """Sends the name, and keeps the connection open, so that it ends when this process ends."""
+    """Sends the name, and keeps the connection open: it ends when this process ends."""
 
-    def __init__(self, member: str, asking: set[asyncio.BaseTransport]) -> None:
-        self._member, self._asking = member, asking
+    def __init__(self, member: str, connections: set[asyncio.BaseTransport]) -> None:
+        self._member, self._connections = member, connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._asking.add(transport)
+        self._connections.add(transport)
         transport.write(self._member.encode())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._asking.discard(self._transport)
+        self._connections.discard(self._transport)
 
 
 class PresenceWatcher:
-    """Tests whether members live, and notices when one ends; on the loop.
+    """Finds members whose process has ended, and notices when one ends. Its methods run on the loop.
 
     Args:
         handles: handles of the members.
@@ -131,30 +132,30 @@ class PresenceWatcher:
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
-        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._probes = asyncio.Semaphore(_MAX_PROBES)
         self._ends: dict[int, asyncio.Task[bool]] = {}
 
     async def find_gone(self) -> list[int]:
-        """The positions of members that have surely ended: their port refuses connections, or is another process's.
+        """Returns the positions of members that have certainly ended: another process, or none, is at their port.
 
         Raises:
-            OSError: this process has no descriptor left to ask with.
+            OSError: this process has no file descriptor left to connect with.
         """
         answers = await asyncio.gather(*(self._is_gone(rank) for rank in range(len(self._handles))))
         return [rank for rank, gone in enumerate(answers) if gone]
 
-    async def begin(self, on_gone: Callable[[int], None]) -> None:
-        """Starts to call a function with the position of each member whose process ends.
+    async def watch(self, on_gone: Callable[[int], None]) -> None:
+        """Calls a function from now on with the position of each member whose process ends.
 
-        Members that were silent in `find_gone` are included, whether they answer later or not.
+        That includes members that did not answer `find_gone`.
         """
 
-        def tell(rank: int, end: asyncio.Task[bool]) -> None:
+        def report(rank: int, end: asyncio.Task[bool]) -> None:
             if not end.cancelled() and end.exception() is None and end.result():
                 on_gone(rank)
 
         for rank, end in self._ends.items():
-            end.add_done_callback(functools.partial(tell, rank))
+            end.add_done_callback(functools.partial(report, rank))
 
     async def close(self) -> None:
         """Stops watching."""
@@ -164,14 +165,14 @@ class PresenceWatcher:
 
     async def _is_gone(self, rank: int) -> bool:
         there = asyncio.get_running_loop().create_future()
-        async with self._turn:
+        async with self._probes:
             end = self._ends[rank] = asyncio.create_task(_end_of(self._handles[rank], there))
             await asyncio.wait([end, there], timeout=_PROBE_S, return_when=asyncio.FIRST_COMPLETED)
         return end.done() and end.result()
 
 
 async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
-    """Waits for the end of a member and returns True; False if it cannot be known, for instance without a route.
+    """Waits until a member's process has ended, and returns True; False if that cannot be known (no route, say).
 
     Args:
         handle: handle of the member.
@@ -181,7 +182,7 @@ async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
         for _, target in await look_up(handle.address.host):
             try:
                 was_there = await _follow(str(target[0]), handle, there)
-            except ConnectionResetError:  # it ended before it had sent its name; its port is closed now
+            except ConnectionResetError:  # it ended before it sent its name: its port is closed now
                 was_there = await _follow(str(target[0]), handle, there)
             if was_there:
                 break
@@ -193,16 +194,16 @@ async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
 
 
 async def _follow(host: str, handle: Handle, there: asyncio.Future[None]) -> bool:
-    """Waits for the name, then for the end of that process; False if another process or none answers."""
+    """Waits for the name, then for the end of that process; returns False if another process or none answers."""
     try:
-        reader, writer = await asyncio.open_connection(host, handle.door)
+        reader, writer = await asyncio.open_connection(host, handle.presence_port)
     except ConnectionRefusedError:
         return False
     try:
         if await reader.readexactly(len(handle.member)) != handle.member.encode():
             return False
         there.set_result(None)
-        with contextlib.suppress(OSError):  # it was reset: an end, too
+        with contextlib.suppress(OSError):  # a reset is an end too
             await reader.read()
         return True
     except asyncio.IncompleteReadError:

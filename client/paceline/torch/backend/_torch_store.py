@@ -11,20 +11,20 @@ import torch.distributed as dist
 from paceline import Session
 from paceline.errors import OperationTimeout
 
-__all__ = ["Store", "underlying"]
+__all__ = ["Store", "unwrap_store"]
 
-_COUNT = "paceline/keys"
-"""How many keys there are, for `num_keys`."""
+_KEY_COUNT = "paceline/keys"
+"""The key whose value is the number of keys, for `num_keys`."""
 
 _stores: set[Store] = set()
-"""All that are open: torch keeps their C++ half alone, and what is defined here would be gone with the other."""
+"""All open stores: torch keeps only the C++ half of a store, and the Python half would be freed."""
 
 
 class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
-    """A job's key-value store, as torch.distributed wants one. Keys up to 1,024 bytes, values up to 1 MiB.
+    """A job's key-value store as a torch.distributed store. Keys have up to 1,024 bytes, values up to 1 MiB.
 
     Args:
-        session: of the job.
+        session: the session of the job.
 
     Attributes:
         session: as given.
@@ -37,7 +37,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         _stores.add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For `get` and `wait` that name none."""
+        """Sets the timeout of `get`, and of `wait` without one of its own."""
         self._seconds = timeout.total_seconds()
 
     @property
@@ -50,15 +50,15 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         data = value.encode() if isinstance(value, str) else bytes(value)
         new, _ = self.session.store.compare_set(key, None, data)
         if new:
-            self.session.store.add(_COUNT)
+            self.session.store.add(_KEY_COUNT)
         else:
             self.session.store.set(key, data)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, waiting for it.
+        """Waits for a key, and returns its value.
 
         Raises:
-            dist.DistStoreError: it was not set in time.
+            dist.DistStoreError: the key was not set in time.
         """
         try:
             return self.session.store.get(key, timeout=self.timeout.total_seconds())
@@ -69,22 +69,22 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         """Adds to a number, and returns the sum."""
         new, _ = self.session.store.compare_set(key, None, b"0")
         if new:
-            self.session.store.add(_COUNT)
+            self.session.store.add(_KEY_COUNT)
         return self.session.store.add(key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Sets a key that holds `expected` (empty: that is missing); returns what it holds afterwards."""
+        """Sets a key if its value is `expected`, or if the key is missing and that is empty; returns the new value."""
         before, after = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
         done, value = self.session.store.compare_set(key, before or None, after)
         if done and not before:
-            self.session.store.add(_COUNT)
+            self.session.store.add(_KEY_COUNT)
         return before if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys exist.
 
         Raises:
-            dist.DistStoreError: some did not appear in time; the text names them.
+            dist.DistStoreError: some keys were not set in time; the text names them.
         """
         seconds = (timeout or self.timeout).total_seconds()
         try:
@@ -93,7 +93,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
             raise dist.DistStoreError(str(error)) from error
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys exist."""
+        """Returns True if all keys exist."""
         try:
             self.session.store.wait(list(keys), timeout=0.0)
         except OperationTimeout:
@@ -101,15 +101,15 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         return True
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; False if it was not there."""
+        """Deletes a key; returns False if it did not exist."""
         gone = self.session.store.delete(key)
         if gone:
-            self.session.store.add(_COUNT, -1)
+            self.session.store.add(_KEY_COUNT, -1)
         return gone
 
     def num_keys(self) -> int:
-        """Number of keys that were set by way of this class."""
-        return self.session.store.add(_COUNT, 0)
+        """Returns the number of keys that were set by way of this class."""
+        return self.session.store.add(_KEY_COUNT, 0)
 
     deleteKey, getNumKeys = delete_key, num_keys
 
@@ -119,8 +119,8 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         self.session.leave()
 
 
-def underlying(store: Any) -> Any:
-    """The store below torch's prefixes, as this process made it; what it is given if it is another's."""
+def unwrap_store(store: Any) -> Any:
+    """Returns the store inside torch's prefixes; the Python object, if it is a `Store` of this process."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return next((own for own in _stores if own is store), store)
