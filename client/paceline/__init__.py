@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.credentials import Credentials
     from paceline.elastic.dismissed import Dismissed
+    from paceline.elastic.join import join
     from paceline.elastic.sampler import ElasticSampler
+    from paceline.elastic.session import Session
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
     from paceline.group import Group
@@ -61,8 +63,6 @@ if TYPE_CHECKING:
     from paceline.parallel.module import Module
     from paceline.parallel.parameter import Parameter
     from paceline.parallel.sharding.strategy import ShardingStrategy
-    from paceline.session.join import join
-    from paceline.session.session import Session
     from paceline.session.store import Store
     from paceline.work import Work
 
@@ -126,8 +126,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "join": "paceline.session.join",
-    "Session": "paceline.session.session",
+    "join": "paceline.elastic.join",
+    "Session": "paceline.elastic.session",
     "Store": "paceline.session.store",
     "Group": "paceline.group",
     "Work": "paceline.work",

@@ -22,12 +22,12 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.place import Place
+from paceline.elastic.session import CoordinatedSession
 from paceline.elastic.share import Share
 from paceline.links.base import Peer
 from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
-from paceline.session.session import CoordinatedSession
 from paceline_server.model import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
 

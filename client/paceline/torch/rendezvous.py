@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from paceline import join
+from paceline.elastic.join import join
 from paceline.torch.store import Store
 
 __all__ = ["SCHEME", "rendezvous"]

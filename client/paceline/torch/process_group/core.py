@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline import Group
+from paceline.group import Group
 from paceline.torch.compiling import never_traced
 from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group.messenger import Messenger

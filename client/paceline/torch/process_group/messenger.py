@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline import Group
 from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
+from paceline.group import Group
 from paceline.torch.arrays import Landing, elements_of
 from paceline.torch.compiling import never_traced
 from paceline.torch.errors import for_torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,12 @@ from paceline.collectives.choose import RULES, Rules
 from paceline.collectives.tuning import load_rules
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
+from paceline.elastic.session import CoordinatedSession, Session, SoloSession
+from paceline.elastic.torchrun_world import join_torchruns_world
 from paceline.errors import InvalidRank, InvalidWorldSize
 from paceline.session.address import DEFAULT_PORT, Endpoint, parse_endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
-from paceline.session.session import CoordinatedSession, Session, SoloSession
 
 __all__ = ["connect", "join", "rules_of"]
 
@@ -107,7 +108,7 @@ def join(
         workers = _of_torchrun(environ) if (rank, min_workers, max_workers) == (None, None, None) else 1
         if workers > 1:
             place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
-            return _join_torchruns_world(place, workers, config.join_timeout)
+            return join_torchruns_world(place, workers, config.join_timeout)
         return SoloSession(job, config)
     connection = connect(
         parse_endpoint(coordinator, default_port=DEFAULT_PORT),
@@ -156,18 +157,6 @@ def connect(
 def _of_torchrun(environ: Mapping[str, str]) -> int:
     """Number of workers of the torchrun that started this one; 1 if none did."""
     return (_first(None, environ, "WORLD_SIZE") or 1) if "TORCHELASTIC_RUN_ID" in environ else 1
-
-
-def _join_torchruns_world(place: Callable[..., Session], workers: int, seconds: float) -> Session:
-    try:
-        from paceline.torch.backend import join_torchruns_world  # here: it loads torch
-    except ImportError as error:
-        raise InvalidWorldSize(
-            f"torchrun has started {workers} workers (TORCHELASTIC_RUN_ID is set), which meet by means of torch, but "
-            f"it cannot be imported here: {error}. Install paceline[torch]; or give a coordinator's address "
-            "(PACELINE_COORDINATOR), or join(rank=0, world_size=1) for a worker that shall train alone"
-        ) from error
-    return join_torchruns_world(place, workers, seconds)
 
 
 def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 import paceline
 from paceline.errors import InvalidWorldSize
 
-TORCH_BACKEND = "paceline.torch.backend"
+TORCH = ("torch", "torch.distributed.rendezvous")
 
 
 @pytest.fixture
@@ -18,7 +18,8 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("PACELINE_COORDINATOR", "PACELINE_MIN_WORKERS", "PACELINE_MAX_WORKERS", "PACELINE_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setitem(sys.modules, TORCH_BACKEND, None)
+    for name in TORCH:
+        monkeypatch.setitem(sys.modules, name, None)
     return monkeypatch
 
 
