@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from paceline.parallel.fsdp import FSDP
     from paceline.parallel.module import Module
     from paceline.parallel.parameter import Parameter
+    from paceline.parallel.sharding.pieces import load_sharded_state, sharded_state
     from paceline.parallel.sharding.strategy import ShardingStrategy
     from paceline.session.store import Store
     from paceline.work import Work
@@ -87,6 +88,8 @@ __all__ = [
     "TrainState",
     "Step",
     "Dismissed",
+    "sharded_state",
+    "load_sharded_state",
     "checkpoint",
     "compression",
     "nn",
@@ -139,6 +142,8 @@ _HOME = {
     "ShardingStrategy": "paceline.parallel.sharding.strategy",
     "Module": "paceline.parallel.module",
     "Parameter": "paceline.parallel.parameter",
+    "sharded_state": "paceline.parallel.sharding.pieces",
+    "load_sharded_state": "paceline.parallel.sharding.pieces",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
     "Dismissed": "paceline.elastic.dismissed",

@@ -149,7 +149,7 @@ def demo(
     went on without the killed worker and took in the new one.
     """
     with one_line_errors():
-        from paceline.demo.command import run_demo
+        from paceline.cli.demo import run_demo
 
         raise typer.Exit(run_demo(workers, kill_at_step=kill_at_step, as_json=json))
 
