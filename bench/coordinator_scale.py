@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, `support` is not on the path
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, which a script does not find
 
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio, grpc

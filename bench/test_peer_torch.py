@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.figures import QUIET, at_least
+from figures import QUIET, at_least
 from support.peers import need_peers
 from support.torch_ranks import torch_ranks
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.peers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 ROUNDS = 15
 

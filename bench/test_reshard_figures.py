@@ -11,7 +11,7 @@ import pytest
 from paceline.testing import coordinator
 from support.reshard_line import job, line
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
 def test_one_of_four_is_drained() -> None:

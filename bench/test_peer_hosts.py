@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from figures import NOISE, at_least
 from paceline.cli.bench.measure import Measured, measure
 from paceline.cli.bench.plan import Job
 from paceline.cli.bench.recipes import SOCKET, Recipe
 from paceline.cli.bench.stage import stage
 from paceline.cli.launcher.cores import allowed_cores, share_of_cores
-from support.figures import NOISE, at_least
 from support.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.peers import need_peers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.peers, pytest.mark.root, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.root, pytest.mark.timeout(600)]
 
 SIZES = tuple(64 << 10 << 2 * power for power in range(6))
 """Bytes: 64 KiB to 64 MiB."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, `support` is not on the path
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, which a script does not find
 
 from support.recovery import recover
 

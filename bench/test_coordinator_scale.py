@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from benchmarks import coordinator_scale
-from benchmarks.bare_rounds import bare_round
+
+import coordinator_scale
+from bare_rounds import bare_round
 
 LIMITS = {
     "view_and_members_after_last_connect_s": 2.0,
@@ -16,7 +17,6 @@ LIMITS = {
 }
 
 
-@pytest.mark.benchmark
 @pytest.mark.timeout(180)
 def test_a_thousand_sessions() -> None:
     runs, bare = [], []

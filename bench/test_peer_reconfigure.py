@@ -1,6 +1,6 @@
 """Reconfiguration of 4 members on one host: how long it takes, and how soon an abort or a death is known to all.
 
-`-s` prints the figures: the best and the median, in ms. torch 2.15 or newer: `pytest -s -m 'benchmark and torch'`.
+`-s` prints the figures: the best and the median, in ms. It needs torch 2.15 or newer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from support.figures import QUIET
+from figures import QUIET
 from support.processes import Worker
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 MEMBERS, ROUNDS, DEATHS = 4, 30, 5
 PLACES = {"first": 0, "middle": 1, "last": 3}

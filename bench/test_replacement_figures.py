@@ -18,7 +18,7 @@ import pytest
 from support.command import command
 from support.spares import Job
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMES = 7
 

@@ -22,7 +22,7 @@ from paceline.group import Group
 from paceline.testing import coordinator, run_ranks
 from support.processes import workers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def bench(*arguments: str) -> dict[int, dict[str, Any]]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from integration.test_tcp_streams import best_rate
 from support.netns import Host, Network, network
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
 _LINE = 125e6
 """Bytes a second of 1 Gbit/s."""
@@ -150,3 +151,12 @@ def _secure(folder: Path, host: str) -> tuple[Sequence[str], dict[str, str]]:
     variables = {"CA": ca, "CERT": str(folder / "member.pem"), "KEY": str(folder / "member.key")}
     arguments = ("--tls-cert", cert, "--tls-key", key, "--tls-ca", ca)
     return arguments, {f"PACELINE_TLS_{name}": value for name, value in variables.items()}
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_tcp_halves_use_a_line_both_ways_at_once(streams: int) -> None:
+    with network(2) as net:
+        for host in net.hosts:
+            host.limit(1000)
+        rate = best_rate(net, streams, 64 << 20, rounds=5, both=True)
+    assert rate >= 0.9 * _LINE, f"{rate / 1e6:.1f} MB/s each way, {rate / _LINE:.1%} of the line"

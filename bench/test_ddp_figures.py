@@ -14,7 +14,7 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 WORLD = 2
 LAYERS, WIDTH, BATCH = 12, 1024, 128

@@ -15,7 +15,7 @@ from paceline.testing import coordinator
 from support.elastic.cluster import Cluster, Trainer, cluster
 from support.processes import workers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 HIDDEN = 43_000
 """Neurons: with Adam's two moments 10.3 MB of state in float64."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from figures import QUIET
 from paceline.testing import coordinator
-from support.figures import QUIET
 from support.peers import need_peers
 from support.processes import workers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.peers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
 LAYERS, WIDTH, BATCH = 12, 1024, 128
 """12.6 M parameters, 48 MiB of gradients."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from support.figures import NOISE, QUIET, at_least, at_most
+from figures import NOISE, QUIET, at_least, at_most
 from support.peers import need_peers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.peers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
 
 MIB = 1 << 20
 

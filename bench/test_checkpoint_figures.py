@@ -19,7 +19,7 @@ from paceline.checkpoint.pieces import pieces_of
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 MIB = 1 << 20
 

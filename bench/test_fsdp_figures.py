@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from benchmarks.test_ddp_figures import ALONE, compared, show
 
+from figures import QUIET
 from support.equal_units import facts
-from support.figures import QUIET
+from test_ddp_figures import ALONE, compared, show
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 MOST_OVER_DDP = 1.25
 """Most that a step of FULL_SHARD may take, in steps of DDP on the same model."""

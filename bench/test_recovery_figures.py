@@ -11,7 +11,7 @@ import pytest
 
 from support.elastic.cluster import Cluster, Trainer, cluster
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 HIDDEN = 43_000
 """Neurons: with Adam's two moments 10.3 MB of state in float64."""
