@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from figures import NOISE, at_least
-from paceline.cli.bench.measure import Measured, measure
-from paceline.cli.bench.plan import Job
-from paceline.cli.bench.recipes import SOCKET, Recipe
-from paceline.cli.bench.stage import stage
+from paceline.cli.bench.jobs import Job
+from paceline.cli.bench.measure import SOCKET, Measured, Recipe, measure, stage
 from paceline.cli.launcher.cores import allowed_cores, share_of_cores
 from support.host_coordinator import coordinator_on
 from support.netns import Host, network
@@ -56,11 +54,11 @@ def _links(found: Measured) -> set[str]:
 
 def _paceline(hosts: Sequence[Host], coordinator: str) -> Recipe:
     job = {"PACELINE_COORDINATOR": coordinator, "PACELINE_MIN_WORKERS": str(len(hosts)), "PACELINE_FLIGHT_DIR": "off"}
-    return _recipe("paceline", _on_each(hosts, ["-m", "paceline.cli.bench.worker", SOCKET, "paceline", "any"]), job)
+    return _recipe("paceline", _on_each(hosts, ["-m", "paceline.cli.bench.rank", SOCKET, "paceline", "any"]), job)
 
 
 def _gloo(hosts: Sequence[Host]) -> Recipe:
-    words = ["-m", "paceline.cli.bench.gloo", SOCKET, "gloo", str(len(hosts))]
+    words = ["-m", "paceline.cli.bench.peers", SOCKET, "gloo", str(len(hosts))]
     return _recipe("gloo", _on_each(hosts, words), {})
 
 
@@ -79,7 +77,7 @@ def _openmpi(hosts: Sequence[Host], folder: Path) -> Recipe:
     words = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", str(len(hosts))]
     words += ["--host", ",".join(f"{host.address}:1" for host in hosts)]
     words += [word for name, value in options.items() for word in ("--mca", name, value)]
-    rank = [sys.executable, "-m", "paceline.cli.bench.openmpi", SOCKET, "openmpi", "rank"]  # takes its cores by itself
+    rank = [sys.executable, "-m", "paceline.cli.bench.peers", SOCKET, "openmpi-rank", str(len(hosts))]
     return _recipe("openmpi", hosts[0].command([*words, *rank]), {})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.bench.sizes import parse_sizes
+from paceline.cli.bench.jobs import parse_sizes
 from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.lines import LineSplitter

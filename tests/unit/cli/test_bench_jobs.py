@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from paceline.cli.bench.arithmetic import bus_bandwidth, bus_factor, make_row
-from paceline.cli.bench.sizes import measured_size, parse_sizes, size_text
+from paceline.cli.bench.jobs import bus_bandwidth, bus_factor, make_row, measured_size, parse_sizes, size_text
 
 
 def test_sizes() -> None:

@@ -6,12 +6,10 @@ import io
 
 from rich.console import Console
 
-from paceline.cli.bench.arithmetic import Row, make_row
+from paceline.cli.bench.command import Table, link_name, tuned_rules
+from paceline.cli.bench.jobs import Job, Row, make_row
 from paceline.cli.bench.measure import Measured, Turn
-from paceline.cli.bench.plan import Job
 from paceline.cli.bench.plot import lines_of
-from paceline.cli.bench.tune import tuned_rules
-from paceline.cli.bench.view import Table, link_name
 from paceline.collectives.choose import RULES, Rule, choose
 from paceline.collectives.tuning import dump_rules, parse_rules
 
