@@ -584,10 +584,10 @@ MUTANTS = (
     ),
     Mutant(
         "workers of torchrun train alone, each for itself",
-        f"{SESSION}/join.py",
+        f"{ELASTIC}/join.py",
         "        if workers > 1:",
         "        if workers > 9:",
-        ("unit/session/test_join.py",),
+        ("unit/elastic/test_join.py",),
     ),
     # Once for each host.
     Mutant(

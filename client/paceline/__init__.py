@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from paceline import checkpoint, compression, nn, optim, testing
     from paceline.config import Config
     from paceline.credentials import Credentials
+    from paceline.elastic.join import join
     from paceline.elastic.sampler import ElasticSampler
+    from paceline.elastic.session import Session
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
     from paceline.errors import Dismissed
@@ -60,9 +62,8 @@ if TYPE_CHECKING:
     from paceline.parallel.fsdp import FSDP
     from paceline.parallel.module import Module
     from paceline.parallel.parameter import Parameter
+    from paceline.parallel.sharding.pieces import load_sharded_state, sharded_state
     from paceline.parallel.sharding.strategy import ShardingStrategy
-    from paceline.session.join import join
-    from paceline.session.session import Session
     from paceline.session.store import Store
     from paceline.work import Work
 
@@ -87,6 +88,8 @@ __all__ = [
     "TrainState",
     "Step",
     "Dismissed",
+    "sharded_state",
+    "load_sharded_state",
     "checkpoint",
     "compression",
     "nn",
@@ -126,8 +129,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "join": "paceline.session.join",
-    "Session": "paceline.session.session",
+    "join": "paceline.elastic.join",
+    "Session": "paceline.elastic.session",
     "Store": "paceline.session.store",
     "Group": "paceline.group",
     "Work": "paceline.work",
@@ -139,6 +142,8 @@ _HOME = {
     "ShardingStrategy": "paceline.parallel.sharding.strategy",
     "Module": "paceline.parallel.module",
     "Parameter": "paceline.parallel.parameter",
+    "sharded_state": "paceline.parallel.sharding.pieces",
+    "load_sharded_state": "paceline.parallel.sharding.pieces",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
     "Dismissed": "paceline.errors",

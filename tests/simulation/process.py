@@ -19,12 +19,12 @@ from simulation.threads import Thread, current
 from paceline import errors
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
+from paceline.elastic.session import CoordinatedSession
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
-from paceline.session.session import CoordinatedSession
 from paceline_protocol import Place, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb

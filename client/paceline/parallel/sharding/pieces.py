@@ -30,9 +30,9 @@ class _Group(Protocol):
 def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None) -> dict[str, Any]:
     """A model and its optimizer, as `checkpoint.save_sharded` takes them and `load_sharded` wants them.
 
-        checkpoint.save_sharded(runs, sharded_state(fsdp, optimizer), tag, session.group)
-        found = checkpoint.load_sharded(runs, sharded_state(fsdp, optimizer), session.group)
-        checkpoint.load_sharded_state(found.state, fsdp, optimizer)
+        checkpoint.save_sharded(runs, paceline.sharded_state(fsdp, optimizer), tag, session.group)
+        found = checkpoint.load_sharded(runs, paceline.sharded_state(fsdp, optimizer), session.group)
+        paceline.load_sharded_state(found.state, fsdp, optimizer)
 
     Paths and shapes are those of the whole model, whatever the world, the wrapper and the strategy. A collective as
     long as the ranks have not agreed on initial values.

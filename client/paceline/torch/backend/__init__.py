@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.torch.backend._creation import create, join_torchruns_world, rendezvous
+from paceline.torch.backend._creation import create, rendezvous
 from paceline.torch.backend._process_group import ProcessGroup
 from paceline.torch.backend._torch_store import Store
 
-__all__ = ["ProcessGroup", "Store", "create", "join_torchruns_world", "rendezvous"]
+__all__ = ["ProcessGroup", "Store", "create", "rendezvous"]

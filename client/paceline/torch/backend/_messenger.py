@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline import Group
 from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
+from paceline.group import Group
 from paceline.torch.backend._operation import Promise, as_torch_error, seconds_of
 from paceline.torch.compiling import never_traced
 from paceline.torch.tensors import elements_of, result_buffer

@@ -33,9 +33,9 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ReduceOp
 
-from paceline import Group
 from paceline.arrays import Array
 from paceline.errors import OperationTimeout, SizeMismatch, UnsupportedOp
+from paceline.group import Group
 from paceline.torch.backend._messenger import MessageWork, Messenger, only_tensor
 from paceline.torch.backend._operation import FutureThreads, Operation, raising_torch_errors, seconds_of
 from paceline.torch.compiling import never_traced

@@ -21,10 +21,11 @@ from dataclasses import replace
 from torch._C import _distributed_c10d as c10d  # lacks ReconfigureOptions before torch 2.15
 from torch.distributed import distributed_c10d
 
-from paceline import Group
 from paceline._fork import protect
 from paceline._loop import loop_thread
 from paceline.config import Config
+from paceline.elastic.join import connect, rules_of
+from paceline.elastic.session import CoordinatedSession
 from paceline.embedded import coordinator
 from paceline.errors import (
     CoordinatorUnreachable,
@@ -38,12 +39,11 @@ from paceline.errors import (
     StaleGeneration,
     StepOrderError,
 )
+from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.nowhere import NoMesh
 from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
-from paceline.session.join import connect, rules_of
 from paceline.session.membership import Membership
-from paceline.session.session import CoordinatedSession
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from paceline.torch.backend._operation import Operation, raising_torch_errors, seconds_of
 from paceline.torch.backend._process_group import ProcessGroup, close_group
