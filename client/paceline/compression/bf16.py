@@ -19,7 +19,7 @@ class Bf16:
     becomes infinite.
 
     Of an all_reduce, each element: at most (1/127 + W 2^-20) times the sum of the ranks' |x|, plus W 2^-133, and for a
-    mean a W-th of that. Derived in docs/decisions/021.
+    mean a W-th of that. Derived in DESIGN.md, section 10.
     """
 
     feedback: bool = False

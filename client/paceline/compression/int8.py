@@ -30,7 +30,7 @@ class Int8:
     takes it for a small number. For |x| up to 2^127, beyond which 127 times the scale may overflow.
 
     Of an all_reduce, each element: at most 1/126 of the sum of the ranks' m of its block, plus W 2^-118 and what
-    adding up W float32 may round, and for a mean a W-th of that. Derived in docs/decisions/021. Small values
+    adding up W float32 may round, and for a mean a W-th of that. Derived in DESIGN.md, section 10. Small values
     beside a large one are lost in a single call; with error feedback they arrive, later.
 
     Args:

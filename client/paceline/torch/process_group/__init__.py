@@ -1,6 +1,6 @@
 """torch.distributed's process group over a `paceline.Group`.
 
-torch's C++ calls what is defined here by name. docs/decisions/035 says why this is no subclass of `Backend`.
+torch's C++ calls what is defined here by name. DESIGN.md, 10.5, says why this is no subclass of `Backend`.
 """
 
 from __future__ import annotations
