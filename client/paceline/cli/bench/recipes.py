@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.streaming import streaming_variables
 from paceline.cli.output import UsageError
 from paceline.config import LINKS as BETWEEN_PROCESSES
 
@@ -128,4 +127,4 @@ def _tied(arguments: Sequence[str]) -> list[str]:
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _JOB}
-    return inherited | streaming_variables(inherited) | dict(more)
+    return inherited | dict(more)
