@@ -27,8 +27,7 @@ SEGMENT_BYTES = 1 << 20
 AHEAD = 4
 """Where a step both sends and receives, sending to a peer is never more frames ahead of the waves than this. So the
 sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames on their way for nobody to wait
-for ever; fewer if a program is compiled so. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5
-GB/s."""
+for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
 
 Bounds: TypeAlias = tuple[int, int]
 
@@ -131,7 +130,6 @@ def compile_rows(
     layout: Layout,
     segment: int,
     *,
-    ahead: int = AHEAD,
     pass_on: bool = True,
     lend: bool = True,
 ) -> Program:
@@ -141,7 +139,6 @@ def compile_rows(
         rows: one rank's rows.
         layout: where its chunks are.
         segment: elements per segment, at least 1.
-        ahead: as `AHEAD`; fewer where segments are longer.
         pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
         lend: as in `Program`.
     """
@@ -168,8 +165,8 @@ def compile_rows(
         for turn, (peer, frames_out) in enumerate(outgoing.items()):
             for m, frame in enumerate(frames_out):
                 after = memory.made_by(frame) if pass_on else start
-                if incoming and first_wave + m >= ahead:
-                    after = max(after, waves[min(first_wave + m - ahead, len(waves) - 1)])
+                if incoming and first_wave + m >= AHEAD:
+                    after = max(after, waves[min(first_wave + m - AHEAD, len(waves) - 1)])
                 latest[peer] = max(latest[peer], after)
                 own, own_lo = memory.own(frame)
                 move = Move(Do.SEND, peer, told[peer], frame.n, own, own_lo, own, own_lo)

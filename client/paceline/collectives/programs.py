@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from paceline.collectives.program import AHEAD, Bounds, Layout, Program, compile_rows
+from paceline.collectives.program import Bounds, Layout, Program, compile_rows
 from paceline.collectives.rows import Nodes, Row, Sums, chunk_bounds
 from paceline.collectives.schedules import gathering, hierarchical, reducing, spreading, waiting
 
@@ -122,7 +122,7 @@ def chunks_of(collective: str, schedule: str, world: int, nodes: Nodes = ()) -> 
 
 @lru_cache(maxsize=512)
 def all_reduce_program(
-    schedule: str, rank: int, world: int, n: int, segment: int, ahead: int = AHEAD, nodes: Nodes = (), turn: int = 0
+    schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = (), turn: int = 0
 ) -> Program:
     """N elements at each rank, before and after; by "direct" another rank sums each chunk in each turn.
 
@@ -131,7 +131,7 @@ def all_reduce_program(
     assert not turn or schedule == "direct"
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
     bounds = [*bounds[turn:], *bounds[:turn]]
-    return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, ahead=ahead, nodes=nodes)
+    return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)
 
 
 @lru_cache(maxsize=256)
@@ -212,12 +212,11 @@ def _compile(
     layout: Layout,
     segment: int,
     root: int = 0,
-    ahead: int = AHEAD,
     nodes: Nodes = (),
 ) -> Program:
     how = SCHEDULES[collective][schedule]
     rows = rows_of(collective, schedule, rank, world, root, nodes)
-    return compile_rows(rows, layout, segment, ahead=ahead, pass_on=how.pass_on, lend=how.lend)
+    return compile_rows(rows, layout, segment, pass_on=how.pass_on, lend=how.lend)
 
 
 def _places(sizes: Sequence[int]) -> list[Bounds]:

@@ -24,14 +24,13 @@ def reducing(
     root: int,
     n: int,
     segment: int,
-    ahead: int = AHEAD,
     nodes: Nodes = (),
     turn: int = 0,
 ) -> Program:
     if kind == "reduce":
         return programs.reduce_program(name, rank, world, root, n, segment)
     if kind == "all_reduce":
-        return programs.all_reduce_program(name, rank, world, n, segment, ahead, nodes, turn)
+        return programs.all_reduce_program(name, rank, world, n, segment, nodes, turn)
     return programs.reduce_scatter_program(name, rank, world, n, segment)
 
 
@@ -51,7 +50,6 @@ def test_reductions(
     kind, name = how
     root = data.draw(st.integers(0, world - 1))
     picks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
-    ahead = data.draw(st.integers(1, AHEAD)) if kind == "all_reduce" else AHEAD
     turn = data.draw(st.integers(0, world - 1)) if how == ("all_reduce", "direct") else 0
     in_place = in_place and kind != "reduce_scatter"
     nodes = tuple(data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world) | st.just([])))
@@ -63,8 +61,8 @@ def test_reductions(
             lo, hi = chunk_bounds(n, world)[r]
             size = hi - lo
         out = base if in_place else ["unset"] * size
-        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, ahead, nodes, turn), base, out))
-    run(ranks, capacity=ahead, lend=lend, pick=lambda step: picks[step % len(picks)])
+        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, nodes, turn), base, out))
+    run(ranks, capacity=AHEAD, lend=lend, pick=lambda step: picks[step % len(picks)])
     for r, rank in enumerate(ranks):
         if kind == "reduce" and r != root:
             continue

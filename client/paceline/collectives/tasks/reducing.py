@@ -18,7 +18,7 @@ from paceline.collectives.ops import Reduction, reduction
 from paceline.collectives.program import Program
 from paceline.collectives.programs import all_reduce_program, reduce_program, reduce_scatter_program
 from paceline.collectives.rows import Sums
-from paceline.collectives.tasks.task import Chooser, Task, long_segment, segment
+from paceline.collectives.tasks.task import Chooser, Task, segment
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 __all__ = ["reduce_task", "reducing_task"]
@@ -91,7 +91,7 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
     at = choice.schedule, mesh.rank, mesh.size, x.size
     if collective == "all_reduce":
-        compile_ = partial(all_reduce_program, *at, *long_segment(dtype, x.nbytes, engine), engine.nodes)
+        compile_ = partial(all_reduce_program, *at, segment(dtype, engine), engine.nodes)
     else:
         compile_ = partial(reduce_scatter_program, *at, segment(dtype, engine))
     direct = (collective, choice.schedule) == ("all_reduce", "direct")

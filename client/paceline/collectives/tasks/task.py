@@ -12,17 +12,11 @@ import numpy as np
 
 from paceline.collectives.choose import Choice, where_of
 from paceline.collectives.engine import Call, Engine
-from paceline.collectives.program import AHEAD, SEGMENT_BYTES
+from paceline.collectives.program import SEGMENT_BYTES
 from paceline.collectives.programs import barrier_program
-from paceline.links.staging import (
-    LONG_FRAME_BYTES,
-    LONG_FRAMES_AHEAD,
-    LONGEST_FRAME_BYTES,
-    LONGEST_FRAMES_AHEAD,
-    frame_bytes,
-)
+from paceline.links.shm.layout import frame_bytes
 
-__all__ = ["Chooser", "Task", "barrier_task", "long_segment", "segment"]
+__all__ = ["Chooser", "Task", "barrier_task", "segment"]
 
 T = TypeVar("T")
 
@@ -62,30 +56,3 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
     """
     nbytes = SEGMENT_BYTES * (2 if where_of(engine.nodes) == "one_node" else 1)
     return min(nbytes, frame_bytes(engine.neighbours)) // dtype.itemsize
-
-
-_PAST_CACHES_BYTES = 32 << 20
-"""Results of so many bytes always go past the caches: two members' fill the last cache of most core complexes. For
-shorter ones `links.shm.copying` chooses. Source: lent arrays, W=2, cores that share 32 MiB: 16 MiB 0.83 ms, streamed
-1.1; 32 MiB 2.9 ms both."""
-
-
-def long_segment(dtype: np.dtype[Any], nbytes: int, engine: Engine) -> tuple[int, int]:
-    """Elements per frame of an all_reduce, and how many frames a rank sends ahead (`program.AHEAD`).
-
-    Where all are on one node, and no node has more than two, frames are twice as long as in other collectives, and half
-    as many go ahead; a little longer, with one ahead, where the array does not fit the caches: those always stream.
-
-    Args:
-        dtype: of the array.
-        nbytes: of the array.
-        engine: of the group.
-
-    Source: W=2, alternating, 2 MiB and 4 MiB: lent arrays of 8, 16 and 64 MiB 0.63, 2.06, 10.3 and 0.57, 1.91, 10.0 ms,
-    others 1.85, 4.55, 17.6 and 1.69, 4.32, 17.1. W=3 on 2 cores: up to 6 % more or less, by size.
-    """
-    if engine.neighbours == 1 and where_of(engine.nodes) == "one_node":
-        if nbytes >= _PAST_CACHES_BYTES:
-            return LONGEST_FRAME_BYTES // dtype.itemsize, LONGEST_FRAMES_AHEAD
-        return LONG_FRAME_BYTES // dtype.itemsize, LONG_FRAMES_AHEAD
-    return segment(dtype, engine), AHEAD

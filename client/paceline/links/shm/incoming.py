@@ -19,6 +19,7 @@ from time import monotonic
 import numpy as np
 
 from paceline._fork import check_process
+from paceline.arrays import copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
@@ -26,7 +27,6 @@ from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.halves import Incoming
 from paceline.links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
 from paceline.links.shm.breach import again, breach
-from paceline.links.shm.copying import Copier
 from paceline.links.shm.layout import (
     DESCRIPTOR,
     INLINE_AT,
@@ -46,7 +46,6 @@ from paceline.links.shm.layout import (
 )
 from paceline.links.shm.lent import LentSegments
 from paceline.links.shm.segment import Attached
-from paceline.links.staging import LONG_FRAME_BYTES
 
 __all__ = ["ShmIncoming"]
 
@@ -99,7 +98,6 @@ class ShmIncoming(Incoming):
         self._marked = 0  # marks that were read
         self._seen = [0] * MARKS  # what was read last in each place
         self._room = room
-        self._copier = Copier(LONG_FRAME_BYTES, first_trial=12)
         self._bell.watch(sock.fileno(), self._on_socket)
         self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
@@ -145,12 +143,8 @@ class ShmIncoming(Incoming):
         else:
             payload = self._locate(place, segment, offset, size)
             in_place = True
-        # NumPy's copies let other threads run meanwhile, a memoryview's do not.
         if into is not None and len(into) == size:
-            if in_place:
-                self._copier.copy(payload, into, operation)
-            else:
-                into[:] = payload
+            copy_bytes(payload, into)
             payload = into
         elif in_place and self._releases:
             self._pinned = True

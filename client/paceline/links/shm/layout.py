@@ -36,6 +36,8 @@ __all__ = [
     "TOLD_AT",
     "VOID_AT",
     "Place",
+    "frame_bytes",
+    "staging_bytes",
 ]
 
 LAYOUT = 3
@@ -73,8 +75,8 @@ SLOTS_AT = PAGE
 STAGING_AT = SLOTS_AT + SLOTS * SLOT_BYTES
 
 STAGING_BYTES = 12 << 20
-"""What every link must hold, 8 MiB, and what is lost where the ring begins anew (`links.staging`). There is memory
-behind it only as far as it was ever used."""
+"""Room for copies in each control segment, of which a link uses `staging_bytes`. The system provides the memory only
+as far as it has ever been used."""
 
 CONTROL_BYTES = STAGING_AT + STAGING_BYTES
 
@@ -88,6 +90,33 @@ class Place(IntEnum):
     SLOT = 1
     STAGING = 2
     ARENA = 3
+
+
+_ALL_STAGING_BYTES = 48 << 20
+"""What the staging of all links of one member may take together."""
+
+_STAGED_FRAMES = 6
+"""Frames that staging must hold: the 4 that a program sends ahead (`collectives.program.AHEAD`), the one that is being
+read, and up to one that is lost where the ring begins anew."""
+
+_LEAST_FRAME_BYTES = 64 << 10
+
+
+def frame_bytes(neighbours: int) -> int:
+    """Bytes of the longest frame of a collective between members of one node: a power of two, 2 MiB at most.
+
+    It follows from the view alone, so that all members agree, and every link of a member has room for its frames.
+
+    Args:
+        neighbours: `Mesh.neighbours`.
+    """
+    most = min(STAGING_BYTES, _ALL_STAGING_BYTES // max(1, neighbours)) // _STAGED_FRAMES
+    return max(_LEAST_FRAME_BYTES, 1 << (most.bit_length() - 1))
+
+
+def staging_bytes(neighbours: int) -> int:
+    """Bytes of staging that a link uses. A payload longer than that waits until it has all of `STAGING_BYTES`."""
+    return _STAGED_FRAMES * frame_bytes(neighbours)
 
 
 assert DESCRIPTOR.size == 64  # a cache line

@@ -14,7 +14,7 @@ from collections import deque
 from time import monotonic
 
 from paceline._fork import check_process
-from paceline.arrays import address_of
+from paceline.arrays import address_of, copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
@@ -23,7 +23,6 @@ from paceline.links.halves import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
 from paceline.links.shm.breach import again, breach
-from paceline.links.shm.copying import Copier
 from paceline.links.shm.layout import (
     DESCRIPTOR,
     FRAME,
@@ -41,9 +40,9 @@ from paceline.links.shm.layout import (
     TOLD_AT,
     VOID_AT,
     Place,
+    staging_bytes,
 )
 from paceline.links.shm.segment import Segment
-from paceline.links.staging import staging_bytes
 
 __all__ = ["ANNOUNCEMENT", "ShmOutgoing"]
 
@@ -98,7 +97,6 @@ class ShmOutgoing(Outgoing):
         self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
         self._head = self._tail = 0
         self._ring = staging_bytes(neighbours)
-        self._copier = Copier(MAX_PAYLOAD_BYTES, first_trial=8)
         self._arena = arenas.arena()
         self._announced: set[int] = set()
         self._stale: set[int] = set()  # announced, but gone since
@@ -268,7 +266,7 @@ class ShmOutgoing(Outgoing):
             text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
             raise LimitExceeded(text) from error
         offset = STAGING_AT + at % self._ring
-        self._copier.copy(frame.payload, self._memory[offset : offset + size], frame.operation)
+        copy_bytes(frame.payload, self._memory[offset : offset + size])
         self._staged.append((self.frames, at + size))
         self._head = at + size
         return offset
