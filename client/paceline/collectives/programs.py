@@ -121,16 +121,9 @@ def chunks_of(collective: str, schedule: str, world: int, nodes: Nodes = ()) -> 
 
 
 @lru_cache(maxsize=512)
-def all_reduce_program(
-    schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = (), turn: int = 0
-) -> Program:
-    """N elements at each rank, before and after; by "direct" another rank sums each chunk in each turn.
-
-    Turns are for "direct" alone: others send several chunks in one frame, which must lie one after the other.
-    """
-    assert not turn or schedule == "direct"
+def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
+    """N elements at each rank, before and after."""
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
-    bounds = [*bounds[turn:], *bounds[:turn]]
     return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)
 
 

@@ -25,12 +25,11 @@ def reducing(
     n: int,
     segment: int,
     nodes: Nodes = (),
-    turn: int = 0,
 ) -> Program:
     if kind == "reduce":
         return programs.reduce_program(name, rank, world, root, n, segment)
     if kind == "all_reduce":
-        return programs.all_reduce_program(name, rank, world, n, segment, nodes, turn)
+        return programs.all_reduce_program(name, rank, world, n, segment, nodes)
     return programs.reduce_scatter_program(name, rank, world, n, segment)
 
 
@@ -50,7 +49,6 @@ def test_reductions(
     kind, name = how
     root = data.draw(st.integers(0, world - 1))
     picks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
-    turn = data.draw(st.integers(0, world - 1)) if how == ("all_reduce", "direct") else 0
     in_place = in_place and kind != "reduce_scatter"
     nodes = tuple(data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world) | st.just([])))
     ranks = []
@@ -61,7 +59,7 @@ def test_reductions(
             lo, hi = chunk_bounds(n, world)[r]
             size = hi - lo
         out = base if in_place else ["unset"] * size
-        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, nodes, turn), base, out))
+        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, nodes), base, out))
     run(ranks, capacity=AHEAD, lend=lend, pick=lambda step: picks[step % len(picks)])
     for r, rank in enumerate(ranks):
         if kind == "reduce" and r != root:

@@ -6,7 +6,6 @@ Letters: N elements, W world size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -55,29 +54,21 @@ def reducing_task(
     def body(call: Call) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
         how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
-        _reduce(engine, call, _program(plan, call.operation), x, result, how)
+        _reduce(engine, call, plan.program, x, result, how)
         return deliver(result, out)
 
     return Task(plan.signature, body)
 
 
 class _Plan(NamedTuple):
-    """What follows from the arguments of an all_reduce or a reduce_scatter, but for what its arrays hold.
-
-    Operations take a program by their turn, which follows from their number; the second is made when it is first
-    needed. Where arrays are read where they lie, a rank that sums the same chunk of an array again writes to lines that
-    others have just read, and each of them must be told first (W=2, in place, again and again: 1 MiB takes 95 us with
-    two turns, 103 with one).
-    """
+    """What follows from the arguments of an all_reduce or a reduce_scatter, but for what its arrays hold."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     reduce: Reduction
     how: Arithmetic
     signature: bytes
-    compile: Callable[..., Program]
-    turns: int
-    programs: list[Program]
+    program: Program
 
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
@@ -89,26 +80,13 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
         shape = _part(x, mesh.rank, mesh.size)
     signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    at = choice.schedule, mesh.rank, mesh.size, x.size
-    if collective == "all_reduce":
-        compile_ = partial(all_reduce_program, *at, segment(dtype, engine), engine.nodes)
-    else:
-        compile_ = partial(reduce_scatter_program, *at, segment(dtype, engine))
-    direct = (collective, choice.schedule) == ("all_reduce", "direct")
-    # Where the bits depend on who computes they must not depend on the operation's number.
-    turns = 2 if direct and mesh.size > 1 and reduce.sums is not Sums.ONCE else 1
+    at = choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype, engine)
+    program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, compile_, turns, [compile_()])
+    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, program)
     return plan
-
-
-def _program(plan: _Plan, operation: int) -> Program:
-    turn = operation % plan.turns
-    if turn == len(plan.programs):
-        plan.programs.append(plan.compile(turn=turn))
-    return plan.programs[turn]
 
 
 def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
