@@ -1,15 +1,11 @@
 """The arithmetic of a reduction, on segments. No links, no frames.
 
-Infinities are values here, and a warning on one rank would help nobody: NumPy is told to give none.
-
 Shapes: n elements of a segment.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from contextvars import Context
 from functools import lru_cache
 from typing import Any
 
@@ -21,27 +17,10 @@ from paceline.collectives.ops import Reduction
 __all__ = ["Arithmetic", "arithmetic"]
 
 
-def _run_quietly(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
+def _apply(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
+    """Calls a ufunc without NumPy's warnings: infinities are values here, and a warning on one rank helps nobody."""
     with np.errstate(all="ignore"):
         ufunc(*args, out=out)
-
-
-class _Quiet(threading.local):
-    """A context in which NumPy warns of nothing; each thread has its own, for a context is entered by one at a time.
-
-    Nothing but a ufunc runs in it, so no signal handler finds itself there (a finalizer may, before Python 3.12). It
-    costs a tenth of `np.errstate`, which a small all_reduce notices.
-    """
-
-    def __init__(self) -> None:
-        self.run: Callable[..., Any] = _run_quietly
-        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before that it is the thread's to warn, not the context's
-            context = Context()
-            context.run(np.seterr, all="ignore")
-            self.run = context.run
-
-
-_quiet = _Quiet()
 
 
 class Arithmetic:
@@ -65,12 +44,12 @@ class Arithmetic:
         if self.scale is None:
             return own
         scaled = np.empty_like(own)
-        _quiet.run(np.multiply, _real(own), self.scale, out=_real(scaled))
+        _apply(np.multiply, _real(own), self.scale, out=_real(scaled))
         return scaled
 
     def combine(self, left: Array, right: Array, target: Array) -> None:
         """Two operands into the target, which may be one of them."""
-        _quiet.run(self._ufunc, left, right, out=target)
+        _apply(self._ufunc, left, right, out=target)
 
     def finish(self, target: Array) -> None:
         """The total is complete: divides it, if it is to be divided."""
@@ -81,7 +60,7 @@ class Arithmetic:
                 target[...] = target.astype(np.float32) / np.float32(self._divisor)
         else:
             real = _real(target)
-            _quiet.run(np.true_divide, real, real.dtype.type(self._divisor), out=real)
+            _apply(np.true_divide, real, real.dtype.type(self._divisor), out=real)
 
     def fold(self, terms: Mapping[int, Array], target: Array) -> None:
         """The terms of all ranks, added up in rank order and finished, into the target, which may be a term.
