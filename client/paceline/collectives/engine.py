@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from paceline.arrays import Array, address_of, as_bytes, copy_bytes, from_bytes
+from paceline.arrays import Array, as_bytes, copy_bytes, from_bytes
 from paceline.collectives import blame
 from paceline.collectives.arithmetic import Arithmetic
 from paceline.collectives.exchange import Disagreement, Exchange, History
@@ -117,7 +117,6 @@ class Engine:
         areas, out_bytes = (base, out, scratch), as_bytes(out)
         base_bytes = out_bytes if base is out else as_bytes(base)
         data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
-        addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}
         self._program = program
@@ -125,20 +124,13 @@ class Engine:
             self._at = move
             do, peer, part, n, own_area, own_lo, to_area, to_lo = move
             if do is Do.SEND:
-                lend, address = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH, 0
+                lend = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH
                 if scale and own_area is Area.BASE:
                     assert arithmetic is not None
                     payload = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n]))
                 else:
                     payload = data[own_area][own_lo * size : (own_lo + n) * size]
-                    if lend:
-                        start = addresses[own_area]
-                        if start is None:
-                            start = addresses[own_area] = address_of(data[own_area])
-                            if base is out:
-                                addresses = [start, start]
-                        address = start + own_lo * size
-                exchange.send(peer, self._frame(call, part, payload, address), deadline, lend=lend)
+                exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
                 continue
             place = data[to_area][to_lo * size : (to_lo + n) * size] if do is Do.STORE else None
             if first is None:
@@ -187,7 +179,7 @@ class Engine:
             self._at = move
             if move.do is Do.SEND:
                 if move.part or not exchange.mark(move.peer, call.operation, deadline):
-                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING, 0), deadline)
+                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING), deadline)
                 continue
             found = exchange.recv(move.peer, deadline) if move.part else exchange.await_mark(move.peer, deadline)
             if found != call.operation:
@@ -199,10 +191,10 @@ class Engine:
         signature = self.sign("barrier").encode()
         return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
-    def _frame(self, call: Call, part: int, payload: memoryview, address: int) -> Frame:
+    def _frame(self, call: Call, part: int, payload: memoryview) -> Frame:
         signature = b"" if part else call.signature
         part += call.phase * PHASE
-        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload, address)
+        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
 
     def _check(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> None:
         """Believes a frame that is the one due, and no other (I4)."""

@@ -13,8 +13,10 @@ import threading
 from collections import deque
 from time import monotonic
 
+import numpy as np
+
 from paceline._fork import check_process
-from paceline.arrays import address_of, copy_bytes
+from paceline.arrays import copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
@@ -122,7 +124,7 @@ class ShmOutgoing(Outgoing):
         check_process()
         size, found = len(frame.payload), None
         if arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
-            found = self._arena.find(frame.address or address_of(memoryview(frame.payload)), size)
+            found = self._arena.find(np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
         if found is None or (found[0].number not in self._announced and not self._announce(found[0])):
             self.send(frame, deadline)
             return
