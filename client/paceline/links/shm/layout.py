@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import NamedTuple
 
+from paceline.links.base import MARKS
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
 
 __all__ = [
     "CONTROL_BYTES",
+    "ControlMemory",
     "DESCRIPTOR",
+    "Descriptor",
     "FRAME",
     "INLINE_AT",
     "INLINE_BYTES",
@@ -47,7 +51,7 @@ PAGE = 4096
 """Unit of all sizes and large offsets; a multiple of it where pages are larger would do as well."""
 
 DESCRIPTOR = struct.Struct("<QIIQQIIQQQ")
-"""Number of the frame, kind, part, generation, operation, place, lengths of signature and payload, segment, offset."""
+"""The fields of `Descriptor`."""
 
 SLOTS = 64
 """Frames on their way at a time: as many as a local link holds."""
@@ -90,6 +94,88 @@ class Place(IntEnum):
     SLOT = 1
     STAGING = 2
     ARENA = 3
+
+
+class Descriptor(NamedTuple):
+    """What a slot says of its frame. The writer may put anything there, so the reader checks each field (I9).
+
+    Attributes:
+        number: of the frame in this direction, from 0.
+        kind: as in `Frame`.
+        part: as in `Frame`.
+        generation: as in `Frame`.
+        operation: as in `Frame`.
+        place: a `Place`.
+        signature_bytes: length of the signature, which is in the slot.
+        size: bytes of the payload.
+        segment: number of the arena's segment that holds the payload.
+        offset: where the payload begins in the control segment or in that one.
+    """
+
+    number: int
+    kind: int
+    part: int
+    generation: int
+    operation: int
+    place: int
+    signature_bytes: int
+    size: int
+    segment: int
+    offset: int
+
+
+class ControlMemory:
+    """The parts of a control segment by name. Only its writer has it mapped for writing.
+
+    Args:
+        memory: the segment, shape [CONTROL_BYTES].
+
+    Attributes:
+        told: shape [1]: how many frames were sent. A hint.
+        marks: shape [MARKS]: the writer's last marks, a ring.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.told = memory[TOLD_AT : TOLD_AT + 8].cast("Q")
+        self.marks = memory[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
+
+    @property
+    def is_void(self) -> bool:
+        """True if whatever was lent and is not released yet has been taken back."""
+        return self._memory[VOID_AT] != 0
+
+    def set_void(self) -> None:
+        """Takes back whatever was lent and is not released yet."""
+        self._memory[VOID_AT] = 1
+
+    def describe(self, descriptor: Descriptor, signature: bytes) -> None:
+        """Writes a descriptor and a signature into the slot of the frame."""
+        at = _slot_at(descriptor.number)
+        self._memory[at + SIGNATURE_AT : at + SIGNATURE_AT + len(signature)] = signature
+        DESCRIPTOR.pack_into(self._memory, at, *descriptor)
+
+    def descriptor(self, number: int) -> Descriptor:
+        """What the slot of a frame says; unchecked."""
+        return Descriptor(*DESCRIPTOR.unpack_from(self._memory, _slot_at(number)))
+
+    def signature(self, number: int, size: int) -> bytes:
+        """The first `size` bytes of the signature in the slot of a frame; a copy."""
+        at = _slot_at(number) + SIGNATURE_AT
+        return bytes(self._memory[at : at + size])
+
+    def inline(self, number: int, size: int) -> memoryview:
+        """Where the slot of a frame has a payload of `size` bytes, `INLINE_BYTES` at most."""
+        at = _slot_at(number) + INLINE_AT
+        return self._memory[at : at + size]
+
+    def staged(self, offset: int, size: int) -> memoryview:
+        """`size` bytes of staging; the offset is that in the segment."""
+        return self._memory[offset : offset + size]
+
+
+def _slot_at(number: int) -> int:
+    return SLOTS_AT + number % SLOTS * SLOT_BYTES
 
 
 _ALL_STAGING_BYTES = 48 << 20
