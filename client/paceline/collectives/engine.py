@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
@@ -210,7 +209,7 @@ class Engine:
     def _settle(self, deadline: float) -> None:
         """Returns when nobody reads this rank's arrays any more."""
         for peer in sorted(self._exchange.lent):
-            self._at = _moving(Do.SEND, peer, _SETTLING)
+            self._at = _wait_for(Do.SEND, peer, _SETTLING)
             self._exchange.settle(peer, deadline)
 
     def sign(
@@ -232,7 +231,7 @@ class Engine:
             peer: who sends it.
             asked: kind and detail, which must agree.
         """
-        self._at = _moving(Do.STORE, peer, 0)
+        self._at = _wait_for(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)
         if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
             self._refuse(call, peer, 0, len(frame.payload), frame)
@@ -341,7 +340,6 @@ class Engine:
         raise self.mesh.fault.error() from None
 
 
-@lru_cache(maxsize=1024)
-def _moving(do: Do, peer: int, part: int) -> Move:
-    """What is being done, as blame needs it."""
+def _wait_for(do: Do, peer: int, part: int) -> Move:
+    """A move that no program has, so that a failure says what this member waited for."""
     return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

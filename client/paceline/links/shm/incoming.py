@@ -43,9 +43,6 @@ from paceline.links.shm.segment import Attached
 
 __all__ = ["ShmIncoming"]
 
-_LAZY = 16
-"""Small frames that are given back together: each ring costs a system call."""
-
 _FRAMES, _MARKS = range(2)
 """Of what the bell counts."""
 
@@ -140,7 +137,7 @@ class ShmIncoming(Incoming):
         self._frames += 1
         self._held += 1
         self._lent |= found.place == Place.ARENA
-        if not self._pinned and (in_place or self._held >= _LAZY):
+        if not self._pinned:
             self._give_back()
         return Frame(FrameKind.DATA, found.generation, found.operation, found.part, signature, payload)
 
