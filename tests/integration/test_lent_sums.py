@@ -54,10 +54,10 @@ def test_a_rank_that_can_hand_over_no_memory_copies() -> None:
     check(
         3,
         """
-from paceline.collectives.tasks import reducing
+from paceline.collectives import tasks
 from paceline.links.shm.outgoing import ShmOutgoing
 
-reducing.segment = lambda dtype, engine: (1 << 20) // dtype.itemsize
+tasks.segment = lambda dtype, engine: (1 << 20) // dtype.itemsize
 announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
 def small(self, *args):
     init(self, *args)

@@ -19,8 +19,8 @@ import numpy as np
 from paceline.arrays import Array, as_bytes, copy_bytes, from_bytes
 from paceline.collectives import blame
 from paceline.collectives.arithmetic import Arithmetic
+from paceline.collectives.choose import nodes_of
 from paceline.collectives.exchange import Disagreement, Exchange, History
-from paceline.collectives.nodes import nodes_of
 from paceline.collectives.program import Area, Do, Move, Program
 from paceline.errors import PacelineError
 from paceline.links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
-from paceline.collectives.tasks.compressed import all_reduce_compressed_task
+from paceline.collectives.compressed_tasks import all_reduce_compressed_task
 from paceline.compression import Codec, codec_of
 from paceline.compression.memory import Memory
 from paceline.group.core import GroupCore, labelled

@@ -15,7 +15,7 @@ from paceline.arrays import Array
 from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.engine import Call
 from paceline.collectives.passenger import Passenger
-from paceline.collectives.tasks.task import Chooser, Task, barrier_task
+from paceline.collectives.tasks import Chooser, Task, barrier_task
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 from paceline.group.binding import Binding

@@ -8,7 +8,7 @@ from typing import Literal, overload
 import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
-from paceline.collectives.tasks.gathering import all_gather_task, all_to_all_task, gather_task
+from paceline.collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
 from paceline.group.core import GroupCore, labelled
 from paceline.work import Work
 

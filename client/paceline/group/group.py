@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.tasks.task import Chooser
+from paceline.collectives.tasks import Chooser
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
 from paceline.group.binding import Binding

@@ -8,9 +8,9 @@ import numpy as np
 
 from paceline.arrays import Array
 from paceline.collectives import blame
+from paceline.collectives.gather_tasks import all_gather_task, gather_task
 from paceline.collectives.objects import decode_object, encode_object
-from paceline.collectives.tasks.gathering import all_gather_task, gather_task
-from paceline.collectives.tasks.spreading import broadcast_task
+from paceline.collectives.tasks import broadcast_task
 from paceline.group.core import GroupCore
 
 __all__ = ["Objects"]

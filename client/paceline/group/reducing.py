@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, overload
 import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
-from paceline.collectives.tasks.reducing import reduce_task, reducing_task
+from paceline.collectives.tasks import reduce_task, reducing_task
 from paceline.collectives.trees import Fusion
 from paceline.group.core import GroupCore, labelled
 from paceline.work import Work

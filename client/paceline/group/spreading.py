@@ -8,7 +8,7 @@ from typing import Literal, overload
 import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
-from paceline.collectives.tasks.spreading import broadcast_task, scatter_task
+from paceline.collectives.tasks import broadcast_task, scatter_task
 from paceline.group.core import GroupCore
 from paceline.work import Work
 

@@ -12,7 +12,7 @@ from paceline.cli.bench.openmpi import mpirun_command
 from paceline.cli.bench.plan import COLLECTIVES, Job, plan
 from paceline.cli.bench.recipes import check_peer, paceline_recipe, peer_recipe
 from paceline.cli.output import UsageError
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 
 runner = CliRunner()
 

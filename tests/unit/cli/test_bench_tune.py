@@ -12,8 +12,7 @@ from paceline.cli.bench.plan import Job
 from paceline.cli.bench.plot import lines_of
 from paceline.cli.bench.tune import tuned_rules
 from paceline.cli.bench.view import Table, link_name
-from paceline.collectives.choose import RULES, Rule, choose
-from paceline.collectives.tuning import dump_rules, parse_rules
+from paceline.collectives.choose import RULES, Rule, choose, dump_rules, parse_rules
 
 
 def row(collective: str, schedule: str | None, size: int, seconds: float, link: str = "shm") -> Row:

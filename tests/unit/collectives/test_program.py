@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.collectives.simulate import Rank, add, advance, leaves, run
 
-from paceline.collectives import programs
+from paceline.collectives import program as programs
 from paceline.collectives.program import AHEAD, Area, Do, Program
-from paceline.collectives.rows import Nodes, Sums, chunk_bounds
+from paceline.collectives.rows import Nodes, SumOrder, chunk_bounds
+from paceline.collectives.schedules import SCHEDULES
 
-REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in programs.SCHEDULES[kind]]
+REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in SCHEDULES[kind]]
 
 
 def reducing(
@@ -69,7 +70,7 @@ def test_reductions(
             assert leaves(value) == sorted(f"{r}.{i}" for r in range(world)), "each rank's value, once"
             if world > 1:
                 assert value[0] == "/", "and then it is finished"
-            if programs.SCHEDULES[kind][name].sums is Sums.IN_RANK_ORDER and world > 1:
+            if SCHEDULES[kind][name].sums is SumOrder.IN_RANK_ORDER and world > 1:
                 assert value == ("/", in_rank_order(world, i))
         if kind == "all_reduce":
             assert rank.memory[Area.OUT] == ranks[0].memory[Area.OUT], "the same expression, so the same bits"
@@ -83,7 +84,7 @@ def in_rank_order(world: int, i: int) -> Any:
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
-    name=st.sampled_from(list(programs.SCHEDULES["broadcast"])),
+    name=st.sampled_from(list(SCHEDULES["broadcast"])),
     world=st.integers(1, 17),
     n=st.integers(0, 60),
     segment=st.integers(1, 9),
@@ -103,7 +104,7 @@ def test_the_first_frame_of_a_broadcast_comes_from_the_same_rank_by_every_schedu
     for world in range(2, 18):
         for rank in range(world):
             sources = set()
-            for name in programs.SCHEDULES["broadcast"]:
+            for name in SCHEDULES["broadcast"]:
                 moves = programs.broadcast_program(name, rank, world, 1, 40, 3).moves
                 sources.add(next((move.peer for move in moves if move.do is not Do.SEND), None))
             assert len(sources) == 1
@@ -164,7 +165,7 @@ def test_all_to_all(data: Any, world: int, segment: int, lend: bool) -> None:
         assert rank.memory[Area.OUT] == [f"{s}->{r}.{i}" for s in range(world) for i in range(counts[s][r])]
 
 
-@pytest.mark.parametrize("name", list(programs.SCHEDULES["barrier"]))
+@pytest.mark.parametrize("name", list(SCHEDULES["barrier"]))
 @pytest.mark.parametrize("world", range(1, 18))
 def test_barrier(name: str, world: int) -> None:
     """Nobody is through before all have begun, whoever comes last."""
@@ -182,8 +183,8 @@ def test_one_program_after_another_on_the_same_links(data: Any, world: int, coun
     """Ranks may be in different operations at once; links that hold `AHEAD` frames must be enough still."""
     calls = []
     for _ in range(count):
-        kind = data.draw(st.sampled_from(list(programs.SCHEDULES)))
-        name = data.draw(st.sampled_from(list(programs.SCHEDULES[kind])))
+        kind = data.draw(st.sampled_from(list(SCHEDULES)))
+        name = data.draw(st.sampled_from(list(SCHEDULES[kind])))
         calls.append((kind, name, data.draw(st.integers(0, 40)), data.draw(st.integers(0, world - 1))))
     ranks = []
     for rank in range(world):

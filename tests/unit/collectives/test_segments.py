@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.collectives.engine import Engine
-from paceline.collectives.tasks.task import segment
+from paceline.collectives.tasks import segment
 from paceline.links.base import Peer
 from paceline.links.faulty import FaultyMesh
 from paceline.links.nowhere import NoMesh

@@ -20,8 +20,7 @@ from paceline.cli.bench.stage import stage
 from paceline.cli.bench.tune import tuned_rules
 from paceline.cli.bench.view import Table
 from paceline.cli.output import UsageError, print_json, say
-from paceline.collectives.choose import format_rules
-from paceline.collectives.tuning import dump_rules
+from paceline.collectives.choose import dump_rules, format_rules
 
 __all__ = ["Asked", "run_bench"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paceline.cli.bench.sizes import measured_size, parse_sizes
 from paceline.collectives.choose import only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 
 __all__ = ["ALL", "COLLECTIVES", "PLACES", "Job", "plan"]
 

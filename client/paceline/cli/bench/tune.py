@@ -1,4 +1,4 @@
-"""A table of rules (`collectives.choose`, `collectives.tuning`) from what was measured. Pure.
+"""A table of rules (`collectives.choose`) from what was measured. Pure.
 
 Rules hold up to the world size that was measured, and up to the largest size at which a schedule was the fastest. What
 was not measured stays as it is in the table that there is: larger worlds, larger arrays, and other collectives.

@@ -14,9 +14,8 @@ from functools import partial
 import paceline
 from paceline.cli.bench.calls import Call, make_call
 from paceline.cli.bench.rank import Ranks, serve
-from paceline.collectives.choose import choose, only
-from paceline.collectives.nodes import nodes_of
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.choose import choose, nodes_of, only
+from paceline.collectives.schedules import SCHEDULES
 from paceline.group import Group
 from paceline.links.base import Purpose
 from paceline.testing import run_ranks
