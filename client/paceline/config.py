@@ -82,7 +82,7 @@ class Config:
     """TCP connections of one link in each direction, 1 to 16."""
 
     tuning: str = ""
-    """File with a table of schedules (`paceline.collectives.tuning`); all members of a job must have the same.
+    """File with a table of schedules (`paceline.collectives.choose`); all members of a job must have the same.
 
     Empty for Paceline's own table.
     """

@@ -13,8 +13,7 @@ from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
 from paceline._interrupt import quiet_interrupt
 from paceline._loop import loop_thread
-from paceline.collectives.choose import RULES, Rules
-from paceline.collectives.tuning import load_rules
+from paceline.collectives.choose import RULES, Rules, load_rules
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.elastic.session import CoordinatedSession, Session, SoloSession

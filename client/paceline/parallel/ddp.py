@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.collectives.choose import where_of
-from paceline.collectives.nodes import nodes_of
+from paceline.collectives.choose import nodes_of, where_of
 from paceline.compression import Codec, codec_of
 from paceline.compression.powersgd import PowerSGD
 from paceline.parallel.agreement import agree

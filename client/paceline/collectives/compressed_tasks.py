@@ -18,9 +18,9 @@ import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
 from paceline.collectives.engine import Call, Engine
-from paceline.collectives.programs import all_gather_program, all_to_all_program
+from paceline.collectives.program import all_gather_program, all_to_all_program
 from paceline.collectives.rows import chunk_bounds
-from paceline.collectives.tasks.task import Chooser, Task, segment
+from paceline.collectives.tasks import Chooser, Task, segment
 from paceline.compression.codec import PIECE, Codec, words_of
 from paceline.compression.memory import Memory
 from paceline.errors import SizeMismatch, UnsupportedOp

@@ -14,9 +14,8 @@ import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native, same_elements
 from paceline.collectives.engine import Call, Engine
-from paceline.collectives.program import Program
-from paceline.collectives.programs import all_gather_program, all_to_all_program, gather_program
-from paceline.collectives.tasks.task import Chooser, Task, segment
+from paceline.collectives.program import Program, all_gather_program, all_to_all_program, gather_program
+from paceline.collectives.tasks import Chooser, Task, segment
 from paceline.errors import LimitExceeded, SizeMismatch
 from paceline.signature import MAX_ARRAY_BYTES
 
