@@ -56,11 +56,10 @@ if TYPE_CHECKING:
     from paceline.elastic.step import Step
     from paceline.group import Group
     from paceline.once import once_per_host
-    from paceline.parallel.ddp import DDP
-    from paceline.parallel.fsdp import FSDP
-    from paceline.parallel.module import Module
-    from paceline.parallel.parameter import Parameter
-    from paceline.parallel.sharding.strategy import ShardingStrategy
+    from paceline.parallel._data_parallel import DDP
+    from paceline.parallel._fully_sharded import FSDP
+    from paceline.parallel._parameter import Module, Parameter
+    from paceline.parallel.sharding._placement import ShardingStrategy
     from paceline.session.join import join
     from paceline.session.session import Session
     from paceline.session.store import Store
@@ -134,11 +133,11 @@ _HOME = {
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
     "once_per_host": "paceline.once",
-    "DDP": "paceline.parallel.ddp",
-    "FSDP": "paceline.parallel.fsdp",
-    "ShardingStrategy": "paceline.parallel.sharding.strategy",
-    "Module": "paceline.parallel.module",
-    "Parameter": "paceline.parallel.parameter",
+    "DDP": "paceline.parallel._data_parallel",
+    "FSDP": "paceline.parallel._fully_sharded",
+    "ShardingStrategy": "paceline.parallel.sharding._placement",
+    "Module": "paceline.parallel._parameter",
+    "Parameter": "paceline.parallel._parameter",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
     "Dismissed": "paceline.elastic.dismissed",

@@ -11,7 +11,7 @@ from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
 from paceline.checkpoint.tag import Tag
 
 if TYPE_CHECKING:
-    from paceline.parallel.sharding.pieces import load_sharded_state, sharded_state
+    from paceline.parallel.sharding._holdings import load_sharded_state, sharded_state
 
 __all__ = [
     "Checkpoint",
@@ -30,7 +30,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("load_sharded_state", "sharded_state"):  # of models: only here, for models know checkpoints
-        from paceline.parallel.sharding import pieces
+        from paceline.parallel.sharding import _holdings
 
-        return getattr(pieces, name)
+        return getattr(_holdings, name)
     raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")

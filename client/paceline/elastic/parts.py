@@ -32,10 +32,10 @@ from paceline.elastic.foreign import (
     view,
 )
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.parallel.fsdp import FSDP
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.resharding import Holding
+from paceline.parallel._fully_sharded import FSDP
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._holdings import Holding
 
 __all__ = ["Part", "as_trained", "opaque", "part_of", "trains"]
 

@@ -11,11 +11,11 @@ from paceline.checkpoint.pieces import Shard
 from paceline.elastic.parts import Part
 from paceline.elastic.share import Share
 from paceline.errors import UnsupportedOp
-from paceline.parallel.fsdp import FSDP
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
-from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline.parallel._fully_sharded import FSDP
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._holdings import Holding, Move, holding, places_of
+from paceline.parallel.sharding._placement import ShardingStrategy
 
 __all__ = ["Spread"]
 

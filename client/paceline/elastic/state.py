@@ -25,8 +25,8 @@ from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.spread import Spread
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.parallel.optimizer import standing_for
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._optimizer_state import standing_for
+from paceline.parallel._parameter import Parameter
 
 __all__ = ["Gate", "TrainState"]
 

@@ -25,7 +25,7 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]

@@ -13,11 +13,11 @@ import torch
 
 from paceline.compression.codec import Codec
 from paceline.compression.powersgd import PowerSGD
-from paceline.parallel.agreement import give
-from paceline.parallel.module import buffers_of, parameters_of
-from paceline.parallel.ranks import Ranks
+from paceline.parallel._agreement import give
+from paceline.parallel._parameter import buffers_of, parameters_of
+from paceline.parallel._ranks import Ranks
+from paceline.torch._autograd import Passes
 from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.passes import Passes
 from paceline.torch.tensors import Tensor
 
 __all__ = ["DDP"]

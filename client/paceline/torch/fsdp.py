@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.parallel.optimizer import stands_in
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.ranks import ShardRanks
-from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline.parallel._optimizer_state import stands_in
+from paceline.parallel._parameter import Parameter
+from paceline.parallel._ranks import ShardRanks
+from paceline.parallel.sharding._placement import ShardingStrategy
+from paceline.torch._sharded_autograd import Engine
+from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
+from paceline.torch._sharded_tensors import Adapter, Call, Mirror, Piece, Wrapped, replaced
 from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.sharding.engine import Engine
-from paceline.torch.sharding.mirror import Mirror, Piece
-from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
-from paceline.torch.sharding.optimizer import optimizer_of, watch_optimizers
 from paceline.torch.tensors import Tensor, array_of, tensor_of
 
 __all__ = ["FSDP"]

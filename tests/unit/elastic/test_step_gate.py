@@ -17,7 +17,7 @@ from paceline.elastic.word import Flag, word
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
 

@@ -14,7 +14,7 @@ from paceline.errors import SettingsMismatch
 from paceline.group import Group
 from paceline.optim import SGD
 from paceline.parallel import DDP, Parameter
-from paceline.parallel.low_rank import LowRankBucket, shrinks
+from paceline.parallel._low_rank import LowRankBucket, shrinks
 from paceline.testing import local_groups, next_generation, run_groups, run_ranks
 
 N, M, RANK = 12, 20, 3

@@ -24,7 +24,7 @@ from paceline.errors import (
 from paceline.group import Group
 from paceline.optim import SGD, Adam
 from paceline.parallel import FSDP, Parameter, ShardingStrategy
-from paceline.parallel.sharding.reduction import MAX_SCATTERING
+from paceline.parallel.sharding._runner import MAX_SCATTERING
 from paceline.testing import local_groups, run_groups, run_ranks
 
 pytestmark = pytest.mark.slow

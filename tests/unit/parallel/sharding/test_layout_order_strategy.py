@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Peer
 from paceline.parallel import ShardingStrategy
-from paceline.parallel.sharding.layout import Layout
-from paceline.parallel.sharding.order import Order
-from paceline.parallel.sharding.strategy import Placement, place
+from paceline.parallel.sharding._placement import Layout, Placement, place
+from paceline.parallel.sharding._runner import Order
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
 worlds = st.integers(1, 12)

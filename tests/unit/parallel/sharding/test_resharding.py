@@ -11,7 +11,7 @@ import paceline
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.links.local import local_meshes
-from paceline.parallel.sharding.resharding import Move, holding, places_of
+from paceline.parallel.sharding._holdings import Move, holding, places_of
 from paceline.testing import run_ranks
 from support.parts import SOON
 
