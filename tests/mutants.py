@@ -498,7 +498,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody knows who has agreed on a wrapper before",
-        "client/paceline/parallel/_data_parallel.py",
+        "client/paceline/parallel/_synchronizer.py",
         "agreed_in=self._generation",
         "agreed_in=0",
         ("unit/parallel/test_agreement.py",),

@@ -11,11 +11,11 @@ from paceline.checkpoint.pieces import Shard
 from paceline.elastic.parts import Part
 from paceline.elastic.share import Share
 from paceline.errors import UnsupportedOp
-from paceline.parallel._fully_sharded import FSDP
 from paceline.parallel._optimizer_state import OptimizerState
 from paceline.parallel._parameter import Parameter
 from paceline.parallel.sharding._holdings import Holding, Move, holding, places_of
 from paceline.parallel.sharding._placement import ShardingStrategy
+from paceline.parallel.sharding._sharded_model import ShardedModel
 
 __all__ = ["Spread"]
 
@@ -31,7 +31,7 @@ class Spread:
     def __init__(self, parts: Mapping[str, Part], things: Mapping[str, Any]) -> None:
         self._parts = parts
         self._things = things
-        self._models = [thing for thing in things.values() if isinstance(thing, FSDP)]
+        self._models = [thing for thing in things.values() if isinstance(thing, ShardedModel)]
         self._optimizers = [thing for thing in things.values() if isinstance(thing, OptimizerState)]
 
     @property
@@ -43,8 +43,8 @@ class Spread:
                 joins later could not know.
         """
         sizes: set[int] = set()
-        for part in (part for model in self._models for part in model._parts() if part.spreads):
-            size = part._intra_node_size
+        for part in (part for model in self._models for part in model.parts() if part.spreads):
+            size = part.intra_node_size
             hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
             if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
                 raise UnsupportedOp(
@@ -60,8 +60,8 @@ class Spread:
 
     @property
     def agreed(self) -> list[int]:
-        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.agreed`."""
-        return [unit.agreed for model in self._models for unit in model._tree()]
+        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.fingerprint`."""
+        return [unit.fingerprint for model in self._models for unit in model.units()]
 
     @property
     def share(self) -> Share:
@@ -129,4 +129,4 @@ class Spread:
 def _moves(parameter: Parameter) -> bool:
     """Whether there are others now whom it is spread over, or will be."""
     owner = parameter._owner
-    return isinstance(owner, FSDP) and owner.group.size != 1
+    return isinstance(owner, ShardedModel) and owner.group.size != 1

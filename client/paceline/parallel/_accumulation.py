@@ -1,8 +1,8 @@
 """Tracks one rank's micro-batches between two reductions, and detects gradients that others have changed.
 
-A *round* is all micro-batches from one reduction to the next. Within it `Parameter.grad` holds the sum over the
-micro-batches k of weight_k * gradient_k, and `weight` the sum of weight_k; the reduction divides one by the other.
-Nothing here communicates.
+Micro-batches accumulate from one reduction to the next. Meanwhile `Parameter.grad` holds the sum over the micro-batches
+k of weight_k * gradient_k, and `weight` the sum of weight_k; the reduction divides one by the other. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -20,48 +20,60 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The micro-batches of one wrapper since the last reduction (its round).
+    """The micro-batches of one wrapper since the last reduction.
 
     Args:
         parameters: parameters whose gradients are reduced, by path: those that optimizers see.
         sources: parameters whose gradients backward writes, by path; the same ones unless they are sharded over ranks.
+        adds_up: micro-batches add up, as they do in torch: the mean is taken over ranks, not over micro-batches.
 
     Attributes:
-        weight: sum of the weights of the round's micro-batches, in units of `unit`.
-        micro_batches: number of micro-batches of the round; 0 if no round is open.
+        weight: sum of the weights of the micro-batches.
+        micro_batches: number of micro-batches; 0 if nothing is accumulated.
     """
 
-    @property
-    def counts(self) -> float:
-        """This rank's weight in the reduction; the gradients are divided by the sum of all ranks' weights."""
-        return self.weight
-
-    def __init__(self, parameters: Mapping[str, Parameter], sources: Mapping[str, Parameter] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        sources: Mapping[str, Parameter] | None = None,
+        *,
+        adds_up: bool = False,
+    ) -> None:
         self._parameters = parameters
         self._sources = parameters if sources is None else sources
+        self._adds_up = adds_up
         self._writes = dict.fromkeys(self._sources, 0)
         """Each source's number of writes at the last `mark`: a higher one means that others have written since."""
         self._clears = dict.fromkeys(parameters, 0)
         self._carried: dict[str, NDArray[Any]] = {}
-        """Gradients from before the round, to which it is added; unused if sources are other parameters."""
+        """Gradients from before the accumulation, to which it is added; unused if sources are other parameters."""
         self.reset()
 
+    @property
+    def rank_weight(self) -> float:
+        """This rank's weight in the reduction; the gradients are divided by the sum of all ranks' weights.
+
+        It is the sum over the micro-batches, or their average if they add up: with the same weight in each, the result
+        is then the sum over micro-batches of the mean over ranks.
+        """
+        return self.weight / max(1, self.micro_batches) if self._adds_up else self.weight
+
     def reset(self) -> None:
-        """Forgets the round."""
+        """Forgets the micro-batches."""
         self.weight = 0.0
         self.micro_batches = 0
         self._unit = 1.0
         self._carried.clear()
 
     def drop(self) -> None:
-        """Forgets the round and its gradients."""
+        """Forgets the micro-batches and their gradients."""
         if self.micro_batches:
             for source in self._sources.values():
                 source._hold(None)
         self.reset()
 
     def open(self) -> None:
-        """Continues the round or begins one, before a micro-batch.
+        """Prepares for a micro-batch.
 
         Raises:
             StepOrderError: gradients were written, or some of them cleared, outside of the wrapper.
@@ -81,8 +93,8 @@ class Accumulation:
     def add(self, weight: float, *, alone: bool) -> float:
         """Counts a micro-batch and returns the factor that its gradients must be multiplied by.
 
-        A world of one takes the round's first weight as its unit. A single micro-batch then has the factor 1 and is
-        divided by 1, so that training alone gives the same bits as training without a wrapper.
+        A world of one takes the first weight as its unit. A single micro-batch then has the factor 1 and is divided
+        by 1, so that training alone gives the same bits as training without a wrapper.
         """
         if alone and self.weight == 0 and weight > 0:
             self._unit = weight
@@ -92,7 +104,7 @@ class Accumulation:
         return factor
 
     def close(self) -> None:
-        """Ends the round after the reduction, and adds the gradients from before it."""
+        """Ends the accumulation after its reduction, and adds the gradients from before it."""
         for path, gradient in self._carried.items():
             parameter = self._parameters[path]
             if parameter.grad is not None:
@@ -112,7 +124,7 @@ class Accumulation:
         self._clears |= {path: count for path, count in before._clears.items() if path in self._clears}
 
     def written_by_others(self, *, or_zeros: bool) -> str | None:
-        """Path of a gradient that was written since `mark`; None if there is none.
+        """Returns the path of a gradient that was written since `mark`; None if there is none.
 
         Args:
             or_zeros: whether a gradient of zeros counts. Some users clear with zeros, but a rank may also get zeros
@@ -125,7 +137,7 @@ class Accumulation:
         return None
 
     def drop_if_cleared(self) -> None:
-        """Forgets the round, with its weights, if all of its gradients were cleared.
+        """Forgets the micro-batches, with their weights, if all of their gradients were cleared.
 
         Raises:
             StepOrderError: some were cleared, others not.

@@ -1,4 +1,4 @@
-"""Reduces gradients over the ranks: sends each bucket as soon as it may go, and waits for all of them at the end.
+"""DDP's reducer: sends each bucket of gradients as soon as it is complete, and waits for all of them at the end.
 
 `Readiness` decides when a bucket may be sent while the backward pass still runs. Two rules make it right:
 
@@ -7,7 +7,8 @@
 - A parameter is complete once it has signalled as often as it ever did in one backward pass: a layer that runs twice
   signals twice. So the first pass sends nothing early; it counts.
 
-`BucketReducer` owns the buckets and the running collectives.
+`BucketReducer` observes the parameters, and keeps track of what is under way. Memory and messages are the affair of its
+`GradientTransport`.
 """
 
 from __future__ import annotations
@@ -15,34 +16,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
 
 from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
-from paceline.compression.bf16 import Bf16
-from paceline.compression.codec import Codec
 from paceline.errors import StepOrderError
-from paceline.parallel._buckets import FIRST_BYTES, Bucket, Empty, plan_buckets
-from paceline.parallel._low_rank import LowRankBucket, shrinks
+from paceline.parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline.parallel._parameter import Parameter, ignoring_gradients
-from paceline.parallel._ranks import PendingWork, Ranks
+from paceline.parallel._ranks import PendingWork
+from paceline.parallel._transport import GradientBucket, GradientTransport
 
-__all__ = ["Readiness", "Reducer"]
+__all__ = ["BucketReducer", "Readiness"]
+
+_TOO_SMALL_BYTES = 64 << 10
+"""A single bucket of up to so many bytes is sent at the end of backward in the caller's thread: the hand-over to the
+group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""
 
 
 class Readiness:
-    """Counts signals of N parameters that lie in B buckets.
+    """Decides which buckets may be sent, from signals that a parameter got a gradient. Pure.
 
     Args:
         bucket_of: number of the bucket of each parameter.
-        static: every pass signals what the first one did: a parameter that is never used keeps nobody waiting.
+        static: every pass signals what the first one did, so that a parameter that is never used holds up no bucket.
     """
 
     def __init__(self, bucket_of: Sequence[int], *, static: bool = False) -> None:
         self._bucket_of = tuple(bucket_of)
         self._static = static
         self._expected = [1] * len(self._bucket_of)
-        """Signals after which a parameter counts as complete. At least 1, unless `static`: one that was never used may
-        be used yet."""
+        """Signals after which a parameter counts as complete. At least 1, unless `static`: a parameter that was never
+        used may still be used later."""
         self._learned = False
         """True once a whole backward pass was counted."""
         self.start(early=False)
@@ -57,14 +59,14 @@ class Readiness:
         self._sent = 0
 
     def may_write(self, parameter: int) -> bool:
-        """Whether the parameter's bucket is still here. If not, the next pass will wait for one signal more."""
+        """Whether the parameter's bucket has not been sent yet. If it has, the next pass waits for one more signal."""
         if self._bucket_of[parameter] >= self._sent:
             return True
         self._expected[parameter] = max(self._expected[parameter], self._seen[parameter] + 1)
         return False
 
     def signal(self, parameter: int) -> range:
-        """Counts a signal; the buckets that may now be sent, in order."""
+        """Counts a signal; returns the buckets that may now be sent, in order."""
         self._seen[parameter] += 1
         if self._early and self._seen[parameter] == self._expected[parameter]:
             self._incomplete[self._bucket_of[parameter]] -= 1
@@ -74,7 +76,7 @@ class Readiness:
         return range(first, self._sent)
 
     def end(self) -> None:
-        """The backward pass is complete: what it counted is expected of the next."""
+        """Ends the backward pass, which is complete: the next one is expected to signal as often."""
         if self._static and not self._learned:
             self._expected = self._seen
         else:
@@ -82,28 +84,22 @@ class Readiness:
         self._learned = True
 
     def rest(self) -> range:
-        """The buckets that have not been sent, in order; they count as sent from now on."""
+        """Returns the buckets that have not been sent, in order; they count as sent from now on."""
         first, self._sent = self._sent, len(self._incomplete)
         return range(first, self._sent)
 
 
-_TOO_SMALL_BYTES = 64 << 10
-"""Bytes up to which a single bucket is sent at the end of backward in the caller's thread: the hand-over to the
-group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""
+class BucketReducer:
+    """Observes the parameters during a backward pass, and sums their gradients over the ranks, bucket by bucket.
 
-
-class Reducer:
-    """Watches the parameters during a backward pass, and all-reduces their gradients bucket by bucket.
+    It is a `GradientReducer`, and the `GradientObserver` of its parameters.
 
     Args:
         parameters: all parameters by path; the frozen ones are left out.
-        group: the ranks to reduce over.
+        transport: makes the buckets and sums them.
         cap_bytes: most bytes of gradients in one bucket.
-        codec: compresses gradients on the wire, but not weights and flags; None for no compression.
-        rank: of `PowerSGD`; 0 for all of every matrix.
-        feedback: with a codec, adds the rounding errors of a pass to the gradients of the next.
         static: see `Readiness`.
-        narrow: whether gradients may be in 16 bits. Without a codec bfloat16 is sent as it is, with all bits.
+        narrow: whether gradients may be in 16 bits.
 
     Attributes:
         parameters: the trained parameters, by path.
@@ -115,12 +111,9 @@ class Reducer:
     def __init__(
         self,
         parameters: Mapping[str, Parameter],
-        group: Ranks,
+        transport: GradientTransport,
         cap_bytes: float,
         *,
-        codec: Codec | None = None,
-        rank: int = 0,
-        feedback: bool = False,
         static: bool = False,
         narrow: bool = False,
     ) -> None:
@@ -130,18 +123,15 @@ class Reducer:
         self.parameters = {path: p for path, p in parameters.items() if p.requires_grad}
         self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
-        self._group = group
+        self._transport = transport
         # Buckets are always sent in this order, so the first one carries the passenger.
         rooms = [PASSENGER_SIZE, *([0] * len(plan))]
-        self._buckets = [
-            _bucket({path: parameters[path] for path in paths}, rank, room, group.empty, feedback)
+        self._buckets: list[GradientBucket] = [
+            transport.new_bucket({path: parameters[path] for path in paths}, room=room)
             for paths, room in zip(plan, rooms, strict=False)
         ]
-        self._codecs = [
-            Bf16() if codec is None and bucket.dtype.name == "bfloat16" else codec for bucket in self._buckets
-        ]
-        self._overlaps = len(plan) > 1 or any(bucket.flat.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
-        self._given_up: list[tuple[Bucket, list[PendingWork]]] = []
+        self._overlaps = len(plan) > 1 or any(bucket.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
+        self._abandoned: list[tuple[GradientBucket, list[PendingWork]]] = []
         """Buckets that abandoned collectives were still using, each with these collectives."""
         self._passenger: Passenger | None = None
         self._paths = [path for paths in plan for path in paths]
@@ -150,6 +140,11 @@ class Reducer:
         self._works: list[PendingWork | None] = []
         """The collective of each bucket sent in this pass; None if it is complete, or not needed in a world of one."""
         self._weight = 0.0
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]:
+        """The buckets, in the order in which they are sent."""
+        return self._buckets
 
     def fits(self) -> bool:
         """False once a parameter was frozen or unfrozen: the buckets must be laid out anew."""
@@ -163,18 +158,17 @@ class Reducer:
     def new_generation(self) -> None:
         """Resets what must be the same on all ranks, because a new generation has other ranks."""
         for bucket in self._buckets:
-            if isinstance(bucket, LowRankBucket):
-                bucket.new_generation()
+            bucket.new_generation()
 
     def begin_step(self) -> None:
         """Makes earlier reductions final: `give_up` returns to this point."""
         self._recover()
         for bucket in self._buckets:
-            bucket.memory.commit()
+            bucket.commit()
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
-        """Watches the backward pass inside the block.
+        """Observes the backward pass inside the block.
 
         Args:
             weight: this rank's weight, including that of earlier micro-batches.
@@ -215,36 +209,40 @@ class Reducer:
         """Sends the buckets that this gradient completes."""
         self._send(self._readiness.signal(self._index[id(parameter)]))
 
-    def finish(self, *, weight: float) -> None:
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining buckets, waits for all, and leaves the weighted means in the gradients.
+
+        Args:
+            weight: this rank's weight.
+            replaces: no matter here: backward writes the gradients that optimizers see, so they are in place already.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0; or no collective may be called now, in a world of one
                 too, since the same code may run with two members next.
             PacelineError: a collective failed.
         """
-        if self._group.barred:
-            raise StepOrderError(self._group.barred)
+        del replaces
+        if self._transport.barred:
+            raise StepOrderError(self._transport.barred)
         self._recover()
         self._weight = weight
         self._send(self._readiness.rest(), waiting=True)
-        for bucket, codec, work in zip(self._buckets, self._codecs, self._works, strict=True):
+        alone = self._transport.size == 1
+        for bucket, work in zip(self._buckets, self._works, strict=True):
             if work is not None:
                 work.wait()
             if self._passenger is not None:
                 self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
                 self._passenger = None
-            if isinstance(bucket, LowRankBucket) and bucket.compresses:
-                second = bucket.second()
-                self._group.all_reduce(second, out=second)
+            if not alone:
+                self._transport.complete(bucket)
             # The first bucket has the total weight, by which the other sums may have been divided already.
-            divided = self._divides(bucket, codec) and self._group.size > 1
-            bucket.unpack(self._buckets[0].total.item(), divided=divided)
+            bucket.unpack(self._buckets[0].total.item(), divided=self._divides(bucket) and not alone)
         self._works.clear()
         self._readiness.start(early=False)
         if not self.stepwise:
             for bucket in self._buckets:
-                bucket.memory.commit()
+                bucket.commit()
 
     def give_up(self) -> None:
         """Drops all gradients, and abandons running collectives.
@@ -261,57 +259,40 @@ class Reducer:
             users = running if bucket is self._buckets[0] else [other for other in running if other is work]
             if users:
                 bucket.vacate()
-                self._given_up.append((bucket, users))
-            elif all(bucket is not other for other, _ in self._given_up):
-                bucket.settle()
-                bucket.memory.undo()
+                self._abandoned.append((bucket, users))
+            elif all(bucket is not other for other, _ in self._abandoned):
+                bucket.reclaim()
         self._works.clear()
         self._readiness.start(early=False)
 
     def _recover(self) -> None:
         """Gives abandoned buckets their memory back, or new memory if a collective still uses it."""
-        given_up, self._given_up = self._given_up, []
-        for bucket, users in given_up:
+        abandoned, self._abandoned = self._abandoned, []
+        for bucket, users in abandoned:
             if all(work.done() for work in users):
-                bucket.settle()
-                bucket.memory.undo()
+                bucket.reclaim()
             else:
                 bucket.renew()
-                bucket.memory = bucket.memory.successor()
 
     def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
         """Sends buckets; `waiting`: the caller only waits, so the last bucket is reduced in its thread."""
         for number in numbers:
             bucket = self._buckets[number]
-            alone = self._group.size == 1
-            if isinstance(bucket, LowRankBucket):
-                bucket.compresses = not alone
-            bucket.pack(self._weight)
-            if not self._works and not alone:
-                self._passenger = self._group.board()
+            alone = self._transport.size == 1
+            bucket.pack(self._weight, alone=alone)
+            if alone:
+                self._works.append(None)
+                continue
+            if not self._works:
+                self._passenger = self._transport.board()
                 bucket.passenger.fill(0)
                 if self._passenger is not None:
                     bucket.passenger[: len(self._passenger.values)] = self._passenger.values
-            behind = not (waiting and bucket is self._buckets[-1])
-            work = None if alone else self._reduce(bucket, self._codecs[number], behind=behind)
-            self._works.append(work if behind else None)
+            # Buckets are reduced in order, so the first is complete when the divisor of another is asked for.
+            divisor = self._buckets[0].total.item if self._divides(bucket) else None
+            in_background = not (waiting and bucket is self._buckets[-1])
+            self._works.append(self._transport.start(bucket, divisor=divisor, in_background=in_background))
 
-    def _divides(self, bucket: Bucket, codec: Codec | None) -> bool:
-        """Whether a bucket's sums are divided during the reduction."""
-        return bucket is not self._buckets[0] and codec is None and bucket.divisible
-
-    def _reduce(self, bucket: Bucket, codec: Codec | None, *, behind: bool) -> Any:
-        flat, first = bucket.flat, self._buckets[0]
-        if codec is None:
-            # The first bucket is complete by then, since buckets are reduced in order.
-            divisor = first.total.item if self._divides(bucket, codec) else None
-            return self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=behind)
-        return self._group.all_reduce_compressed(
-            flat, codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=behind
-        )
-
-
-def _bucket(parameters: Mapping[str, Parameter], rank: int, room: int, empty: Empty, feedback: bool) -> Bucket:
-    if rank and any(shrinks(parameter, rank) for parameter in parameters.values()):
-        return LowRankBucket(parameters, rank, room, empty, feedback)
-    return Bucket(parameters, room, empty, feedback and not rank)
+    def _divides(self, bucket: GradientBucket) -> bool:
+        """Whether a bucket's sums are divided while they are reduced."""
+        return bucket is not self._buckets[0] and bucket.divisible

@@ -4,12 +4,12 @@ N elements of gradients, P parameters in the bucket. The array that travels hold
 
     [ gradients, N | weight, 1 | used, P | passenger ]
 
-Its sum over the ranks tells, in one message, the weighted sum of gradients, the total weight that it must be divided
-by, and for each parameter how many ranks used it. The first bucket of a pass has room for a passenger that
-others have put there. Each slice of the first part is the home of a parameter's gradient
-(`Parameter.grad` is a view of it), so a gradient is written once, reduced in place, and read where it lies.
+One message sums all of it over the ranks: the weighted gradients, the total weight to divide them by, and for each
+parameter the number of ranks that used it. The first bucket of a pass has room for a passenger: numbers of another part
+of Paceline that travel along. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
+view of it), so a gradient is written once, reduced in place, and read where it lies.
 
-Gradients in 16 bits have a home of their own beside it: they travel, with the weights, in float32.
+Gradients in 16 bits live in a separate array: they travel, with the weights, in float32.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.compression.codec import Codec
 from paceline.compression.memory import Memory
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel._parameter import Parameter
@@ -31,34 +32,37 @@ __all__ = ["FIRST_BYTES", "Bucket", "Empty", "plan_buckets"]
 
 
 FIRST_BYTES = 1 << 20
-"""Gradients in the first bucket of a dtype, unless one parameter has more: the sooner it goes, the sooner links have
-work. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), which does so for the same reason."""
+"""Gradients in the first bucket of a dtype, unless one parameter has more: the sooner it is sent, the
+sooner the links have work. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), for the same reason."""
 
 _NARROW = ("float16", "bfloat16")
 
 Empty = Callable[[int, Any], NDArray[Any]]
-"""Makes an array of a size and dtype that links can use without a copy."""
+"""Allocates an array of a size and dtype that links can use without a copy."""
 
 
 def plan_buckets(
     parameters: Mapping[str, Parameter], cap_bytes: float, first_bytes: float = math.inf, *, narrow: bool = False
 ) -> list[list[str]]:
-    """Which parameters share a bucket: paths by bucket, in the order in which buckets are sent.
+    """Decides which parameters share a bucket.
 
     Backward runs from the last layer to the first, so parameters are taken in reverse. A bucket has one dtype and at
-    most `cap_bytes` of gradients; a larger parameter has one of its own. The first of a dtype is full when it has
+    most `cap_bytes` of gradients; a larger parameter gets its own. The first bucket of a dtype is full with
     `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen
-    parameters are in none.
+    parameters are in no bucket.
 
     Args:
         parameters: by path, first layer first.
-        cap_bytes: as above.
-        first_bytes: as above.
+        cap_bytes: most bytes of gradients in a bucket.
+        first_bytes: bytes of gradients that fill the first bucket of a dtype.
         narrow: whether float16 and bfloat16 can be trained too.
 
+    Returns:
+        The paths in each bucket; buckets in the order in which they are sent.
+
     Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64. (In 16 bits updates are lost that are less
-            than 2^-9 of a value, in bfloat16; mixed precision needs masters in float32. So it must be asked for.)
+        UnsupportedOp: a parameter to train is neither float32 nor float64. (bfloat16 loses updates below 2^-9 of a
+            value; mixed precision needs master values in float32. So `narrow` must be asked for.)
     """
     closed: list[tuple[int, list[str]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
@@ -85,7 +89,9 @@ def _trainable(narrow: bool) -> str:
 
 
 class Bucket:
-    """The gradients of some parameters of one dtype, in memory that is reused in each step.
+    """The gradients of some parameters of one dtype, in NumPy arrays that are reused in each step.
+
+    It is the `GradientBucket` of `HostTransport`.
 
     Args:
         parameters: the parameters by path, in the order in which they lie in the bucket.
@@ -96,14 +102,14 @@ class Bucket:
         apart: True if gradients are stored in a separate array; those in 16 bits always are.
 
     Attributes:
-        divisible: whether the sums may be divided during the reduction.
+        codec: compresses the gradients on the wire; None for no compression.
         dtype: dtype of the gradients.
         flat: the array that `all_reduce` reduces in place.
         exact: number of elements at its end that are no gradients and must not be compressed.
         memory: rounding errors of its compressed reductions.
     """
 
-    divisible = True
+    codec: Codec | None = None
 
     def __init__(
         self,
@@ -123,10 +129,36 @@ class Bucket:
         self._count = sum(p.data.size for p in self._parameters)
         self._lead = self._count if lead is None else lead
         self._has_homes = apart or self.dtype.itemsize == 2
-        self.renew()
+        self._allocate()
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the sums may be divided by the total weight while they are reduced."""
+        return self.codec is None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message, in bytes."""
+        return self.flat.nbytes
 
     def renew(self) -> None:
         """Allocates new memory, because an abandoned collective may still read and write the old."""
+        self._allocate()
+        self.memory = self.memory.successor()
+
+    def reclaim(self) -> None:
+        """Makes this bucket the home of the gradients again after an abandoned attempt, which leaves no trace."""
+        self._take_home()
+        self.memory.undo()
+
+    def commit(self) -> None:
+        """Makes the rounding errors of the last reduction final."""
+        self.memory.commit()
+
+    def new_generation(self) -> None:
+        """Resets what must be the same on all ranks: nothing here."""
+
+    def _allocate(self) -> None:
         wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
         self.flat: NDArray[Any] = self._empty(self._lead + self.exact, wire)
         self._apart = np.empty(self._count, self.dtype) if self._has_homes else None
@@ -135,15 +167,15 @@ class Bucket:
             homes[end - p.data.size : end].reshape(p.data.shape)
             for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
         ]
-        self.settle()
+        self._take_home()
 
     def vacate(self) -> None:
-        """Has gradients written elsewhere until `settle` or `renew`, because an abandoned collective may still run."""
+        """Has gradients written elsewhere until `reclaim` or `renew`, because an abandoned collective may still run."""
         for parameter in self._parameters:
             parameter._home = None
 
-    def settle(self) -> None:
-        """Makes this bucket the home of the gradients (again), and moves present ones here."""
+    def _take_home(self) -> None:
+        """Makes this bucket the home of the gradients, and moves present ones here."""
         for slot in self._slots:
             slot.flags.writeable = True
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
@@ -152,28 +184,29 @@ class Bucket:
                 np.copyto(slot, gradient)
                 parameter._hold(slot)
 
-    def pack(self, weight: float) -> None:
+    def pack(self, weight: float, *, alone: bool = False) -> None:
         """Completes the flat array with this rank's weight; from here to `unpack` its gradients are read-only.
 
         Args:
             weight: the weight that the gradients are already multiplied by. A rank without a sample has weight 0 and no
                 gradients, so it sends zeros: 0 times the NaN of an empty mean would be NaN.
+            alone: True if there is no other rank, so that nothing will travel.
         """
         self.flat[self._lead] = weight
         for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
             self._used[i] = parameter.grad is not None
             if parameter.grad is None:
                 slot.fill(0)
-            elif parameter.grad is not slot:  # another wrapper has moved it elsewhere
+            elif parameter.grad is not slot:  # another wrapper has moved it
                 np.copyto(slot, parameter.grad)
                 parameter._hold(slot)
-            slot.flags.writeable = False  # `p.grad += g` writes before it signals: an error is better than a wrong sum
-        self._encode()
+            slot.flags.writeable = False  # `p.grad += g` would write unnoticed: an error is better than a wrong sum
+        self._encode(alone=alone)
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
-        """Turns the reduced sums into means, and gives each parameter that any rank used its gradient.
+        """Makes means of the reduced sums, and gives its gradient to each parameter that any rank used.
 
-        Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used keeps no gradient.
+        Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used gets no gradient.
 
         Args:
             total: total weight of all ranks.
@@ -205,8 +238,9 @@ class Bucket:
         """The elements that are reserved for a passenger."""
         return self.flat[self._lead + 1 + len(self._parameters) :]
 
-    def _encode(self) -> None:
+    def _encode(self, *, alone: bool) -> None:
         """Fills the elements in front of the weight from the complete gradients."""
+        del alone
         if self._apart is not None:
             self.flat[: self._lead] = self._apart
 

@@ -1,35 +1,33 @@
 """FullyShardedDataParallel for NumPy modules: ranks share the memory of one model, and train it as one.
 
-The order of things in a step is `wrapper`'s; `sharding` has the parts: who holds what, memory, units, state.
+`FSDP` is the front; what it does is in the `ShardedModel` that it holds, as the front for torch modules does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from operator import index
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from numpy.typing import DTypeLike, NDArray
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from paceline.errors import InvalidWorldSize, StepOrderError, UnsupportedOp
-from paceline.parallel._agreement import Manifest
-from paceline.parallel._parameter import Module, Parameter, buffers_of
+from paceline.parallel._optimizer_state import stands_in
+from paceline.parallel._parameter import Module, Parameter
 from paceline.parallel._ranks import ShardRanks
-from paceline.parallel._synchronizer import Share, Wrapper
-from paceline.parallel.sharding._placement import Placement, ShardingStrategy, place
-from paceline.parallel.sharding._runner import Units
-from paceline.parallel.sharding._state_dicts import ShardedState
-from paceline.parallel.sharding._unit import Unit, checked_wire, join_units
+from paceline.parallel._synchronizer import rows_of
+from paceline.parallel.sharding._placement import ShardingStrategy
+from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.parallel.sharding._unit import checked_wire
 
 __all__ = ["FSDP"]
 
 
-class FSDP(Wrapper, ShardedState):
-    """Trains one model on the samples of all ranks; each rank keeps its part of parameters, gradients and state.
+class FSDP:
+    """Trains one model on the samples of all ranks; each rank keeps its shard of parameters, gradients and state.
 
         fsdp = paceline.FSDP(module, session.group)
-        optimizer = paceline.optim.Adam(fsdp)           # of the wrapper: it trains this rank's part
+        optimizer = paceline.optim.Adam(fsdp)           # of the wrapper: it trains this rank's shard
         optimizer.zero_grad()
         fsdp.backward(loss_gradient(fsdp(x), t))        # of the mean loss over this rank's samples
         optimizer.step()
@@ -38,36 +36,37 @@ class FSDP(Wrapper, ShardedState):
     and of one process, to rounding; in a world of one, those of the unwrapped module, bit for bit.
 
     **Units.** A wrapped module may have wrapped parts. Each wrapper is a unit: its parameters lie side by side in one
-    flat array, which is gathered before the unit runs forward and again before it runs backward, and dropped after
-    each; gradients leave as soon as the unit's backward is done. The next unit's gather is under way meanwhile.
+    flat array, which is gathered before the unit runs forward and again before it runs backward, and freed after
+    each; gradients leave as soon as the unit's backward is done. The next unit is gathered meanwhile.
 
         model = nn.Sequential(*(paceline.FSDP(block, group) for block in blocks))
         fsdp = paceline.FSDP(model, group)
 
-    A model that fits no rank is built unit by unit: `unit = FSDP(block, group); unit.prepare()`, a collective, leaves
-    of each block this rank's part before the next is built. (A worker that waits to be taken in cannot do so.)
+    A model that fits on no single rank is built unit by unit: `unit = FSDP(block, group); unit.prepare()`, a
+    collective, leaves this rank's shard of each block before the next is built. (A worker that waits to be admitted
+    cannot do so.)
 
-    **A world that changes.** In `session.steps` workers come and go, and what is spread moves with them, live, if the
-    `TrainState` has the model and its optimizer. A worker that waits to be taken in builds the whole model. What an
-    unannounced death takes along is there again under NO_SHARD and from HYBRID_SHARD's other nodes, for which
-    `intra_node_size` must be given; under the other strategies the line goes on from its checkpoint.
+    **A world that changes.** In `session.steps` workers come and go, and shards move with them, live, if the
+    `TrainState` has the model and its optimizer. A worker that waits to be admitted builds the whole model. If a worker
+    crashes, its shard is lost; other ranks have it under NO_SHARD, and under HYBRID_SHARD the other nodes, for which
+    `intra_node_size` must be given. Under the other strategies training goes on from the checkpoint.
 
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
     The module's own have values only while their unit runs, and inside `unshard()`; under SHARD_GRAD_OP always, but
     what other ranks updated is old until the next forward pass or `broadcast_updated_params`. Where one rank has
     everything (NO_SHARD, a world of one), pieces keep the parameters' shapes.
 
-    A parameter that no rank used gets no gradient, and a frozen one none either. Tied parameters (one object, several
-    paths) must be in one unit. All ranks must run the same units in the same order.
+    A parameter that no rank used gets no gradient, nor does a frozen one. Tied parameters (one object, several paths)
+    must be in one unit. All ranks must run the same units in the same order.
 
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
         group: the ranks; the same for all units.
-        strategy: what is spread.
+        strategy: what is sharded.
         intra_node_size: of HYBRID_SHARD: ranks in a node. With None ranks that can share memory are a node, or ranks of
             one host name where that is not known; a rank in a container of its own is one alone, and holds the model.
         communication_dtype: what wider parameters and gradients travel in, e.g. `ml_dtypes.bfloat16`; None for their
-            own. The parts that are trained keep their dtype, and so does the computation; what does not travel is not
+            own. The shards that are trained keep their dtype, and so does the computation; what does not travel is not
             rounded. Gradients travel multiplied by their weights (B samples): float16 may overflow.
         ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
 
@@ -84,11 +83,6 @@ class FSDP(Wrapper, ShardedState):
             negative.
     """
 
-    group: ShardRanks
-    _root: FSDP
-    _computes = False
-    """The module computes with values as they travel; see `Flat`."""
-
     def __init__(
         self,
         module: Module,
@@ -99,78 +93,99 @@ class FSDP(Wrapper, ShardedState):
         communication_dtype: DTypeLike | None = None,
         ahead: int = 1,
     ) -> None:
-        super().__init__(module, group)
-        self._root = self
-        self.strategy = ShardingStrategy(strategy)
-        ahead = index(ahead)
-        if ahead < 0:
-            raise ValueError(f"ahead is a number of units, not {ahead!r}")
-        self._ahead = ahead
-        self._wire = checked_wire(communication_dtype)
-        self._intra_node_size = intra_node_size
-        placement = self._place()
-        self._placed_in = group.generation if placement.nodes else None  # else its place is to be found at first use
-        own, inner = _owned(module)
-        if any(part.group is not group for part in inner):
-            raise ValueError("all units of a model must have the same group")
-        self._unit = Unit(own, placement, self._wire, group.empty, computes=self._computes)
-        self._inner = inner
-        for part in inner:
-            part._root = self
-        self._pieces = {id(p): piece for p, piece in self._unit.pairs()}
-        for p, piece in self._unit.pairs():
-            p._owner = piece._owner = self
-        self._is_empty = not any(part._pieces for part in self._parts())
-        """Nothing to share or train: a model around it cannot find it by its parameters, and need not."""
-        self._units: Units | None = None
-        self._owes = False
-        """A forward pass has come, and no reduction since."""
-        self._ran = False
+        self.module = module
+        self.group = group
+        wire = checked_wire(communication_dtype)
+        self._sharded = ShardedModel(module, group, strategy, intra_node_size, wire=wire, ahead=ahead)
+        self.strategy = self._sharded.strategy
+
+    def __call__(self, x: Any) -> Any:
+        """Calls `forward`."""
+        return self.forward(x)
 
     def forward(self, x: Any) -> Any:
-        """The module's output. A collective wherever parameters are spread: all ranks call it.
+        """The module's output. A collective wherever parameters are sharded: all ranks call it.
 
         Raises:
             PacelineError: as `prepare`, or a collective failed.
             Exception: what the module raised. The wrapper stays usable, if the others have come as far.
         """
-        if self._is_empty:
+        sharded = self._sharded
+        if sharded.is_empty:
             return self.module.forward(x)
-        if self._root is not self:
-            return self._run_forward(x)
-        self.prepare()
-        self._remember_rows(x)
-        self._ran = self._owes = True
-        with self._all_units().forward_pass():
-            return self._run_forward(x)
+        if not sharded.is_outermost:
+            with sharded.running_forward():
+                return self.module.forward(x)
+        shape = x.shape if isinstance(x, np.ndarray) else ()
+        with sharded.forward_pass(shape[0] if shape else None), sharded.running_forward():
+            return self.module.forward(x)
 
     def backward(self, dy: NDArray[Any], weight: float | None = None) -> Any:
-        """As `Wrapper.backward`; called on a unit by its model's backward, returns the gradient of its input."""
-        if self._is_empty:
+        """Runs the module's backward and, outside of `no_sync`, leaves the mean over all ranks in the pieces.
+
+        Weights, errors and accumulation are as in `paceline.DDP.backward`. On a unit inside a model, called by the
+        model's backward, it returns the gradient of the unit's input.
+        """
+        sharded = self._sharded
+        if sharded.is_empty:
             return self.module.backward(dy)
-        if self._root is not self:
-            return self._run_backward(dy)
-        super().backward(dy, weight)
-        self._owes = self._owes and not self._syncing
+        if not sharded.is_outermost:
+            with sharded.running_backward():
+                return self.module.backward(dy)
+        with sharded.backward_pass(rows_of(dy) if weight is None else weight) as factor, sharded.running_backward():
+            # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
+            self.module.backward(dy if factor in (0, 1) else dy * factor)
         return None
 
-    def sync_gradients(self, weight: float | None = None) -> None:
-        """As `Wrapper.sync_gradients`, for gradients in the module's own parameters, which have their full shape.
+    def prepare(self) -> None:
+        """Agrees on the model and takes rank 0's values; then each rank keeps its shard.
 
-        Gradients that were written there by hand replace those of the pieces.
+        A collective at first use, and again once a parameter was frozen or unfrozen; else it does nothing.
 
         Raises:
-            StepOrderError: nothing ran forward yet, and there is no gradient.
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
+            UnsupportedOp: a parameter to train is neither float32 nor float64.
+            StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
         """
-        self._check_outermost()
-        pending = any(p.grad is not None for unit in self._tree() for p, _ in unit.pairs())
-        if not self._ran and not pending:
-            raise StepOrderError("sync_gradients: there is nothing to reduce. Was forward() called before backward()?")
-        super().sync_gradients(weight)
-        self._owes = False
+        self._sharded.prepare()
+
+    def sync_gradients(self, weight: float | None = None) -> None:
+        """Reduces pending gradients; does nothing if there are none, so it is harmless after `backward`.
+
+        Pending gradients are those that `backward` accumulated under `no_sync`, or that lie in the module's own
+        parameters, which have their full shape. Gradients that users have written there replace those of the pieces.
+
+        Args:
+            weight: weight of gradients of the module's own backward; as in `paceline.DDP.sync_gradients`.
+
+        Raises:
+            ValueError: the weight is negative or not finite.
+            StepOrderError: nothing ran forward yet, and there is no gradient; both kinds are pending; or a weight was
+                given for gradients that have one.
+            PacelineError: a collective failed; gradients are dropped.
+        """
+        self._sharded.sync_gradients(weight)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block `backward` accumulates on this rank only: gradients are kept whole until they are reduced.
+
+        The next `backward` outside, or `sync_gradients`, reduces the sum of all micro-batches.
+        """
+        return self._sharded.no_sync()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales all gradients so that their norm over the shards of all ranks is at most `max_norm`.
+
+        A collective. Arguments, result and errors are those of `paceline.DDP.clip_grad_norm`.
+        """
+        return self._sharded.clip_grad_norm(max_norm, norm_type)
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients, including those accumulated under `no_sync`, because their step is undone."""
+        self._sharded.drop_gradients()
 
     def prefetch_forward_params(self) -> None:
-        """Starts to gather what the next forward pass begins with, behind the caller. All ranks call it.
+        """Starts to gather in the background what the next forward pass begins with. All ranks call it.
 
         To be called after the update. What is changed afterwards is not lost: it is gathered anew.
 
@@ -178,214 +193,101 @@ class FSDP(Wrapper, ShardedState):
             UnsupportedOp: the strategy keeps parameters whole.
             StepOrderError: called twice without a forward pass in between.
         """
-        self._check_outermost()
-        if all(unit.placement.keeps_full for unit in self._tree()):
-            raise UnsupportedOp(
-                f"prefetch_forward_params is only valid for FULL_SHARD and HYBRID_SHARD, got {self.strategy.name}"
-            )
-        if self.has_pending_prefetch():
-            raise StepOrderError("prefetch_forward_params called twice without intervening forward()")
-        self.prepare()
-        self._all_units().prefetch()
+        self._sharded.prefetch_forward_params()
 
     def has_pending_prefetch(self) -> bool:
         """True from `prefetch_forward_params` to the next pass, or change of the parameters."""
-        return self._units is not None and self._units.prefetched
+        return self._sharded.has_pending_prefetch()
 
     def broadcast_updated_params(self) -> None:
-        """Under SHARD_GRAD_OP: gathers the updated parts on all ranks now; else does nothing. All ranks call it.
+        """Under SHARD_GRAD_OP: gathers the updated shards on all ranks now; else does nothing. All ranks call it.
 
         Each forward pass does it anyway, unit by unit beside the computation; this is for reading the module's own
         parameters before.
         """
-        self._check_outermost()
-        self.prepare()
-        kept = [unit for unit in self._tree() if unit.placement.keeps_full]
-        for unit in kept:
-            unit.expire()
-            unit.fetch()
-        for unit in kept:
-            unit.wait()
+        self._sharded.broadcast_updated_params()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """As `Wrapper.no_sync`: gradients are accumulated whole, a unit's memory of them stays until they leave."""
-        self._check_outermost()
-        with super().no_sync():
-            yield
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """As `Wrapper.clip_grad_norm`, over the parts of all ranks."""
-        self._check_outermost()
-        return super().clip_grad_norm(max_norm, norm_type)
-
-    @contextmanager
-    def unshard(self) -> Iterator[dict[str, Parameter]]:
+    def unshard(self) -> AbstractContextManager[dict[str, Parameter]]:
         """Inside the block the module's parameters have all their values, exactly. All ranks enter and leave it.
 
         What is changed there is kept, if all ranks change it alike. The whole model is in memory. Forward passes work
         inside, backward passes do not.
 
         Returns:
-            The module's own parameters, those inside of inner units too, by path.
+            A context manager of the module's own parameters by path, those of units inside included.
 
         Raises:
             PacelineError: a collective failed.
         """
-        self._check_outermost()
-        self.prepare()
-        whole = {id(piece): p for unit in self._tree() for p, piece in unit.pairs()}
-        with self._all_units().summoned():
-            yield {path: whole[piece] for piece, path in self._paths().items()}
+        return self._sharded.unshard()
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """This rank's pieces, under the paths of the module's parameters."""
-        for path, parameter in self.module.named_parameters():
-            yield path, self._pieces.get(id(parameter), parameter)
+        yield from self._sharded.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The module's; none if it has no such method."""
+        yield from self._sharded.named_buffers()
 
     @property
     def spreads(self) -> bool:
-        """True if ranks hold different parts under this strategy; in a world of one too."""
-        return self.strategy is not ShardingStrategy.NO_SHARD and self._intra_node_size != 1
+        """True if ranks hold different shards under this strategy; in a world of one too."""
+        return self._sharded.spreads
 
-    def _agree(self, *, may_change: bool) -> Units:
-        paths, units = self._paths(), list(self._tree())
-        for part in self._parts():
-            part._follow()
-        for unit in units:
-            unit.align(paths)
-        entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
-        manifest = Manifest.of(
-            entries,
-            buffers_of(self.module),
-            strategy=" ".join(part.strategy.name for part in self._parts()),
-            nodes="; ".join(dict.fromkeys(str(unit.placement.nodes) for unit in units)),
-            communication_dtype=" ".join(str(part._wire) for part in self._parts()),
-            computes=" ".join(str(part._computes) for part in self._parts()),
-            ahead=self._ahead,
-            units=" ".join(str(len(list(unit.pairs()))) for unit in units),
-        )
-        begins = self._units is None or not all(unit.is_settled for unit in units)
-        buffers = buffers_of(self.module) if begins else {}
-        join_units(units, self.group, manifest, buffers, may_change=may_change, agreed_in=self._generation)
-        if self._units is None:
-            self._units = Units(units, paths, self.group, self._ahead)
-        self._units.refit()
-        return self._units
+    def update_shards(self, flat: ArrayLike) -> None:
+        """Replaces the values that this rank holds; drops its gradients. Each rank calls it for itself, all of them do.
 
-    def _follow(self) -> None:
-        """If the group has gone on to another view, takes this rank's place there.
+        Args:
+            flat: the elements of all pieces in the order of `named_parameters`.
 
         Raises:
-            InvalidWorldSize: the ranks of this view do not make up nodes.
+            SizeMismatch: there are more or fewer elements; nothing was changed.
+            StepOrderError: inside `unshard`.
         """
-        if self._placed_in != self.group.generation:
-            placement = place(self.strategy, self.group.rank, self.group.members, self._intra_node_size)
-            self._unit.expire()
-            self._unit.move(placement)
-            self._placed_in = self.group.generation
+        self._sharded.update_shards(flat)
 
-    def _place(self) -> Placement:
-        """Where this rank stands in the group's present view; it has all where others have yet to come or go."""
-        try:
-            return place(self.strategy, self.group.rank, self.group.members, self._intra_node_size)
-        except InvalidWorldSize:
-            size, most = self._intra_node_size or 0, self.group.most_members
-            if not self.group.is_elastic or size < 1:
-                raise
-            if size > most:
-                raise InvalidWorldSize(
-                    f"HYBRID_SHARD: a node of intra_node_size={size} never comes together where at most {most} workers "
-                    "train: make max_workers larger, or nodes smaller"
-                ) from None
-            return place(self.strategy, self.group.rank, (), self._intra_node_size)
+    def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
+        """This rank's shard of each gradient in an array of the full shape, zeros elsewhere, by path; None for none."""
+        return self._sharded.padded_gradients()
 
-    def _place_of(self, part: int, parts: int) -> Placement:
-        """A place in a view that is to come: who the other ranks are is not known yet."""
-        keeps_full = self.strategy is ShardingStrategy.SHARD_GRAD_OP
-        return Placement(tuple(range(parts)), (part,), part, (), keeps_full)
+    def state_dict(self, *, root: int | None = None) -> dict[str, NDArray[Any]]:
+        """Copies of all parameters and buffers, whole, by path: what any world, or one process, can load. A collective.
 
-    def _reduce(self, *, by_hand: bool = False) -> None:
-        before: list[tuple[Parameter, NDArray[Any] | None]] = []
-        if by_hand:  # they replace what pieces have, for whoever wrote them could have added; what nobody wrote stays
-            before = [(piece, piece.grad) for unit in self._tree() for _, piece in unit.pairs()]
-            for piece, _ in before:
-                piece._hold(None)
-        super()._reduce()
-        for piece, gradient in before:
-            if piece.grad is None:
-                piece._hold(gradient)
+        Args:
+            root: the one rank that wants them; every rank if None.
 
-    def _owes_gradients(self) -> bool:
-        return self._owes
+        Returns:
+            The copies; empty on other ranks than the root.
+        """
+        return self._sharded.state_dict(root=root)
 
-    def _shares(self) -> list[Share]:
-        shares: dict[int, tuple[ShardRanks | None, list[Parameter]]] = {}
-        for unit in self._tree():
-            shares.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
-        return list(shares.values())
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave, in any world. Each rank cuts out its shard; nothing is communicated.
 
-    def _run_forward(self, x: Any) -> Any:
-        with self._root._all_units().running_forward(self._unit):
-            return self.module.forward(x)
+        Raises:
+            SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
+            StepOrderError: inside `unshard`.
+        """
+        self._sharded.load_state_dict(saved)
 
-    def _run_backward(self, dy: Any) -> Any:
-        with self._root._all_units().running_backward(self._unit):
-            return self.module.backward(dy)
+    def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
+        """Copies of what this rank holds. Communicates nothing.
 
-    def _all_units(self) -> Units:
-        if self._units is None:
-            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
-        return self._units
+        Returns:
+            By path {"values": elements, shape [n]; "start": number of the first; "shape": of the whole parameter}.
+        """
+        return self._sharded.sharded_state_dict()
 
-    def _parts(self) -> list[FSDP]:
-        """This wrapper and all inside, as they run forward."""
-        return [self, *self._inner]
+    def load_sharded_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `sharded_state_dict` gave to the same rank of a world of the same size; on all ranks.
 
-    def _tree(self) -> list[Unit]:
-        return [part._unit for part in self._parts()]
-
-    def _paths(self) -> dict[int, str]:
-        """The path of each piece, by identity; that of a tied one is its first."""
-        paths: dict[int, str] = {}
-        for path, piece in self.named_parameters():
-            paths.setdefault(id(piece), path)
-        return paths
-
-    def _check_outermost(self) -> None:
-        if self._root is not self:
-            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
-
-    def _check_changeable(self) -> None:
-        self._check_outermost()
-        if self._units is not None and self._units.are_summoned:
-            raise StepOrderError("parameters cannot be loaded inside unshard(): what is whole would overwrite them")
-
-    def _expire(self) -> None:
-        if self._units is not None:
-            self._units.expire()
+        Raises:
+            SizeMismatch: another model, world, rank or strategy made it; nothing was changed.
+            StepOrderError: inside `unshard`.
+        """
+        self._sharded.load_sharded_state_dict(saved)
 
 
-def _owned(module: Module) -> tuple[dict[str, Parameter], list[FSDP]]:
-    """The parameters that a wrapper of the module would hold itself, and the wrappers inside, in the order of paths."""
-    own: dict[str, Parameter] = {}
-    owners: dict[int, FSDP] = {}
-    seen: set[int] = set()
-    for path, parameter in module.named_parameters():
-        owner = parameter._owner
-        if isinstance(owner, FSDP):
-            if parameter.has_piece:
-                raise UnsupportedOp(
-                    f"parameter {path!r} is in another FSDP unit already: what is tied must be wrapped together"
-                )
-            owners[id(owner)] = owner
-        elif id(parameter) not in seen:
-            seen.add(id(parameter))
-            own[path] = parameter
-    inner: dict[int, FSDP] = {}
-    for owner in owners.values():
-        for part in owner._root._parts():
-            # One whose parameters are all in units inside of it owns none by which it could be found.
-            if id(part) in owners or not part._pieces:
-                inner.setdefault(id(part), part)
-    return own, list(inner.values())
+@stands_in
+def _core_of(thing: Any) -> ShardedModel | None:
+    return thing._sharded if isinstance(thing, FSDP) else None

@@ -1,11 +1,11 @@
-"""A bucket whose matrices travel as a few directions each (`PowerSGD`), in two reductions.
+"""A bucket of whose matrices only a few directions travel (`PowerSGD`), in two reductions.
 
-Of a matrix M, shape [n, m]: the first reduction adds up P = M Q, shape [n, r], over the ranks, where Q is what the
-step before has found. All make the columns of the sum orthonormal. The second adds up Q = M^T P, shape [m, r]. Then
+For a matrix M, shape [n, m], the first reduction sums P = M Q, shape [n, r], over the ranks, where Q comes from the
+step before. All ranks make the columns of the sum orthonormal. The second reduction sums Q = M^T P, shape [m, r]. Then
 P Q^T is the sum of all M, projected on the columns of P.
 
 All ranks must end with the same bits (I5), whatever their processors: so what follows from sums is computed element by
-element, and only what is a rank's own by matrix products.
+element, and matrix products are used only for values of this rank alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LowRankBucket", "shrinks"]
 
 
 def shrinks(parameter: Parameter, rank: int) -> bool:
-    """True if so many directions are fewer numbers than the gradient."""
+    """True if `rank` directions take fewer numbers than the gradient."""
     n, m = _sides(parameter)
     return rank * (n + m) < n * m
 
@@ -36,7 +36,7 @@ def _sides(parameter: Parameter) -> tuple[int, int]:
 
 
 class LowRankBucket(Bucket):
-    """See `Bucket`; gradients have homes of their own.
+    """A `Bucket` that sends a few directions of each matrix; gradients live in a separate array.
 
     Args:
         parameters: as of `Bucket`, of which at least one `shrinks`.
@@ -46,10 +46,8 @@ class LowRankBucket(Bucket):
         feedback: as of `Bucket`.
 
     Attributes:
-        compresses: False while this rank is alone: nothing travels, so nothing is left out.
+        compresses: False if this rank was alone at the last `pack`: nothing travels, so nothing is left out.
     """
-
-    divisible = False
 
     def __init__(self, parameters: Mapping[str, Parameter], rank: int, room: int, empty: Empty, feedback: bool) -> None:
         self._rank = rank
@@ -66,22 +64,26 @@ class LowRankBucket(Bucket):
         self._directions = np.empty_like(self._second)
         self.new_generation()
 
-    def renew(self) -> None:
-        """See `Bucket`."""
-        super().renew()
+    @property
+    def divisible(self) -> bool:
+        """See `Bucket`: what is summed first is no gradient."""
+        return False
+
+    def _allocate(self) -> None:
+        super()._allocate()
         self._second = self._empty(self._in_second[-1].stop, self.flat.dtype)
         self._own = np.empty_like(self._second)
         self._values = np.empty(self._count, self.flat.dtype)
         self._left = self._values
 
     def new_generation(self) -> None:
-        """All begin with the same directions, whoever has come in."""
-        for number, part in enumerate(self._in_second):  # raw bits: only they are the same in all versions of NumPy
+        """All ranks begin with the same directions, newcomers too."""
+        for number, part in enumerate(self._in_second):  # only raw bits are the same in all versions of NumPy
             raw = np.random.PCG64(number).random_raw(part.stop - part.start)
             self._directions[part] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
 
     def second(self) -> NDArray[Any]:
-        """After the first reduction: what is to be added up in the second, in place."""
+        """After the first reduction: the array that the second reduction sums, in place."""
         with np.errstate(all="ignore"):  # infinities are values here
             for matrix, p, q in self._matrices(self._second).values():
                 _orthonormalise(p)
@@ -89,8 +91,9 @@ class LowRankBucket(Bucket):
         self._own[...] = self._second
         return self._second
 
-    def _encode(self) -> None:
+    def _encode(self, *, alone: bool) -> None:
         assert self._apart is not None
+        self.compresses = not alone
         if not self.compresses:
             return
         self._left = self._values
@@ -116,10 +119,10 @@ class LowRankBucket(Bucket):
         own, directions = self._matrices(self._own), self._matrices(self._directions)
         with np.errstate(all="ignore"):
             for number, (matrix, p, q) in self._matrices(self._second).items():
-                if np.isfinite(q).all():  # of the sum, so all ranks decide alike
+                if np.isfinite(q).all():  # a sum, so all ranks decide alike
                     directions[number][2][...] = q
                 matrix -= p @ own[number][2].T
-                if not np.isfinite(matrix).all():  # no rounding error, and it would spoil all steps to come
+                if not np.isfinite(matrix).all():  # would spoil all later steps
                     matrix[~np.isfinite(matrix)] = 0
                 np.divide(q, total, out=q)
                 n, m = self._sides[number]
@@ -136,7 +139,7 @@ class LowRankBucket(Bucket):
         self.memory.wrote()
 
     def _matrices(self, second: NDArray[Any]) -> dict[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """By the number of the parameter: views of what is left over, of P, and of Q in an array of all Q."""
+        """Views by number of the parameter: what is left over, P, and Q in an array of all Q."""
         found = {}
         for number, (n, m) in enumerate(self._sides):
             if self._shrinks[number]:
@@ -147,7 +150,7 @@ class LowRankBucket(Bucket):
 
 
 def _orthonormalise(p: NDArray[Any]) -> None:
-    """Gram and Schmidt's, in place, shape [n, r]; a column that depends on those before it becomes zeros."""
+    """Gram-Schmidt in place, shape [n, r]; a column that depends on those before it becomes zeros."""
     with np.errstate(all="ignore"):
         columns = p.T.astype(np.float64)
         for k, column in enumerate(columns):

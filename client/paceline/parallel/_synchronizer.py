@@ -1,10 +1,36 @@
-"""What DDP and FSDP share."""
+"""The data-parallel core, which DDP and FSDP for NumPy and for torch modules all hold.
+
+How a gradient travels:
+
+1. At first use the ranks *agree* on the model (`_agreement`) and take rank 0's values. The model then makes a
+   `GradientReducer` for its parameters: `BucketReducer` for DDP, `UnitRunner` for FSDP.
+2. The front opens a backward pass (`GradientSynchronizer.backward_pass`). The `Accumulation` counts this rank's weight,
+   and says by which factor gradients must be multiplied. The reducer observes the parameters.
+3. The module (or a hook of autograd) *writes* a gradient into its parameter, and with that straight into its home: a
+   slice of a bucket for DDP, of its unit's array of gradients for FSDP. The reducer is told of the write.
+4. When a bucket or unit has all of its gradients on this rank, the reducer *sends* it: a sum over the ranks starts in
+   the background, in the same order on every rank. The backward pass goes on meanwhile.
+5. When the pass ends, the reducer sends what is left, waits for everything, and divides the sums by the total weight
+   of all ranks. `Parameter.grad` is then the mean, in the memory in which it arrived; the optimizer reads it there.
+6. Buffers are made those of one rank. If anything fails on the way, all gradients of the attempt are dropped: some may
+   be reduced and others not.
+
+The parts, and what each knows:
+
+- `GradientSynchronizer`: this order, and nothing of buckets, units or frameworks.
+- `Accumulation`: weights and micro-batches of this rank.
+- `GradientReducer`: which gradients are ready, and what is under way.
+- `Parameter`: where one gradient lives. A subclass shows the parameter of another framework.
+- `GradientTransport` (DDP), `ShardRanks` (FSDP): who moves memory between the ranks.
+- The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): how backward is run, and what users see.
+
+B samples in this rank's batch, W ranks.
+"""
 
 from __future__ import annotations
 
-import abc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -14,10 +40,25 @@ from numpy.typing import NDArray
 from paceline.errors import SizeMismatch, StepOrderError
 from paceline.parallel._accumulation import Accumulation
 from paceline.parallel._agreement import give
-from paceline.parallel._parameter import Module, Parameter, buffers_of, parameters_of
+from paceline.parallel._parameter import Parameter
 from paceline.parallel._ranks import Ranks
 
-__all__ = ["GradientReducer", "Share", "Wrapper", "checked_weight", "clip", "total_norm"]
+__all__ = [
+    "GradientReducer",
+    "GradientSynchronizer",
+    "SpreadParameters",
+    "SynchronizedModel",
+    "checked_weight",
+    "clip",
+    "rows_of",
+    "total_norm",
+]
+
+SpreadParameters: TypeAlias = tuple[Ranks | None, Sequence[Parameter]]
+"""Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
+
+_CHUNK = 1 << 16
+"""Elements that are raised to a power at once, in float64."""
 
 
 class GradientReducer(Protocol):
@@ -35,252 +76,231 @@ class GradientReducer(Protocol):
         """False once a parameter has been frozen or unfrozen."""
 
     def watching(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
-        """Watches the backward pass inside the block; `early`: gradients may be sent while it runs."""
+        """Observes the backward pass inside the block; `early`: gradients may be sent while it runs."""
 
     def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
         """Drops the gradients of the backward pass inside the block; sends early what other ranks send early."""
 
-    def finish(self, *, weight: float) -> None:
-        """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients."""
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
+        """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
+
+        Args:
+            weight: this rank's weight.
+            replaces: users have written the gradients themselves: they replace those that optimizers see, and are not
+                added to them.
+        """
 
     def give_up(self) -> None:
         """Drops all gradients, and abandons running collectives."""
 
 
-class Wrapper(abc.ABC):
-    """A module whose gradients are averaged over the ranks of a group."""
+class SynchronizedModel(Protocol):
+    """The model whose gradients are synchronised: `ReplicatedModel` for DDP, `ShardedModel` for FSDP."""
 
-    def __init__(self, module: Module, group: Ranks) -> None:
-        self.module = module
-        self.group = group
-        self._reducer: GradientReducer | None = None
-        self._round = Accumulation({})
-        self._syncing = True
+    def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
+        """What optimizers train: pairs of path and parameter."""
+
+    def buffers(self) -> Mapping[str, NDArray[Any]]:
+        """Buffers by path."""
+
+    def agree(self, *, may_change: bool, agreed_in: int) -> GradientReducer:
+        """Agrees with the other ranks on the model, and makes the reducer of its gradients. A collective.
+
+        Args:
+            may_change: False if gradients have been computed from this rank's own values.
+            agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
+        """
+
+    def spread_parameters(self) -> Sequence[SpreadParameters]:
+        """This rank's parameters, with the ranks that have the rest of them; alike on all ranks."""
+
+
+class GradientSynchronizer:
+    """Keeps the order of operations in a step, whoever holds the parameters and whatever runs the backward pass.
+
+    Args:
+        model: the model.
+        group: the ranks.
+        accumulation: makes the accumulation for parameters and sources; see `Accumulation`.
+        agreed: called with the new reducer each time after the ranks have agreed on the model.
+        before_reduction: called on every rank before a pass that ends with a reduction; returns the rank whose buffers
+            all ranks take after it.
+
+    Attributes:
+        reducer: of the present generation; None before the first agreement.
+        accumulation: micro-batches of this rank that are not reduced yet.
+        rows: B of the last forward pass; None if its input had no first axis.
+    """
+
+    def __init__(
+        self,
+        model: SynchronizedModel,
+        group: Ranks,
+        *,
+        accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
+        agreed: Callable[[Any], None] = lambda reducer: None,
+        before_reduction: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.reducer: GradientReducer | None = None
+        self.accumulation = accumulation({}, {})
+        self.rows: int | None = None
+        self._model = model
+        self._group = group
+        self._new_accumulation = accumulation
+        self._agreed = agreed
+        self._before_reduction = before_reduction
+        self._reduces = True
+        """False inside `no_sync`."""
         self._generation = 0
-        """The last generation in which all ranks agreed on the model and `_reducer` was made; 0 for none."""
-        self._rows: int | None = None
-        """B of the last forward pass; None if its input had no first axis."""
+        """The last generation in which all ranks agreed on the model and `reducer` was made; 0 for none."""
 
-    def __call__(self, x: Any) -> Any:
-        """Calls `forward`."""
-        return self.forward(x)
-
-    @abc.abstractmethod
-    def forward(self, x: Any) -> Any:
-        """The module's output."""
-
-    def prepare(self) -> None:
-        """Agrees on the model and takes rank 0's values.
-
-        A collective at first use, and again once a parameter was frozen or unfrozen; else it does nothing.
-
-        Raises:
-            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
-            UnsupportedOp: a parameter to train is neither float32 nor float64.
-            StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
-        """
-        self._prepare(may_change=True)
-
-    def backward(self, dy: NDArray[Any], weight: float | None = None) -> Any:
-        """Runs the module's backward and, outside of `no_sync`, leaves the mean over all ranks in every `.grad`.
-
-        The mean is the sum of weight * gradient over all ranks and micro-batches, divided by the sum of weights. A
-        gradient that was there before (no `zero_grad`) is kept and added to. Nothing is returned: this wraps the whole
-        model, and the gradient of its input would be scaled by the weight. Buffers are rank 0's afterwards.
+    def prepare(self, *, may_change: bool = True) -> GradientReducer:
+        """Agrees on the model and takes rank 0's values; see `paceline.DDP.prepare`.
 
         Args:
-            dy: gradient of this rank's *mean* loss by the output, shape [B, ...].
-            weight: weight of this rank's gradient; B by default. With 0 the module runs, but its gradients are
-                dropped, even NaN.
-
-        Raises:
-            ValueError: the weight is negative or not finite.
-            SizeMismatch: there is no first axis to take B from.
-            StepOrderError: gradients were written or cleared outside of the wrapper, or one came too late.
-            PacelineError: a collective failed.
-            Exception: what the module raised. After this, or a failed collective, all gradients and micro-batches of
-                the attempt are dropped, and the attempt may be repeated, on all ranks together.
+            may_change: False if gradients have been computed from this rank's own values.
         """
-        with self._backward_pass(_rows_of(dy) if weight is None else weight) as factor:
-            # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
-            self._run_backward(dy if factor in (0, 1) else dy * factor)
+        moved = self.reducer is not None and self._generation != self._group.generation
+        if self.reducer is not None and not moved and self.reducer.fits():
+            return self.reducer
+        if moved:  # newcomers use the model for the first time: all ranks begin anew, and agree that they do
+            self.accumulation.drop()
+        if self.accumulation.micro_batches:
+            raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
+        first_use = self.reducer is None
+        self.reducer = self._model.agree(may_change=may_change, agreed_in=self._generation)
+        self._generation = self._group.generation
+        before = self.accumulation
+        self.accumulation = self._new_accumulation(self.reducer.parameters, self.reducer.sources)
+        if moved:
+            self.accumulation.mark_as(before)  # sync_gradients may follow, for gradients of the new generation
+        elif not first_use:
+            self.accumulation.mark()  # gradients that are there now are the last step's
+        self._agreed(self.reducer)
+        return self.reducer
 
-    def sync_gradients(self, weight: float | None = None) -> None:
-        """Reduces pending gradients; does nothing if there are none, so it is harmless after `backward`.
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward pass ends with a reduction now: False inside `no_sync`."""
+        return self._reduces
 
-        Pending gradients are those that `backward` accumulated under `no_sync`, or the module's own `backward` left.
+    @contextmanager
+    def backward_pass(self, weight: float, *, reduces: bool | None = None) -> Iterator[float]:
+        """Surrounds a backward pass; at the end of the block its gradients are reduced.
 
         Args:
-            weight: weight of gradients of the module's own backward. By default the number of samples of
-                the last forward pass through this wrapper, or 1 if there was none.
+            weight: weight of this rank's gradients.
+            reduces: whether the pass ends with a reduction; if left out, it does outside of `no_sync`.
+
+        Yields:
+            The factor that its gradients must be multiplied by; with 0 they are dropped.
 
         Raises:
-            ValueError: the weight is negative or not finite.
-            StepOrderError: both kinds are pending, or a weight was given for gradients that have one.
-            PacelineError: a collective failed; gradients are dropped, as in `backward`.
+            ValueError, StepOrderError, PacelineError: see `paceline.DDP.backward`.
         """
-        reducer = self._prepare(may_change=False)
-        self._round.drop_if_cleared()
-        path = self._round.written_by_others(or_zeros=True)
-        if path is None and not self._round.micro_batches and not self._owes_gradients():
+        reducer = self.prepare(may_change=False)
+        reduces = self._reduces if reduces is None else reduces
+        weight = checked_weight(weight)
+        self.accumulation.open()
+        factor = self.accumulation.add(weight, alone=self._group.size == 1)
+        with self._all_or_nothing():
+            root = self._before_reduction() if reduces else 0
+            watching = reducer.watching if factor else reducer.ignoring
+            with watching(weight=self.accumulation.rank_weight, early=reduces):
+                yield factor
+            if reduces:
+                self._reduce(root)
+
+    def sync_gradients(self, weight: float | None = None, *, owed: bool = False) -> None:
+        """Reduces pending gradients; does nothing if there are none. See `paceline.DDP.sync_gradients`.
+
+        Args:
+            weight: weight of gradients of the module's own backward.
+            owed: whether other ranks may wait for this rank's gradients, though none was written here.
+        """
+        reducer = self.prepare(may_change=False)
+        accumulation = self.accumulation
+        accumulation.drop_if_cleared()
+        path = accumulation.written_by_others(or_zeros=True)
+        if path is None and not accumulation.micro_batches and not owed:
             return
-        by_hand = not self._round.micro_batches
+        by_hand = not accumulation.micro_batches
         if not by_hand:
             if path is not None:
                 raise StepOrderError(f"the gradient of {path!r} was written outside of the wrapper in an accumulation")
             if weight is not None:
                 raise StepOrderError("each micro-batch got its weight in backward(): sync_gradients() takes none")
         else:
-            weight = checked_weight((1 if self._rows is None else self._rows) if weight is None else weight)
-            factor = self._round.add(weight, alone=self.group.size == 1)
+            weight = checked_weight((1 if self.rows is None else self.rows) if weight is None else weight)
+            factor = accumulation.add(weight, alone=self._group.size == 1)
             for source in reducer.sources.values():
                 if source.grad is not None and factor != 1:
                     source._hold(source.grad * factor if factor else None)
         with self._all_or_nothing():
-            self._reduce(by_hand=by_hand)
+            self._reduce(self._before_reduction(), replaces=by_hand)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block `backward` accumulates on this rank only.
+        """Inside the block backward passes accumulate on this rank only.
 
-        The next `backward` outside, or `sync_gradients`, reduces the sum of all micro-batches.
+        The next pass outside, or `sync_gradients`, reduces the sum of all micro-batches.
         """
-        before, self._syncing = self._syncing, False
+        before, self._reduces = self._reduces, False
         try:
             yield
         finally:
-            self._syncing = before
+            self._reduces = before
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scales all gradients so that their norm, taken over all parameters as one vector, is at most `max_norm`.
-
-        A collective; every rank scales by the same bits.
-
-        Args:
-            max_norm: the limit; `math.inf` only measures.
-            norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
-
-        Returns:
-            The norm before. If it is not finite, the gradients are left as they are.
-
-        Raises:
-            ValueError: `max_norm` is negative, or `norm_type` not above 0.
-            PacelineError: a collective failed.
-        """
+        """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`."""
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")
-        shares = self._shares()
-        norm = total_norm(shares, self.group, norm_type)
-        clip((parameter for _, parameters in shares for parameter in parameters), norm, max_norm)
+        spread = self._model.spread_parameters()
+        norm = total_norm(spread, self._group, norm_type)
+        clip((parameter for _, parameters in spread for parameter in parameters), norm, max_norm)
         return norm
 
     def drop_gradients(self) -> None:
         """Drops all gradients, including those accumulated under `no_sync`, because their step is undone."""
-        if self._reducer is not None:
-            self._reducer.give_up()
-        self._round.drop()
-        for _, parameter in self.named_parameters():
+        if self.reducer is not None:
+            self.reducer.give_up()
+        self.accumulation.drop()
+        for _, parameter in self._model.named_parameters():
             parameter.grad = None
-        self._round.mark()
+        self.accumulation.mark()
 
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The module's, without a prefix: an optimizer's state fits the module wrapped or not."""
-        yield from self.module.named_parameters()
+    def abandon(self) -> None:
+        """Drops all gradients and micro-batches of an attempt that failed, because some may be reduced and some not."""
+        if self.reducer is not None:
+            self.reducer.give_up()
+            self.accumulation.reset()
+            self.accumulation.mark()
 
-    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The module's; none if it has no such method."""
-        yield from buffers_of(self.module).items()
-
-    @abc.abstractmethod
-    def _agree(self, *, may_change: bool) -> GradientReducer:
-        """Agrees with the other ranks on the model, and makes the reducer of its gradients."""
-
-    def _owes_gradients(self) -> bool:
-        """Whether other ranks may wait for this rank's gradients, though none was written here."""
-        return False
-
-    def _new_round(self, reducer: GradientReducer) -> Accumulation:
-        return Accumulation(reducer.parameters, reducer.sources)
-
-    @contextmanager
-    def _backward_pass(self, weight: float) -> Iterator[float]:
-        """Runs the module's backward inside the block; outside of `no_sync` its gradients are reduced at the end.
-
-        Returns:
-            The factor for its gradients; with 0 they are dropped.
-        """
-        reducer = self._prepare(may_change=False)
-        weight = checked_weight(weight)
-        self._round.open()
-        factor = self._round.add(weight, alone=self.group.size == 1)
-        with self._all_or_nothing():
-            watching = reducer.watching if factor else reducer.ignoring
-            with watching(weight=self._counts(), early=self._syncing):
-                yield factor
-            if self._syncing:
-                self._reduce()
-
-    def _counts(self) -> float:
-        """This rank's weight in the reduction; see `Accumulation.counts`."""
-        return self._round.counts
-
-    def _run_backward(self, dy: Any) -> Any:
-        return self.module.backward(dy)
-
-    def _shares(self) -> Sequence[Share]:
-        """This rank's parameters, and the ranks that have the rest of them."""
-        return [(None, list(parameters_of(self).values()))]
-
-    def _remember_rows(self, x: Any) -> None:
-        shape = np.shape(x) if isinstance(x, np.ndarray) else ()
-        self._rows = shape[0] if shape else None
-
-    def _prepare(self, *, may_change: bool) -> GradientReducer:
-        moved = self._reducer is not None and self._generation != self.group.generation
-        if self._reducer is not None and not moved and self._reducer.fits():
-            return self._reducer
-        if moved:  # whoever has come in uses it for the first time: all begin anew, and agree that they do
-            self._round.drop()
-        if self._round.micro_batches:
-            raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
-        first_use = self._reducer is None
-        self._reducer = self._agree(may_change=may_change)
-        self._generation = self.group.generation
-        before, self._round = self._round, self._new_round(self._reducer)
-        if moved:
-            self._round.mark_as(before)  # this may be sync_gradients, for what was written in the new generation
-        elif not first_use:
-            self._round.mark()  # gradients that are there now are the last step's
-        return self._reducer
-
-    def _reduce(self, *, by_hand: bool = False) -> None:
-        """`by_hand`: the gradients were not written through this wrapper."""
-        del by_hand  # where backward writes what optimizers see, they are in place already
-        assert self._reducer is not None
-        self._reducer.finish(weight=self._counts())
-        self._round.close()
-        self._give_buffers()
-
-    def _give_buffers(self, root: int = 0) -> None:
-        buffers = buffers_of(self.module)
-        if buffers and self.group.size > 1:
-            give(self.group, list(buffers.values()), root=root)
+    def _reduce(self, root: int, *, replaces: bool = False) -> None:
+        assert self.reducer is not None
+        self.reducer.finish(weight=self.accumulation.rank_weight, replaces=replaces)
+        self.accumulation.close()
+        buffers = self._model.buffers()
+        if buffers and self._group.size > 1:
+            give(self._group, list(buffers.values()), root=root)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Drops all gradients if the block raises, because some of them may be reduced and some not."""
-        assert self._reducer is not None
         try:
             yield
         except BaseException:
-            self._reducer.give_up()
-            self._round.reset()
+            self.abandon()
             raise
-        finally:
-            self._round.mark()
+        self.accumulation.mark()
 
 
-def _rows_of(dy: NDArray[Any]) -> int:
+def rows_of(dy: NDArray[Any]) -> int:
+    """B, from the gradient of the output, shape [B, ...].
+
+    Raises:
+        SizeMismatch: it has no first axis.
+    """
     if np.ndim(dy) == 0:
         raise SizeMismatch("dy has no first axis that would tell the number of samples: pass weight=")
     return int(np.shape(dy)[0])
@@ -298,25 +318,19 @@ def checked_weight(weight: float) -> float:
     return weight
 
 
-Share: TypeAlias = tuple[Ranks | None, Sequence[Parameter]]
-"""Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
+def total_norm(spread: Sequence[SpreadParameters], group: Ranks, p: float) -> float:
+    """Returns the p-norm of all gradients as one vector; the same bits on every rank. No gradient counts as 0.
 
-_CHUNK = 1 << 16
-"""Elements that are raised to a power at once, in float64."""
-
-
-def total_norm(shares: Sequence[Share], group: Ranks, p: float) -> float:
-    """The p-norm of all gradients as one vector; the same bits on every rank. A parameter without gradient counts 0.
-
-    Sums and powers may differ in the last bit between CPUs and libraries, so rank 0's result is everybody's (I5).
+    Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
 
     Args:
-        shares: the parts of this rank, alike on all ranks.
+        spread: the parameters of this rank, alike on all ranks.
         group: all ranks.
         p: above 0; `math.inf` for the largest absolute value.
     """
     norm = 0.0
-    for ranks, parameters in shares:
+    for ranks, parameters in spread:
         powers = [_power(g, p) for parameter in parameters if (g := parameter.grad) is not None]
         part = float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
         if ranks is not None:

@@ -1,10 +1,16 @@
-"""How the gradients of autograd get into buckets, and when a backward pass begins and ends."""
+"""How autograd drives DDP: torch parameters as the core sees them, and backward passes from hooks.
+
+The way of a gradient: a hook on the parameter tells the `AutogradDriver` before autograd stores it. The first gradient
+opens a pass of the `GradientSynchronizer`, whose `BucketReducer` then observes the parameters. The hook after it writes
+the gradient to its home in a bucket, and tells the reducer. A callback of autograd's engine closes the pass, so that
+errors are raised by `loss.backward()`.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,19 +18,23 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import StepOrderError
 from paceline.parallel._accumulation import Accumulation
-from paceline.parallel._bucket_reducer import Reducer
-from paceline.parallel._data_parallel import DDP
+from paceline.parallel._bucket_reducer import BucketReducer
+from paceline.parallel._data_parallel import ReplicatedModel
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._synchronizer import GradientReducer, checked_weight
+from paceline.parallel._ranks import Ranks
+from paceline.parallel._synchronizer import GradientSynchronizer
 from paceline.torch.tensors import Tensor, array_of, tensor_of
 
-__all__ = ["AutogradObserver", "Passes", "TorchModule", "TorchParameter", "Uneven"]
+__all__ = ["AutogradDriver", "AutogradObserver", "AutogradPass", "TorchModule", "TorchParameter", "Uneven"]
+
+_OUTSIDE = -1
+"""The number that autograd reports outside of a backward pass."""
 
 
 _HANDLES: Any = WeakIdKeyDictionary()
-"""The handles of the hooks that are registered on each tensor."""
+"""For each tensor the handles of the hooks that are registered on it."""
 
 
 class AutogradObserver(Protocol):
@@ -44,7 +54,11 @@ class AutogradObserver(Protocol):
 
 
 class TorchParameter(Parameter):
-    """Presents a torch parameter to the wrappers of `paceline.parallel`.
+    """A torch parameter as the core sees it: it shares the tensor's memory, and its gradient lives in a bucket.
+
+    Autograd computes each gradient into new memory. A hook multiplies it by its weight while it writes it to its home
+    in the bucket, and `Tensor.grad` becomes a view of that home: one pass over values that are still in the cache, and
+    autograd can reuse its memory for the next gradient.
 
     Attributes:
         tensor: the parameter.
@@ -109,10 +123,10 @@ class TorchParameter(Parameter):
         """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
         if self._handles or not self.requires_grad:
             return
-        for handle in _HANDLES.get(self.tensor, ()):  # the module was wrapped before: the new wrapper replaces it
+        for handle in _HANDLES.get(self.tensor, ()):  # an earlier wrapper's, which the new one replaces
             handle.remove()
         self._autograd_observer = observer
-        # The hooks are on the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call them.
+        # On the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call the hook.
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         self._handles = (
             self._node.register_prehook(_weakly(self._before)),
@@ -122,7 +136,7 @@ class TorchParameter(Parameter):
 
     def _before(self, gradients: tuple[Tensor, ...]) -> None:
         self._autograd_observer.before(self)
-        # The gradient so far is set aside: the weight applies to the new one only.
+        # Set the gradient so far aside: the weight applies to the new one only.
         self._earlier, self.tensor.grad = self.tensor.grad, None
 
     def _after(self, tensor: Tensor) -> None:
@@ -158,7 +172,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TorchModule:
-    """Presents a torch module to `paceline.parallel`: its parameters and buffers."""
+    """A torch module as the core sees it: its parameters and buffers."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -175,81 +189,57 @@ class TorchModule:
         """Pairs of path and array."""
         return [(path, array_of(buffer)) for path, buffer in self._module.named_buffers()]
 
-    def forward(self, x: Any) -> Any:
-        """The output."""
-        return self._module(x)
 
-    def backward(self, dy: Any) -> None:
-        """Not available: autograd runs the backward pass.
+class AutogradPass:
+    """A backward pass that torch runs. To be made inside the pass, by its first hook.
 
-        Raises:
-            UnsupportedOp: always.
-        """
-        raise UnsupportedOp("gradients come from autograd: call loss.backward()")
-
-
-class Uneven:
-    """Tracks which ranks still have inputs, by one small message before each reduction; inside of `join` only.
+    Args:
+        context: surrounds the whole pass; gives the factor.
+        done: called when torch is through with the pass, before its `backward()` returns.
 
     Attributes:
-        root: the lowest rank that took part in the last reduction with an input; 0 outside of `join`.
-        reductions: number of reductions in this `join`.
+        factor: what gradients are to be multiplied by.
     """
 
-    def __init__(self, group: Any) -> None:
-        self.root = 0
-        self.reductions = 0
-        self._group = group
-        self._joining = False
+    def __init__(self, context: AbstractContextManager[float], done: Callable[[], None]) -> None:
+        self._context = ExitStack()
+        self.factor = self._context.enter_context(context)
+        callback = _Callback(done)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._callback = weakref.ref(callback)
 
-    def open(self) -> None:
-        """Allows different numbers of inputs on the ranks from now on; all ranks call this."""
-        self._joining, self.root, self.reductions = True, 0, 0
+    @property
+    def is_dead(self) -> bool:
+        """True if an error has ended the pass: torch has dropped the callback, and will not call it."""
+        return self._callback() is None
 
     def close(self) -> None:
-        """Ends that: all ranks have the same number of inputs again."""
-        self._joining, self.root = False, 0
+        """Ends the pass, whose gradients are all there."""
+        self._context.close()
 
-    def before_reduction(self) -> None:
-        """Tells the other ranks that this rank takes part with an input."""
-        if self._joining:
-            self._tell(has_input=True)
-
-    def others_go_on(self) -> bool:
-        """Tells the other ranks that this rank has no input left; returns whether they will reduce again."""
-        return self._tell(has_input=False)
-
-    def _tell(self, *, has_input: bool) -> bool:
-        table = np.zeros(self._group.size, np.int64)
-        table[self._group.rank] = has_input
-        active = np.flatnonzero(self._group.all_reduce(table, label="uneven"))
-        if active.size:
-            self.root = int(active[0])
-            self.reductions += 1
-        return bool(active.size)
+    def abandon(self, error: BaseException) -> None:
+        """Ends the pass, which has failed: its gradients are dropped."""
+        self._context.__exit__(type(error), error, error.__traceback__)
 
 
-_OUTSIDE = -1
-"""The number that autograd reports outside of a backward pass."""
+class _Callback:
+    """A function that torch keeps for as long as the pass lives."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+
+    def __call__(self) -> None:
+        self._done()
 
 
-class SummedPasses(Accumulation):
-    """An accumulation in which passes add up, as they do in torch: the mean over the ranks is taken of their sum.
+class AutogradAccumulation(Accumulation):
+    """An accumulation as torch users expect it: passes add up, and gradients that users wrote are taken as they are."""
 
-    The weight of a rank is the average weight of its passes. So with the same weights in each pass, the result is the
-    sum over the passes of the mean over the ranks.
-    """
-
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
         self._torch_parameters: Mapping[str, TorchParameter] = parameters
         self._left: dict[str, int] = {}
         """Version of each gradient when the last pass left it."""
-
-    @property
-    def counts(self) -> float:
-        """See `Accumulation`."""
-        return self.weight / max(1, self.micro_batches)
+        super().__init__(parameters, sources, adds_up=True)
 
     def add(self, weight: float, *, alone: bool) -> float:
         """See `Accumulation`. In a world of one all passes have the same weight, as without a wrapper."""
@@ -261,12 +251,12 @@ class SummedPasses(Accumulation):
         self._left = {path: _version(p) for path, p in self._torch_parameters.items()}
 
     def written_by_others(self, *, or_zeros: bool) -> str | None:
-        """None: gradients that the user has written are used as they are, as in torch."""
+        """None: gradients that users have written are used as they are, as in torch."""
         del or_zeros
         return None
 
     def drop_if_cleared(self) -> None:
-        """Forgets a round all of whose gradients were cleared, by None or by zeros."""
+        """Forgets passes all of whose gradients were cleared, by None or by zeros."""
         if not self.micro_batches:
             return
         changed = any(_version(p) != self._left[path] for path, p in self._torch_parameters.items())
@@ -282,30 +272,87 @@ def _version(parameter: TorchParameter) -> int:
     return -1 if gradient is None else int(gradient._version)
 
 
-class Passes(DDP):
-    """Reduces the gradients of a torch module during the backward pass; arguments as of `paceline.DDP`.
+class Uneven:
+    """Keeps ranks together that run out of inputs at different times, by one small message before each reduction.
+
+    It is active inside of `DDP.join` only: there a rank without inputs takes part in reductions until none has any.
 
     Attributes:
-        factor: see `AutogradObserver`.
-        uneven: coordinates ranks that run out of inputs before others.
+        root: the lowest rank that took part in the last reduction with an input; 0 outside of `join`.
+        reductions: number of reductions in this `join`.
     """
 
-    module: TorchModule
-    _round: Accumulation
-    _trains_narrow = True
+    def __init__(self, group: Any) -> None:
+        self.root = 0
+        self.reductions = 0
+        self._group = group
+        self._has_input = False
+        """True inside of `join` while this rank has inputs."""
 
-    def __init__(self, module: Any, group: Any, **settings: Any) -> None:
-        super().__init__(TorchModule(module), group, **settings)
-        self.factor = 1.0
+    def open(self) -> None:
+        """Allows different numbers of inputs on the ranks from now on; all ranks call this."""
+        self._has_input, self.root, self.reductions = True, 0, 0
+
+    def close(self) -> None:
+        """Ends that: all ranks have the same number of inputs again."""
+        self._has_input, self.root = False, 0
+
+    def before_reduction(self) -> int:
+        """Tells the other ranks that this rank takes part with an input; returns the rank whose buffers all take."""
+        if self._has_input:
+            self._tell(has_input=True)
+        return self.root
+
+    def others_go_on(self) -> bool:
+        """Tells the other ranks that this rank has no input left; returns whether they will reduce again."""
+        self._has_input = False
+        return self._tell(has_input=False)
+
+    def _tell(self, *, has_input: bool) -> bool:
+        table = np.zeros(self._group.size, np.int64)
+        table[self._group.rank] = has_input
+        active = np.flatnonzero(self._group.all_reduce(table, label="uneven"))
+        if active.size:
+            self.root = int(active[0])
+            self.reductions += 1
+        return bool(active.size)
+
+
+class AutogradDriver:
+    """Drives the synchronizer of one DDP from autograd's hooks.
+
+    Args:
+        module: the torch module.
+        group: the ranks.
+        settings: as for `paceline.DDP`.
+
+    Attributes:
+        module: as the core sees it.
+        model: what is synchronised.
+        synchronizer: of the model.
+        uneven: keeps ranks together that run out of inputs at different times.
+        factor: see `AutogradObserver`.
+    """
+
+    def __init__(self, module: Any, group: Ranks, **settings: Any) -> None:
+        self.module = TorchModule(module)
+        self.model = ReplicatedModel(self.module, group, trains_narrow=True, **settings)
         self.uneven = Uneven(group)
+        self.synchronizer = GradientSynchronizer(
+            self.model,
+            group,
+            accumulation=AutogradAccumulation,
+            agreed=self._listen,
+            before_reduction=self.uneven.before_reduction,
+        )
+        self.factor = 1.0
+        self._group = group
         self._weight: float | None = None
         """Weight of the next pass, if the user has given one."""
-        self._watch: AbstractContextManager[None] | None = None
-        """Watches gradients while a pass is under way; None otherwise."""
+        self._pass: AutogradPass | None = None
+        """The pass that is under way."""
         self._task = _OUTSIDE
-        """Autograd's number of the pass that is under way."""
-        self._sends = True
-        """Whether the pass that is under way ends with a reduction."""
+        """Autograd's number of that pass."""
         self._begun = 0
         """Number of passes so far."""
 
@@ -313,9 +360,9 @@ class Passes(DDP):
 
     def before_forward(self) -> None:
         """Agrees on the model with the other ranks, and drops the rest of a backward pass that raised."""
-        if self._watch is not None and torch._C._current_graph_task_id() == _OUTSIDE:
+        if self._pass is not None and torch._C._current_graph_task_id() == _OUTSIDE:
             self._abandon(StepOrderError("the last backward pass did not finish"))
-        self.prepare()
+        self.synchronizer.prepare()
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
@@ -324,51 +371,35 @@ class Passes(DDP):
         try:
             yield
             if self._begun == begun:  # the pass reached no parameter, but the other ranks wait for this one
-                self._begin()
-                self._end()
+                with self.synchronizer.backward_pass(self._next_weight()):
+                    pass
         except BaseException as error:
-            if self._watch is not None:
+            if self._pass is not None:
                 self._abandon(error)
             raise
         finally:
             self._weight = None
 
-    def sync_gradients(self, weight: float | None = None) -> None:
-        """Reduces the gradients that passes in `no_sync` have accumulated; does nothing if there are none."""
-        if weight is not None:
-            raise StepOrderError("each pass got its weight in backward(): sync_gradients() takes none")
-        self._prepare(may_change=False)
-        self._round.drop_if_cleared()
-        if self._round.micro_batches:
-            with self._all_or_nothing():
-                self.uneven.before_reduction()
-                self._reduce()
-
     def reduce_without_input(self) -> None:
         """Takes part in a reduction of the other ranks with weight zero."""
-        self._prepare(may_change=False)
-        self._round.open()
-        self._round.add(0.0, alone=False)
-        with self._all_or_nothing():
-            self._reduce()
-        for _, parameter in self.named_parameters():
+        with self.synchronizer.backward_pass(0.0, reduces=True):
+            pass
+        for _, parameter in self.module.named_parameters():
             parameter.grad = None
 
     def drop_gradients(self) -> None:
-        """See `Wrapper`."""
+        """Drops all gradients, because their step is undone."""
         self._close(StepOrderError("the step was undone"))
-        super().drop_gradients()
+        self.synchronizer.drop_gradients()
 
-    # Autograd, through the parameters ---------------------------------------------------------------------------------
+    # Called by hooks of the parameters --------------------------------------------------------------------------------
 
     def before(self, parameter: TorchParameter) -> None:
         """See `AutogradObserver`."""
         try:
             task = torch._C._current_graph_task_id()
-            if self._watch is None:
-                self._begin()
-                self._task = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            if self._pass is None:
+                self._begin(task)
             elif task != self._task:
                 raise StepOrderError(
                     "a backward pass began before the last one was finished: either it is nested (checkpoint with "
@@ -391,57 +422,32 @@ class Passes(DDP):
             self._abandon(error)
             raise
 
-    def _begin(self) -> None:
-        reducer = self._prepare(may_change=False)
+    def _begin(self, task: int) -> None:
         self._begun += 1
-        self._sends = self._syncing
-        self._round.open()
-        weight = checked_weight(self.group.share if self._weight is None else self._weight)
-        self.factor = self._round.add(weight, alone=self.group.size == 1)
-        counts = reducer.ignoring if self.factor == 0 else reducer.watching
-        if self._sends:
-            self.uneven.before_reduction()
-        self._watch = counts(weight=self._round.counts, early=self._sends)
-        self._watch.__enter__()
+        self._pass = AutogradPass(self.synchronizer.backward_pass(self._next_weight()), self._end)
+        self.factor = self._pass.factor
+        self._task = task
+
+    def _next_weight(self) -> float:
+        return self._group.share if self._weight is None else self._weight
 
     def _end(self) -> None:
         """Ends the pass: autograd has computed all gradients."""
-        watch, self._watch = self._watch, None
-        if watch is None:  # abandoned before its end
-            return
-        with self._all_or_nothing():
-            watch.__exit__(None, None, None)
-            if self._sends:
-                self._reduce()
+        running, self._pass = self._pass, None
+        if running is not None:  # else it was abandoned before its end
+            running.close()
 
     def _abandon(self, error: BaseException) -> None:
         """Drops all gradients of a failed attempt, because some of them may be reduced and some not."""
         self._close(error)
-        if self._reducer is not None:
-            self._reducer.give_up()
-            self._round.reset()
-            self._round.mark()
+        self.synchronizer.abandon()
 
     def _close(self, error: BaseException) -> None:
-        """Stops watching gradients."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            try:
-                watch.__exit__(type(error), error, error.__traceback__)
-            except BaseException as same:
-                if same is not error:
-                    raise
+        running, self._pass = self._pass, None
+        if running is not None:
+            running.abandon(error)
 
-    # Differences to NumPy ---------------------------------------------------------------------------------------------
-
-    def _new_round(self, reducer: GradientReducer) -> Accumulation:
-        return SummedPasses(reducer.parameters)
-
-    def _agree(self, *, may_change: bool) -> Reducer:
-        reducer = super()._agree(may_change=may_change)
+    def _listen(self, reducer: BucketReducer) -> None:
+        del reducer
         for _, parameter in self.module.named_parameters():
             parameter.listen(self)
-        return reducer
-
-    def _give_buffers(self, root: int = 0) -> None:
-        super()._give_buffers(self.uneven.root)

@@ -1,101 +1,89 @@
-"""A sharded model driven by autograd."""
+"""How autograd drives a sharded model: units run forward by calls, and backward by hooks.
+
+A unit is entered when the gradient of one of its outputs is there, and left when those of its inputs are. By then those
+of its parameters are there too: of what it can do next, autograd always does first what came last in the forward pass,
+and gradients of parameters before all else. Both points follow from how units hang together, and not from which of
+their parameters a rank has used: so all ranks come to them in the same order.
+
+Between the passes of its unit a parameter has no memory, and in the backward pass it has other memory than before. An
+operation that saves a weight, or a view of it such as `weight.t()`, would keep the whole array alive. FSDP in torch
+itself frees and refills the storage that saved tensors refer to, with `untyped_storage().resize_`. That cannot be done
+here: the memory is NumPy's, from where links read it without a copy, and storage that `torch.from_numpy` has made, or
+that `Tensor.numpy()` has ever shown, is fixed in size. So a saved tensor that lies in a parameter is replaced by its
+place there (`saving`), and when the backward pass asks for it, it is made anew of the memory that the parameter has
+then. As that memory is counted by references, nobody can ever read what is freed.
+
+One pair of such hooks counts at a time, the innermost. These are the outermost ones of the model: inside of activation
+checkpointing its own count, which keep values for the moment of their use only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import ml_dtypes
+import numpy as np
 import torch
 
 from paceline.errors import StepOrderError
-from paceline.parallel._fully_sharded import FSDP
+from paceline.parallel._accumulation import Accumulation
 from paceline.parallel._ranks import ShardRanks
-from paceline.parallel._synchronizer import GradientReducer
 from paceline.parallel.sharding._placement import ShardingStrategy
-from paceline.parallel.sharding._runner import Units
-from paceline.parallel.sharding._unit import Unit
+from paceline.parallel.sharding._runner import UnitRunner
+from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.torch._autograd import AutogradPass
 from paceline.torch._sharded_tensors import Adapter, Call, Mirror, mapped, mirror_in, tensors_in
 
-__all__ = ["Engine", "Pass", "Run", "saving"]
+__all__ = ["ShardedDriver", "UnitRun", "saving"]
 
 
-class Pass:
-    """A backward pass under way. To be made inside of it.
+class UnitRuns:
+    """A backward pass of the whole model, and the runs of its units that are under way.
 
     Args:
-        context: of the whole pass; gives the factor.
-        running: makes the context of a unit's run.
-        done: called when torch is through with the pass, before its `backward()` returns.
+        whole: the pass.
 
     Attributes:
-        factor: what gradients are to be multiplied by.
+        whole: as above.
     """
 
-    def __init__(
-        self,
-        context: AbstractContextManager[float],
-        running: Callable[[Unit], AbstractContextManager[None]],
-        done: Callable[[], None],
-    ) -> None:
-        self._running = running
+    def __init__(self, whole: AutogradPass) -> None:
+        self.whole = whole
         self._inside: dict[int, list[ExitStack]] = {}
-        """Runs under way, by the unit's identity."""
-        self._whole = ExitStack()
-        self.factor = self._whole.enter_context(context)
-        callback = _Callback(done)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._callback = ref(callback)
+        """Runs under way, by the identity of the sharded model whose unit it is."""
 
-    @property
-    def is_dead(self) -> bool:
-        """True if torch has given the pass up: an error has ended it. Nobody calls back in that case."""
-        return self._callback() is None
-
-    def is_inside(self, unit: Unit) -> bool:
-        """True between `enter` and `leave`."""
-        return bool(self._inside.get(id(unit)))
-
-    def enter(self, unit: Unit) -> None:
-        """A run of a unit begins."""
+    def enter(self, sharded: ShardedModel) -> None:
+        """A run of a model's own unit begins."""
         run = ExitStack()
-        run.enter_context(self._running(unit))
-        self._inside.setdefault(id(unit), []).append(run)
+        run.enter_context(sharded.running_backward())
+        self._inside.setdefault(id(sharded), []).append(run)
 
-    def leave(self, unit: Unit) -> None:
-        """A run of a unit ends; which of several does not matter."""
-        if self.is_inside(unit):
-            self._inside[id(unit)].pop().close()
+    def leave(self, sharded: ShardedModel) -> None:
+        """A run of a model's own unit ends; which of several does not matter."""
+        if self._inside.get(id(sharded)):
+            self._inside[id(sharded)].pop().close()
 
     def end(self) -> None:
-        """All runs end, also those of units whose inputs take no gradient, and with them the pass."""
+        """Ends all runs, also those of units whose inputs take no gradient, and with them the pass."""
         for runs in self._inside.values():
             while runs:
                 runs.pop().close()
-        self._whole.close()
+        self.whole.close()
 
     def abandon(self) -> None:
-        """The pass has failed: what it has gathered counts for nothing."""
+        """Ends the pass, which has failed: what it has gathered counts for nothing."""
         error = StepOrderError("the backward pass did not come to its end")
-        for stack in [run for runs in self._inside.values() for run in runs] + [self._whole]:
+        for run in [run for runs in self._inside.values() for run in runs]:
             with suppress(StepOrderError):
-                stack.__exit__(type(error), error, None)
+                run.__exit__(type(error), error, None)
+        with suppress(StepOrderError):
+            self.whole.abandon(error)
 
 
-class _Callback:
-    """A function that torch keeps for as long as the pass lives."""
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
-
-    def __call__(self) -> None:
-        self._done()
-
-
-class Run:
+class UnitRun:
     """One forward run of a unit, and the run backward that it will have.
 
     Args:
@@ -190,19 +178,20 @@ def saving(need: Callable[[Mirror], None]) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class Engine(FSDP):
-    """Spreads one torch module.
+class ShardedDriver:
+    """Drives one sharded torch module from its calls and from autograd's hooks.
 
-    The gradients of micro-batches under `no_sync` are added up, as torch does it; the mean is taken over ranks.
+    The gradients of micro-batches under `no_sync` add up, as in torch; the mean is taken over ranks.
 
     Args:
-        module: as NumPy modules are seen.
+        module: as the core sees it.
+        group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
         narrow: compute with, and send, bfloat16.
-        others: as those of `FSDP`.
-    """
 
-    module: Adapter
-    _root: Engine
+    Attributes:
+        module: as above.
+        sharded: the core; its `driver` is this object.
+    """
 
     def __init__(
         self,
@@ -214,72 +203,75 @@ class Engine(FSDP):
         narrow: bool,
         ahead: int,
     ) -> None:
-        self._computes = narrow
-        self._pass: Pass | None = None
+        self.module = module
+        self.sharded = ShardedModel(
+            module,
+            group,
+            strategy,
+            intra_node_size,
+            wire=np.dtype(ml_dtypes.bfloat16) if narrow else None,
+            computes=narrow,
+            ahead=ahead,
+            accumulation=partial(Accumulation, adds_up=True),
+            agreed=_observe,
+            interrupted=self._drop_dead_pass,
+        )
+        self.sharded.driver = self
+        self._narrow = narrow
+        self._pass: UnitRuns | None = None
+        """The backward pass that is under way; of the outermost driver only."""
         self._given: float | None = None
-        """The weight of the next backward pass, if it is not B."""
-        wire = ml_dtypes.bfloat16 if narrow else None
-        super().__init__(module, group, strategy, intra_node_size, communication_dtype=wire, ahead=ahead)
+        """The weight of the next backward pass, if the user has given one."""
+
+    def forward(self, call: Call) -> Any:
+        """The module's output; see `paceline.torch.FSDP.forward`."""
+        sharded = self.sharded
+        if sharded.is_empty:
+            return self.module.forward(call)
+        if not sharded.is_outermost:
+            return self._run_forward(call)
+        shapes = (tensor.shape for tensor in tensors_in((call.args, call.kwargs)))
+        with sharded.forward_pass(next((shape[0] for shape in shapes if shape), None)):
+            return self._run_forward(call)
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
-        """For a backward pass inside the block that counts so much; None for its number of samples."""
+        """Gives the backward pass inside the block a weight; None for its number of samples."""
         self._given = weight
         try:
             yield
         finally:
             self._given = None
 
-    def drop_gradients(self) -> None:
-        """As `Wrapper.drop_gradients`."""
-        self._drop_dead_pass()
-        super().drop_gradients()
-
-    def _prepare(self, *, may_change: bool) -> GradientReducer:
-        self._drop_dead_pass()
-        return super()._prepare(may_change=may_change)
-
-    def _agree(self, *, may_change: bool) -> Units:
-        units = super()._agree(may_change=may_change)
-        for source in units.sources.values():
-            assert isinstance(source, Mirror)
-            source.watch(_take)
-        return units
-
-    def _counts(self) -> float:
-        return self._round.weight / max(self._round.micro_batches, 1)
-
-    def _remember_rows(self, x: Call) -> None:
-        shapes = (tensor.shape for tensor in tensors_in((x.args, x.kwargs)))
-        self._rows = next((shape[0] for shape in shapes if shape), None)
-
-    def _run_forward(self, x: Call) -> Any:
-        run = Run(partial(self._enter, self._rows), self._leave)
-        keeping = saving(_need) if self._root is self and torch.is_grad_enabled() else nullcontext()
-        with self._root._all_units().running_forward(self._unit), keeping:
-            call = run.of_inputs(x)
-            if self._computes:
+    def _run_forward(self, call: Call) -> Any:
+        sharded = self.sharded
+        run = UnitRun(partial(self._enter, sharded.synchronizer.rows), self._leave)
+        keeping = saving(_need) if sharded.is_outermost and torch.is_grad_enabled() else nullcontext()
+        with sharded.running_forward(), keeping:
+            call = run.of_inputs(call)
+            if self._narrow:
                 call = Call(*mapped(tuple(call), _narrowed))
             return run.of_outputs(self.module.forward(call))
 
     def _enter(self, rows: int | None) -> None:
         """A run backward begins; `rows`: of the forward pass that it belongs to, if this is the outermost unit."""
-        if self._root is self:
-            self._rows = rows
-        with self._root._running_pass() as running:
-            running.enter(self._unit)
+        if self.sharded.is_outermost:
+            self.sharded.synchronizer.rows = rows
+        with _driver_of(self.sharded.outermost)._running_pass() as running:
+            running.enter(self.sharded)
 
     def _leave(self) -> None:
-        with self._root._running_pass() as running:
-            running.leave(self._unit)
+        with _driver_of(self.sharded.outermost)._running_pass() as running:
+            running.leave(self.sharded)
 
     @contextmanager
-    def _running_pass(self) -> Iterator[Pass]:
-        """The backward pass that torch is in; it begins with the first call. An error inside of the block ends it."""
+    def _running_pass(self) -> Iterator[UnitRuns]:
+        """The backward pass that torch is in; it begins with the first call. An error inside the block ends it."""
         self._drop_dead_pass()
         if self._pass is None:
-            weight = (1 if self._rows is None else self._rows) if self._given is None else self._given
-            self._pass = Pass(self._backward_pass(weight), self._all_units().running_backward, self._end_pass)
+            rows = self.sharded.synchronizer.rows
+            weight = (1 if rows is None else rows) if self._given is None else self._given
+            self._pass = UnitRuns(AutogradPass(self.sharded.backward_pass(weight), self._end_pass))
         try:
             yield self._pass
         except BaseException:
@@ -290,7 +282,6 @@ class Engine(FSDP):
         with self._running_pass() as running:
             running.end()
         self._pass = None
-        self._owes = self._owes and not self._syncing
 
     def _drop_pass(self) -> None:
         if self._pass is not None:
@@ -298,25 +289,38 @@ class Engine(FSDP):
             dropped.abandon()
 
     def _drop_dead_pass(self) -> None:
-        if self._pass is not None and self._pass.is_dead:
+        if self._pass is not None and self._pass.whole.is_dead:
             self._drop_pass()
 
+    def take_gradient(self, mirror: Mirror) -> None:
+        """Takes over a gradient that autograd has left; of the outermost driver."""
+        with self._running_pass() as running:
+            mirror.take_gradient(running.whole.factor)
 
-def _take(mirror: Mirror) -> None:
-    """Autograd has left a gradient."""
-    owner = mirror._owner
-    assert isinstance(owner, Engine)
-    with owner._root._running_pass() as running:
-        mirror.take_gradient(running.factor)
+
+def _observe(runner: UnitRunner) -> None:
+    """Has autograd tell of every gradient that it leaves in a parameter of these units."""
+    for source in runner.sources.values():
+        assert isinstance(source, Mirror)
+        source.watch(lambda mirror: _driver_of(_owner_of(mirror).outermost).take_gradient(mirror))
 
 
 def _need(mirror: Mirror) -> None:
-    """Autograd reads a parameter of a unit that it has not entered: what that returned was not looked into."""
-    owner = mirror._owner
-    assert isinstance(owner, Engine)
-    owner._enter(owner._rows)
+    """Autograd reads a parameter of a unit that it has not entered, whose output has no tensor that was found."""
+    owner = _owner_of(mirror)
+    _driver_of(owner)._enter(owner.synchronizer.rows)
     if not mirror.is_here:
         raise StepOrderError("the backward pass needs a parameter that is spread over the ranks, after its unit's end")
+
+
+def _owner_of(mirror: Mirror) -> ShardedModel:
+    assert isinstance(mirror._owner, ShardedModel)
+    return mirror._owner
+
+
+def _driver_of(sharded: ShardedModel) -> ShardedDriver:
+    assert isinstance(sharded.driver, ShardedDriver)
+    return sharded.driver
 
 
 def _narrowed(tensor: Any) -> Any:

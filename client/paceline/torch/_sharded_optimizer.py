@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.parallel._fully_sharded import FSDP
 from paceline.parallel._optimizer_state import OptimizerState
 from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._sharded_tensors import Piece, mirror_in, piece_of
 from paceline.torch.tensors import array_of, tensor_of
 
@@ -57,11 +57,11 @@ class TorchOptimizer(OptimizerState):
             for tensor in group["params"]:
                 piece = piece_of(tensor)
                 owner = None if piece is None else piece._owner
-                if piece is None or not isinstance(owner, FSDP):
+                if piece is None or not isinstance(owner, ShardedModel):
                     raise UnsupportedOp(
                         f"a {self._kind} trains both pieces of a model that FSDP has wrapped and other parameters"
                     )
-                paths = paths if id(piece) in paths else paths | owner._root._paths()
+                paths = paths if id(piece) in paths else paths | owner.outermost.paths()
                 self._pieces[paths[id(piece)]] = piece
         self._trained()
 
@@ -234,7 +234,7 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
         try:
             found = TorchOptimizer(thing)
         except UnsupportedOp:
-            if any(isinstance(owner, FSDP) and owner.spreads for owner in owners):
+            if any(isinstance(owner, ShardedModel) and owner.spreads for owner in owners):
                 raise
             return None
         setattr(thing, _KEPT, found)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import UnsupportedOp
-from paceline.parallel._fully_sharded import FSDP
 from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch.tensors import array_of, nothing, tensor_of
 
 __all__ = [
@@ -157,7 +157,7 @@ class Piece(Parameter):
     @_grad.setter
     def _grad(self, value: NDArray[Any] | None) -> None:
         gradient = None if value is None else tensor_of(value)
-        if gradient is not None and isinstance(self._owner, FSDP) and self._owner.spreads:
+        if gradient is not None and isinstance(self._owner, ShardedModel) and self._owner.spreads:
             gradient = gradient.as_subclass(PartOfGradient)
         self.tensor.grad = gradient
 
@@ -221,15 +221,15 @@ class Wrapped(torch.nn.Module):  # type: ignore[misc]
 
     Attributes:
         module: what is wrapped.
-        engine: what spreads it.
+        sharded: what shards it.
     """
 
     module: Any
-    engine: FSDP
+    sharded: ShardedModel
 
 
 class Adapter:
-    """A torch module as a NumPy module; paths are those it has without wrappers.
+    """A torch module as the core sees it: parameters and buffers by the paths that they have without wrappers.
 
     Args:
         module: the module.
@@ -254,14 +254,6 @@ class Adapter:
     def forward(self, call: Call) -> Any:
         """What the module returns."""
         return self.module(*call.args, **call.kwargs)
-
-    def backward(self, dy: Any) -> Any:
-        """Autograd runs it.
-
-        Raises:
-            UnsupportedOp: always.
-        """
-        raise UnsupportedOp("torch runs the backward pass: loss.backward()")
 
 
 def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -> None:
@@ -315,7 +307,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _parameters(module: Any, prefix: str) -> Iterator[tuple[str, Parameter]]:
     if isinstance(module, Wrapped):
-        yield from ((prefix + path, parameter) for path, parameter in module.engine.named_parameters())
+        yield from ((prefix + path, parameter) for path, parameter in module.sharded.named_parameters())
         return
     for name, tensor in module._parameters.items():
         if tensor is not None:

@@ -216,7 +216,7 @@ class Flat:
         assert full is not None
         return self.views(full)
 
-    def settle(self) -> None:
+    def keep_shard(self) -> None:
         """Keeps only this rank's part, once the ranks have agreed on initial values."""
         if not self.is_spread:
             if self._is_narrowed:

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
-from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
+from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.links.base import Peer
-from paceline.parallel._fully_sharded import FSDP
+from paceline.parallel._data_parallel import DDP
 from paceline.parallel._optimizer_state import OptimizerState, standing_for
 from paceline.parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of
-from paceline.parallel._synchronizer import Wrapper
+from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.parallel.sharding._unit import Unit
 
 __all__ = [
@@ -49,7 +49,7 @@ class Holding:
     states: dict[int, dict[str, Shard]]
 
 
-def holding(models: Sequence[FSDP], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
+def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
     """What this rank holds now. It is all of it where nothing is cut yet, and no optimizer has state.
 
     Args:
@@ -100,14 +100,15 @@ class Move:
         StepOrderError: inside `unshard`.
     """
 
-    def __init__(self, models: Sequence[FSDP], optimizers: Sequence[OptimizerState], share: tuple[int, int]) -> None:
+    def __init__(
+        self, models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], share: tuple[int, int]
+    ) -> None:
         part, parts = share
         for model in models:
-            if model._units is not None and model._units.are_summoned:
-                raise StepOrderError("the view changed inside unshard(): what is whole there would be lost")
+            model.check_not_summoned("the view changed inside unshard(): what is whole there would be lost")
         self._models = models
         self._optimizers = optimizers
-        self._units = [(unit, model._place_of(part, parts)) for model, unit in _units(models)]
+        self._units = [(unit, model.place_of(part, parts)) for model, unit in _units(models)]
         self._rooms = [[flat.room(place) for flat in unit.flats] for unit, place in self._units]
         values: dict[int, Shard] = {}
         for (unit, _), rooms in zip(self._units, self._rooms, strict=True):
@@ -125,7 +126,7 @@ class Move:
     def switch(self) -> None:
         """All of it at once; the memory is filled."""
         for model in self._models:
-            model._expire()
+            model.expire()
         for (unit, place), rooms in zip(self._units, self._rooms, strict=True):
             unit.move_to(place, rooms)
         for optimizer in self._optimizers:
@@ -133,7 +134,7 @@ class Move:
             optimizer.move({key: s.values.reshape(_piece(optimizer, key).shape) for key, s in state.items()})
 
 
-def places_of(models: Sequence[FSDP], parts: int) -> dict[int, tuple[int, int]]:
+def places_of(models: Sequence[ShardedModel], parts: int) -> dict[int, tuple[int, int]]:
     """Where each parameter lies if the state is cut into so many parts, by the piece's identity.
 
     Returns:
@@ -148,14 +149,14 @@ def places_of(models: Sequence[FSDP], parts: int) -> dict[int, tuple[int, int]]:
     return places
 
 
-def _units(models: Sequence[FSDP]) -> list[tuple[FSDP, Unit]]:
+def _units(models: Sequence[ShardedModel]) -> list[tuple[ShardedModel, Unit]]:
     """The units whose strategy spreads them, each with its wrapper; in a world of one too."""
-    return [(part, part._unit) for model in models for part in model._parts() if part.spreads]
+    return [(part, part.unit) for model in models for part in model.parts() if part.spreads]
 
 
-def _among(model: FSDP, unit: Unit, *, whole: bool) -> tuple[int, int]:
+def _among(model: ShardedModel, unit: Unit, *, whole: bool) -> tuple[int, int]:
     """This rank's place among those that hold the same and write a checkpoint together, and how many they are."""
-    view, rank = model._place(), model.group.rank
+    view, rank = model.place_now(), model.group.rank
     if (view.part, len(view.shards)) != (unit.placement.part, len(unit.placement.shards)):
         return 0, 1  # the view that the share is for has not come yet
     alike = sorted(member for node in view.nodes for member in node) if whole else view.replicas
@@ -214,7 +215,7 @@ def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None
         PacelineError: the ranks could not agree on initial values.
     """
     model, optimizer = standing_for(model), standing_for(optimizer)
-    if isinstance(model, Wrapper):
+    if isinstance(model, (DDP, ShardedModel)):
         model.prepare()
     shards = model_shards(model, group)
     state: dict[str, Any] = {"model": shards}
@@ -230,7 +231,7 @@ def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = No
         SizeMismatch: it does not fit; the text lists why.
     """
     model, optimizer = standing_for(model), standing_for(optimizer)
-    if isinstance(model, FSDP):
+    if isinstance(model, ShardedModel):
         model.load_sharded_state_dict({path: _entry(leaf) for path, leaf in state["model"].items()})
     else:
         _load_whole(model, state["model"])
@@ -243,7 +244,7 @@ def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = No
 def model_shards(model: HasParameters, group: _Group | None = None) -> dict[str, Leaf]:
     """Parameters by path, then buffers: live arrays, a `Shard` where other ranks have the rest."""
     leaves: dict[str, Leaf] = {path: parameter.data for path, parameter in parameters_of(model).items()}
-    if isinstance(model, FSDP):
+    if isinstance(model, ShardedModel):
         ids = None if group is None else {member.member_id for member in group.members}
         for path, leaf in _spread(model, ids):
             leaves[path] = leaf
@@ -272,10 +273,10 @@ def optimizer_shards(optimizer: OptimizerState, model: Mapping[str, Leaf]) -> di
     return {"settings": dict(optimizer.settings), "state": state}
 
 
-def _spread(model: FSDP, members: set[str] | None) -> list[tuple[str, Shard]]:
-    paths = model._paths()
+def _spread(model: ShardedModel, members: set[str] | None) -> list[tuple[str, Shard]]:
+    paths = model.paths()
     found = []
-    for unit in model._tree():
+    for unit in model.units():
         if len(unit.placement.shards) == 1:
             continue
         everyone = model.group.members

@@ -26,10 +26,10 @@ from paceline.parallel._ranks import PendingWork, Ranks
 from paceline.parallel.sharding._flat import Flat
 from paceline.parallel.sharding._unit import Unit
 
-__all__ = ["MAX_SCATTERING", "Order", "Reduction", "Scattering", "Units"]
+__all__ = ["MAX_SCATTERING", "UnitOrder", "Reduction", "Scattering", "UnitRunner"]
 
 
-class Order:
+class UnitOrder:
     """The order of one kind of pass.
 
     Args:
@@ -244,7 +244,7 @@ class Reduction:
         return float(table[0]), used, everywhere
 
 
-class Units:
+class UnitRunner:
     """The units of a model; a `GradientReducer`.
 
     Args:
@@ -257,13 +257,13 @@ class Units:
     def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Ranks, ahead: int) -> None:
         self._all = tuple(units)
         self._ahead = ahead
-        self._forward = Order([n for n, unit in enumerate(self._all) if unit.flats])
-        self._backward = Order(_backward_guess(self._all))
+        self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])
+        self._backward = UnitOrder(_backward_guess(self._all))
         self._number = {id(unit): n for n, unit in enumerate(self._all)}
         self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
         self._group = group
         self._reduction = Reduction(self._all, group)
-        self._order: Order | None = None
+        self._order: UnitOrder | None = None
         """The order of the running pass; None between passes."""
         self._backwards = self._ignores = self._early = False
         self.prefetched = False
@@ -363,7 +363,7 @@ class Units:
             self._ignores = False
 
     @contextmanager
-    def _passing(self, order: Order) -> Iterator[None]:
+    def _passing(self, order: UnitOrder) -> Iterator[None]:
         try:
             self._refresh()
             self._order = order
@@ -418,10 +418,15 @@ class Units:
         """True inside `summoned`."""
         return any(flat.is_summoned for unit in self._all for flat in unit.flats)
 
-    def finish(self, *, weight: float) -> None:
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the pieces.
 
         A parameter that no rank used gets no gradient.
+
+        Args:
+            weight: this rank's weight.
+            replaces: users have written the gradients themselves. They replace those of the pieces, to which users
+                could have added them; a piece whose gradient nobody wrote keeps what it has.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit had sent, or this is
@@ -429,11 +434,19 @@ class Units:
             PacelineError: a collective failed.
         """
         self._check_not_summoned()
+        before: list[tuple[Parameter, NDArray[Any] | None]] = []
+        if replaces:
+            before = [(piece, piece.grad) for _, _, piece in self._pairs]
+            for piece, _ in before:
+                piece._hold(None)
         orders = (self._forward, self._backward)
         everywhere = self._reduction.finish(weight, [order.is_complete for order in orders])
         for order, complete in zip(orders, everywhere, strict=True):
             if complete:
                 order.commit()
+        for piece, gradient in before:
+            if piece.grad is None:
+                piece._hold(gradient)
         self.expire()
 
     def give_up(self) -> None:

@@ -38,10 +38,10 @@ class Unit:
     Attributes:
         flats: the arrays; most units have one.
         placement: as above.
-        shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `settle`.
+        shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `assign_ranks`.
         replicas: the ranks that hold the same part; None where there is no other.
-        is_settled: initial values have been agreed on.
-        agreed: their fingerprint, and that of what was agreed on with them; 0 where nothing was compared.
+        is_agreed: initial values have been agreed on.
+        fingerprint: their fingerprint, and that of what was agreed on with them; 0 where nothing was compared.
         has_ranks: `shards` and `replicas` are of the view that the placement is for.
         runs: how often it ran in the last forward pass.
         left: how often it has still to run in this backward pass, if each run forward has one.
@@ -71,18 +71,18 @@ class Unit:
         self.flats = [Flat(group, placement, wire, empty, computes=computes) for group in kinds.values()]
         self.shards: ShardRanks | None = None
         self.replicas: ShardRanks | None = None
-        self.is_settled = self.has_ranks = False
-        self.agreed = 0
+        self.is_agreed = self.has_ranks = False
+        self.fingerprint = 0
         self.runs = self.left = self.inside = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
-    def settle(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
+    def assign_ranks(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
         """Initial values are all ranks': keeps this rank's part, and takes the ranks of the placement."""
         self.shards, self.replicas = shards, replicas
-        if not self.is_settled:
+        if not self.is_agreed:
             for flat in self.flats:
-                flat.settle()
-        self.is_settled = self.has_ranks = True
+                flat.keep_shard()
+        self.is_agreed = self.has_ranks = True
 
     def move(self, placement: Placement) -> None:
         """There is a new view: the ranks are others. Values that are whole here are to be agreed on again.
@@ -103,7 +103,7 @@ class Unit:
         """There will be a new view, in which this rank has what lies in these rooms, one for each flat array."""
         for flat, room in zip(self.flats, rooms, strict=True):
             flat.move(room)
-        self.is_settled = True
+        self.is_agreed = True
         self._stand(placement)
 
     def _stand(self, placement: Placement) -> None:
@@ -111,12 +111,12 @@ class Unit:
         self.shards = self.replicas = None
         self.has_ranks = False
         if len(placement.shards) == 1:
-            self.is_settled = False
+            self.is_agreed = False
 
     @property
     def is_fresh(self) -> bool:
         """True while this rank has all that is to be spread: initial values are not agreed on, and none was loaded."""
-        return not self.is_settled and not any(flat.given for flat in self.flats)
+        return not self.is_agreed and not any(flat.given for flat in self.flats)
 
     def held(self) -> Iterator[tuple[Parameter, NDArray[Any], int]]:
         """Of each piece the elements that are here and count, and the number of the first."""
@@ -241,13 +241,13 @@ def join_units(
     Raises:
         PacelineError: as `agree`.
     """
-    new = [unit for unit in units if not unit.is_settled]
+    new = [unit for unit in units if not unit.is_agreed]
     flats = [flat for unit in new for flat in unit.flats]
     given = [(flat, flat.part.copy()) for flat in flats if flat.given and flat.is_spread]
     values = [view for flat in flats for view in flat.initial()]
     agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change, agreed_in=agreed_in)
     for unit in new:
-        unit.agreed = agreed
+        unit.fingerprint = agreed
     for flat, part in given:  # loaded on purpose, on each rank its own
         flat.part[...] = part
     for number, unit in enumerate(units):
@@ -255,7 +255,7 @@ def join_units(
             flat.label = f"unit{number}-{kind}" if kind else f"unit{number}"
         if not unit.has_ranks:
             where = unit.placement
-            unit.settle(_part(group, where.shards, "fsdp_shards"), _part(group, where.replicas, "fsdp_replicas"))
+            unit.assign_ranks(_part(group, where.shards, "fsdp_shards"), _part(group, where.replicas, "fsdp_replicas"))
 
 
 _parts: WeakKeyDictionary[ShardRanks, WeakValueDictionary[tuple[int, tuple[int, ...], str], ShardRanks]] = (
