@@ -492,14 +492,14 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0 is what newcomers are compared with, though it is one",
-        "client/paceline/parallel/agreement.py",
+        "client/paceline/parallel/_agreement.py",
         "reference = int(np.argmax(table[:, 2]))",
         "reference = 0",
         ("unit/parallel/test_agreement.py",),
     ),
     Mutant(
         "nobody knows who has agreed on a wrapper before",
-        "client/paceline/parallel/ddp.py",
+        "client/paceline/parallel/_synchronizer.py",
         "agreed_in=self._generation",
         "agreed_in=0",
         ("unit/parallel/test_agreement.py",),

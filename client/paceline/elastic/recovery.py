@@ -26,7 +26,7 @@ from paceline.errors import (
     UnsupportedOp,
 )
 from paceline.links.fault import Suspicion
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline_protocol import Meet, Place, Share, Tag, Take
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

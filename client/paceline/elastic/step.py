@@ -23,7 +23,7 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
 from paceline.work import Work
 from paceline_protocol import Flag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason

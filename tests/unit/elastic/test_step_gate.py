@@ -15,7 +15,7 @@ from paceline.elastic.step import PendingStepWord, Step
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
 from paceline_protocol import Flag, word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
