@@ -47,9 +47,9 @@ class Mesh:
         thread: Any,
         patience: float,
         credentials: Any,
-        ways: Any,
+        kinds: Any,
     ) -> None:
-        self.process: Process = ways
+        self.process: Process = kinds
         self.generation = generation
         self.rank = rank
         self.peers = tuple(peers)

@@ -54,7 +54,7 @@ class _Door:
 
     def __init__(self, process: Process) -> None:
         self.window = _Window()
-        self.ways = process
+        self.kinds = process
 
     def on_exhausted(self, tell: Any) -> None:
         pass

@@ -12,8 +12,7 @@ from typing import Any
 
 from paceline._grpc import aio, grpc
 from paceline.credentials import Credentials
-from paceline.links.grpc_methods import Requests
-from paceline.links.grpc_refusal import refuse, shown
+from paceline.links.grpc_methods import Requests, refuse, shown
 from paceline.session.address import parse_endpoint
 from paceline.session.wire import call_options
 from pacelinepb.v1 import peer_pb2

@@ -123,7 +123,7 @@ class MemberConnection:
         self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
         self.mail = Mail()
         self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
-        self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.ways)
+        self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
 
     @property
@@ -429,7 +429,7 @@ class MemberConnection:
     def _stand_by(self, reason: str) -> None:
         """`join` returns without a view: the job goes on, or is done, without this worker."""
         if not self._joined.done():
-            self._enter(NoMesh(reason, self._door.ways))
+            self._enter(NoMesh(reason, self._door.kinds))
 
     async def _adopt(self, view: pb.ViewFormed) -> None:
         """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""

@@ -24,7 +24,7 @@ from paceline.elastic.take import get_manifest, take_state
 from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
-from paceline.links.grpc_refusal import refuse
+from paceline.links.grpc_methods import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.flipping import Flipper
 from support.relay import relay

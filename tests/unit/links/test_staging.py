@@ -7,7 +7,7 @@ import pytest
 from paceline.collectives.program import AHEAD, SEGMENT_BYTES
 from paceline.links.base import Peer
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind, encode
-from paceline.links.grpc_queues import OUTBOX_FRAMES
+from paceline.links.grpc_kind import OUTBOX_FRAMES
 from paceline.links.nowhere import NoMesh
 from paceline.links.shm.layout import STAGING_BYTES
 from paceline.links.staging import (
@@ -20,8 +20,8 @@ from paceline.links.staging import (
     frame_bytes,
     staging_bytes,
 )
-from paceline.links.tcp.outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
-from paceline.links.tcp.wire import encode_head
+from paceline.links.tcp._tcp_outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
+from paceline.links.tcp._tcp_wire import encode_head
 
 MIB = 1 << 20
 
