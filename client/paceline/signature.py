@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import LimitExceeded, UnsupportedOp
-from paceline.links.frame import MAX_SIGNATURE_BYTES
 
-__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "Signature", "dtype_name", "dtype_named"]
+__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "MAX_SIGNATURE_BYTES", "Signature", "dtype_name", "dtype_named"]
+
+MAX_SIGNATURE_BYTES = 1024
+"""Longest text form of a signature."""
 
 MAX_DIMENSIONS = 32
 """Most dimensions of an array that travels; 32 shapes of 20 digits fit a signature."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
+from paceline._address import parse_endpoint
 from paceline.cli.bench.sizes import parse_sizes
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.lines import LineSplitter
@@ -19,7 +20,6 @@ from paceline.cli.launcher.outcome import Exit
 from paceline.cli.launcher.worker import Worker
 from paceline.demo.progress import Progress
 from paceline.demo.view import picture
-from paceline.session.address import parse_endpoint
 
 __all__ = ["SEEDS", "address", "news", "progress", "sizes"]
 

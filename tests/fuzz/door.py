@@ -14,12 +14,13 @@ from google.protobuf.message import DecodeError
 
 from fuzz.decoders import SEEDS as DECODERS
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
+from paceline._address import parse_endpoint
+from paceline._door_key import DoorKey
 from paceline._grpc import EOF
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
-from paceline.links.door_key import DoorKey
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_door import MAX_TEXT, Door, Intake, _relay
@@ -28,7 +29,6 @@ from paceline.links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
 from paceline.links.registry import LinkKinds
 from paceline.links.shm.shm_kind import ShmKind
 from paceline.links.tcp import TcpKind
-from paceline.session.address import parse_endpoint
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 

@@ -17,6 +17,7 @@ from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
 
 from paceline import errors
+from paceline._address import Endpoint
 from paceline.checkpoint.tag import Tag
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
@@ -24,7 +25,6 @@ from paceline.elastic.dismissed import Dismissed
 from paceline.elastic.place import Place
 from paceline.elastic.share import Share
 from paceline.links.base import Peer
-from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
 from paceline.session.session import CoordinatedSession

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from paceline._grpc import aio, grpc
+from paceline._rpc import error_from_status
 from paceline.errors import LimitExceeded
-from paceline.session.wire import error_from_status
 
 __all__ = ["is_overloaded", "retry_while_overloaded"]
 

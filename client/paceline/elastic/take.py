@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 
 from paceline._grpc import aio, grpc
+from paceline._rpc import CHANNEL_OPTIONS, call_options, error_from_status
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
 from paceline.elastic.crowd import is_overloaded, retry_while_overloaded
@@ -20,7 +21,6 @@ from paceline.elastic.offer import Content, Description
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_knock import Knocker, knock
-from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_status
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from paceline._grpc import aio
+from paceline._rpc import CHANNEL_OPTIONS
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import Credentials
 from paceline.elastic.crowd import retry_while_overloaded
@@ -24,7 +25,6 @@ from paceline.links.base import Peer
 from paceline.links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
 from paceline.links.shm.segment import Attached, SegmentError
 from paceline.session.identity import process_identity
-from paceline.session.wire import CHANNEL_OPTIONS
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 

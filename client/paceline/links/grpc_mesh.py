@@ -18,9 +18,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._address import is_refused, parse_endpoint
 from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, aio, untyped
 from paceline._loop import LoopThread
+from paceline._rpc import channel_options, error_from_status, is_transient
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable, SessionClosed
 from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
@@ -29,8 +31,6 @@ from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.kind import Breach
 from paceline.links.member_link import MemberLink
 from paceline.links.registry import LinkKinds, Openings
-from paceline.session.address import is_refused, parse_endpoint
-from paceline.session.wire import channel_options, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason

@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from paceline._door_key import METADATA, DoorKey
 from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc
-from paceline.links.door_key import METADATA, DoorKey
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

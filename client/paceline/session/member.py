@@ -17,6 +17,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from paceline import errors
+from paceline._address import Endpoint, parse_endpoint
+from paceline._door_key import DoorKey
 from paceline._exhausted import is_exhausted
 from paceline._loop import LoopThread
 from paceline._wait import Outcome
@@ -24,14 +26,12 @@ from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.group import Group
-from paceline.links.door_key import DoorKey
 from paceline.links.fault import Suspicion, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.grpc_state import StateSource
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from paceline._rpc import duration
 from paceline.collectives.choose import RULES, Rules
 from paceline.collectives.tuning import digest
 from paceline.session.identity import process_identity
-from paceline.session.wire import duration
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 

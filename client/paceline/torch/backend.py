@@ -16,10 +16,10 @@ from typing import Any
 from torch.distributed.rendezvous import rendezvous
 
 from paceline import Group, Session, join
+from paceline._address import Endpoint, knock, parse_endpoint
 from paceline._loop import loop_thread
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
-from paceline.session.address import Endpoint, knock, parse_endpoint
 from paceline.session.session import CoordinatedSession
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME

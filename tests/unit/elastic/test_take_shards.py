@@ -14,6 +14,7 @@ import pytest
 
 from paceline._grpc import grpc
 from paceline._loop import loop_thread
+from paceline._rpc import CHANNEL_OPTIONS
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tag import Tag
 from paceline.credentials import IN_THE_CLEAR
@@ -32,7 +33,6 @@ from paceline.links.grpc_door import Door
 from paceline.links.shm.arena import arena
 from paceline.links.shm.segment import SegmentError
 from paceline.session.identity import process_identity
-from paceline.session.wire import CHANNEL_OPTIONS
 from pacelinepb.v1 import peer_pb2, session_pb2
 
 JOB, TAG = "job", Tag(2, 5)

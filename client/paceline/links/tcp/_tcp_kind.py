@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from paceline._address import parse_endpoint
+from paceline._lookup import look_up
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import LinkUnavailable
@@ -32,8 +34,6 @@ from paceline.links.tcp._tcp_incoming import TcpIncoming
 from paceline.links.tcp._tcp_outgoing import TcpOutgoing
 from paceline.links.tcp._tcp_sockets import make_stream, retry, tune
 from paceline.links.tcp._tcp_wire import ACCEPTED, HELLO_BYTES, Hello, decode_hello, encode_hello
-from paceline.session.address import parse_endpoint
-from paceline.session.lookup import look_up
 from paceline.tls import make_context
 from pacelinepb.v1 import peer_pb2
 

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d  # torch before 2.15 has less in 
 from torch.distributed import distributed_c10d
 
 from paceline import Group
+from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline._fork import protect
 from paceline._loop import loop_thread
 from paceline.config import Config
@@ -40,7 +41,6 @@ from paceline.errors import (
 )
 from paceline.links.fault import Fault, Suspicion, Verdict
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline.session.join import connect, rules_of
 from paceline.session.membership import Membership
 from paceline.session.session import CoordinatedSession
