@@ -156,14 +156,14 @@ MUTANTS = (
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
-        "client/paceline/links/door_key.py",
+        "client/paceline/_door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
         ("unit/links/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
-        "client/paceline/links/door_key.py",
+        "client/paceline/_door_key.py",
         "return [_ProvesUnary(key), _ProvesStream(key)]",
         "return [_ProvesUnary(key)]",
         ("security/test_doors.py",),
@@ -577,10 +577,10 @@ MUTANTS = (
     ),
     Mutant(
         "a host that is silent at one of its addresses is taken for gone",
-        f"{SESSION}/address.py",
+        "client/paceline/_address.py",
         "None if None in said or not said else False",
         "False",
-        ("unit/session/test_address.py",),
+        ("unit/test_address.py",),
     ),
     Mutant(
         "workers of torchrun train alone, each for itself",

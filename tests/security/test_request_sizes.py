@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from paceline._rpc import error_from_status
 from paceline.errors import LimitExceeded
-from paceline.session.wire import error_from_status
 from paceline_server._grpc import aio, grpc
 from paceline_server.services.sizes import TooLong, bounded, most_bytes
 from paceline_server.settings import ServerSettings

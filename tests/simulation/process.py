@@ -17,12 +17,12 @@ from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
 
 from paceline import errors
+from paceline._address import Endpoint
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.session import CoordinatedSession
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
-from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
 from paceline_protocol import Place, Share, Tag
@@ -52,7 +52,7 @@ class _Door:
 
     def __init__(self, process: Process) -> None:
         self.window = _Window()
-        self.ways = process
+        self.kinds = process
 
     def on_exhausted(self, tell: Any) -> None:
         pass

@@ -15,9 +15,9 @@ from paceline import errors
 from paceline._fork import check_process
 from paceline._grpc import aio
 from paceline._loop import LoopThread
+from paceline._rpc import backoff, duration, error_from_status, is_transient
 from paceline.config import checked_timeout
 from paceline.session.channel import CoordinatorChannel
-from paceline.session.wire import backoff, duration, error_from_status, is_transient
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc
 
