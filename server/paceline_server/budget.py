@@ -46,10 +46,6 @@ class Budget:
         self.add(who, size)
         return True
 
-    def has_for_others(self, size: int) -> bool:
-        """True if one who holds nothing may take so many bytes."""
-        return size <= self.total - self.used - size
-
     def add(self, who: Hashable, size: int) -> None:
         """Counts what somebody holds already, or gives back (below 0)."""
         self.used += size

@@ -12,15 +12,13 @@ from collections import OrderedDict
 from typing import Any
 
 from paceline_server._grpc import EOF, aio, grpc
-from paceline_server.services.refusals import refuse
-from paceline_server.services.sizes import TooLong
 
 __all__ = ["MOST_PROBES", "PROBE", "Probes"]
 
 PROBE = "/grpc.health.v1.Health/Check"
 
 MOST_PROBES = 32
-"""At one time. grpc may hold a MiB of each."""
+"""At one time."""
 
 _PATIENCE_S = 10.0
 """For a request to come in and its answer to be read, also on a machine that stalls for seconds."""
@@ -42,8 +40,6 @@ class Probes:
                 self._make_room()
                 try:
                     request: Any = await context.read()
-                    if isinstance(request, TooLong):
-                        await refuse(context, request.refusal())
                     if request is EOF:
                         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
                     await context.write(await inner(request, context))

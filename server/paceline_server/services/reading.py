@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError
 
 from paceline_server._grpc import EOF, aio
 from paceline_server.errors import Damaged
-from paceline_server.services.sizes import TooLong
 from pacelinepb import checks
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -69,13 +68,10 @@ class SessionMessages:
 
         Raises:
             Damaged: it could not be parsed, or its check is wrong.
-            LimitMet: it is too long.
         """
         data: Any = await self._context.read()
         if data is EOF:
             return EOF
-        if isinstance(data, TooLong):
-            raise data.refusal()
         if not checks.is_sound(data, self._read):
             raise Damaged("a message of the session has changed, or was lost, on the way")
         self._read += 1
