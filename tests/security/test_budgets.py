@@ -96,6 +96,20 @@ def test_none_of_a_burst_of_values_is_refused() -> None:
     run(main)
 
 
+def test_of_too_many_long_values_some_are_refused_and_the_others_are_set() -> None:
+    """They come at one time, so all are half way when there is no more room."""
+
+    async def main() -> None:
+        async with running(memory_bytes=MEMORY) as channel:
+            session = await RawSession.register(channel, least=1, most=1)
+            store: Any = StoreServiceStub(channel)
+            value = in_messages(pb.SetRequest(caller=session.caller, key="k", value=cut(bytes(1 << 20))))
+            ends = await asyncio.gather(*(outcome(store.Set(value)) for _ in range(20)))
+            assert {end.partition(":")[0] for end in ends} == {"", "LIMIT"}
+
+    run(main)
+
+
 def test_more_wait_than_there_is_room_for() -> None:
     """Workers at one address: those who are refused try again, and the key that all wait for can be set."""
 
