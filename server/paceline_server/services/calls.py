@@ -20,7 +20,7 @@ CALL_BYTES = 48 << 10
 """Of an open call, whatever it does: a `Get` that waits takes some 27 KB, and grpc may have 16 KiB unread."""
 
 _TIMES = 3
-"""So many times a request is there: as it came, parsed, and as objects of Python."""
+"""Copies of a request in memory: as it came, parsed, and as Python objects."""
 
 
 class OpenCalls:
@@ -40,8 +40,8 @@ class OpenCalls:
         """A call, for as long as it is open.
 
         Args:
-            payer: who pays for it, in words.
-            lasts: it may be open for as long as it likes.
+            payer: the payer, in words.
+            lasts: True for a call that may stay open without limit.
 
         Raises:
             NoRoom: the payer has too many.
@@ -64,7 +64,7 @@ class OpenCalls:
             )
 
     def free(self, payer: str, size: int) -> None:
-        """So many bytes that were taken are free again."""
+        """Gives back bytes that were taken."""
         self._budget.add(payer, -size)
 
 
@@ -72,7 +72,7 @@ class OpenCall:
     """A call that is open.
 
     Attributes:
-        payer: who pays for it, in words.
+        payer: the payer, in words.
         held: bytes that are counted for it.
     """
 
@@ -82,7 +82,7 @@ class OpenCall:
         self.held = 0
 
     def take(self, size: int, spare: int = 0) -> None:
-        """Counts so many bytes more, if the payer has room for them and for `spare` bytes besides.
+        """Counts more bytes, if the payer has room for them and for `spare` bytes besides.
 
         Raises:
             NoRoom: that is more than its payer may have.
@@ -91,12 +91,12 @@ class OpenCall:
         self.held += size
 
     def give_back(self) -> None:
-        """Counts no message of the call any more."""
+        """Stops counting the messages of the call, which have been dropped."""
         self._calls.free(self.payer, self.held - CALL_BYTES)
         self.held = CALL_BYTES
 
     def take_message(self, size: int) -> None:
-        """Counts a message of a request, or an answer, of so many bytes.
+        """Counts one message of a request, or an answer.
 
         Raises:
             NoRoom: there is no room for it.

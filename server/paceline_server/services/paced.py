@@ -40,7 +40,7 @@ _LASTING = frozenset(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait"))
 """Calls with one answer that wait for others, as streams do."""
 
 _MOST_PAYERS = 20_000
-"""Whose pace is remembered: each takes 0.3 KB."""
+"""Payers whose pace is remembered: each takes 0.3 KB."""
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -48,8 +48,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
 
     Args:
         settings: the rates, and how long a request may be and may take to come in.
-        calls: those that are open.
-        payer_of: who pays for a call, by its `authorization` and its peer.
+        calls: the open calls.
+        payer_of: gives the payer of a call, from its `authorization` and its peer.
     """
 
     def __init__(self, settings: ServerSettings, calls: OpenCalls, payer_of: Callable[[str | None, str], str]) -> None:
@@ -64,7 +64,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Lets calls wait for their turn."""
+        """Makes calls wait for their turn."""
         handler = await continuation(handler_call_details)
         if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
             return handler
@@ -96,8 +96,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             try:
                 await (probe if method == PROBE else count)(requests, context)
             except aio.AbortError as ended:
-                # grpc keeps it with the call, and the frames that it has passed know the call: a circle, in which the
-                # request would stay until all garbage is collected.
+                # grpc keeps the exception with the call, and its traceback refers to the call: a cycle, which would
+                # keep the request in memory until the garbage collector runs.
                 ended.__context__ = None
                 raise ended.with_traceback(None) from None
 
@@ -115,7 +115,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         return self._reading_for(answer, read)
 
     def _reading(self, inner: Any, read: _Read) -> _Serve:
-        """For a handler of one request that writes what it answers to the context."""
+        """For a handler that takes one request and writes its answers to the context."""
         return self._reading_for(lambda request, context, _: inner(request, context), read)
 
     def _reading_for(self, inner: Callable[[Any, Any, OpenCall], Awaitable[None]], read: _Read) -> _Serve:
@@ -128,7 +128,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                     request = await read(context, call)
             except TimeoutError:
                 text = f"the request did not come in within {patience:g} s; other callers need its room"
-                await refuse(context, NoRoom(text))  # of a worker that was cut off or stopped: it makes the call again
+                await refuse(context, NoRoom(text))  # a worker that was cut off or stopped makes the call again
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             await inner(request, context, call)

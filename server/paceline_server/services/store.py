@@ -20,7 +20,7 @@ _Context = aio.ServicerContext[Any, Any]
 class StoreHandlers:
     """Handlers of pacelinepb.v1.StoreService.
 
-    A value can be read a moment before it is durable; its writer is answered after.
+    A value can be read a moment before it is durable; the call that writes it is answered afterwards.
 
     Args:
         dispatcher: the jobs.
@@ -33,7 +33,7 @@ class StoreHandlers:
     def add_to(self, server: aio.Server) -> None:
         """Registers the handlers.
 
-        By hand: a request that comes as several messages gets here as one (`paced`), so each handler is for one.
+        By hand, because `paced` merges a request that comes as several messages: each handler takes one.
         """
         service = pb.DESCRIPTOR.services_by_name["StoreService"]
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -112,5 +112,5 @@ class StoreHandlers:
             job.store.wake(key)
             try:
                 await asyncio.shield(stored)
-            finally:  # the caller may hang up; the call takes memory until its value is on the disk
+            finally:  # also if the caller hangs up: the value takes memory until it is on the disk
                 await asyncio.wait({stored})
