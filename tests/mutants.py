@@ -64,16 +64,16 @@ MUTANTS = (
     Mutant(
         "calls that wait for a key leave no room for who sets it",
         f"{SERVER}/services/calls.py",
-        "CALL_BYTES + self._room if lasts else 0",
+        "self._spare if lasts else 0",
         "0",
         ("unit/server/test_budget.py",),
     ),
     Mutant(
-        "one payer's calls are all read before another's",
-        f"{SERVER}/services/calls.py",
-        "            self._lines.move_to_end(payer)\n",
+        "what comes of a request is not counted",
+        f"{SERVER}/services/paced.py",
+        "            call.take_message(len(message))\n",
         "",
-        ("unit/server/test_budget.py",),
+        ("security/test_budgets.py",),
     ),
     Mutant(
         "a worker for whose call there is no room gives up",

@@ -117,6 +117,8 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
     text = f"{doing}: {error.details() or error.code().name}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.OperationTimeout(text)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # grpc's own word for a message that is too long
+        return errors.LimitExceeded(text)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return errors.CoordinatorUnreachable(f"{doing}: a gRPC server answers there, but it is no Paceline coordinator")
     return errors.CoordinatorUnreachable(text)
