@@ -179,14 +179,14 @@ MUTANTS = (
     Mutant(
         "a generation number that a member showed is used again",
         f"{PROTOCOL}/_lineage.py",
-        "        self.state.generation = max(self.state.generation, generation)\n        self.state.patient_until",
-        "        self.state.patient_until",
+        "        self._state.generation = max(self._state.generation, generation)\n        self._state.patient_until",
+        "        self._state.patient_until",
         ("unit/server/test_membership.py", "unit/server/test_old_copy.py"),
     ),
     Mutant(
         "the generation of a checkpoint that a candidate brings is used again",
         f"{PROTOCOL}/_lineage.py",
-        "self.state.generation = max(self.state.generation, *tags, 0)",
+        "self._state.generation = max(self._state.generation, *tags, 0)",
         "assert tags is not None",
         ("unit/server/test_old_copy.py",),
     ),
@@ -200,15 +200,15 @@ MUTANTS = (
     Mutant(
         "a member of another generation finishes the line",
         f"{PROTOCOL}/_lineage.py",
-        "if event.generation != session.generation or self.state.view is None or",
-        "if self.state.view is None or",
+        "if event.generation != session.generation or self._state.view is None or",
+        "if self._state.view is None or",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a line whose members have yet to compare their states is finished",
         f"{PROTOCOL}/_lineage.py",
-        "self.state.view.base is None:\n            return []\n        if self.state.finishing is not",
-        "self.state.view.seats is None:\n            return []\n        if self.state.finishing is not",
+        "self._state.view.base is None:\n            return []\n        if self._state.finishing is not",
+        "self._state.view.seats is None:\n            return []\n        if self._state.finishing is not",
         ("unit/server/test_line.py",),
     ),
     Mutant(

@@ -25,7 +25,7 @@ from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
-from paceline_protocol import Place, Share, Tag
+from paceline_protocol import MemberState, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -241,7 +241,7 @@ class Process:
     # What it holds ----------------------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemberState | None:
         """Its place in the line; None before its steps begin."""
         line = self.session._line if self.session is not None else None
         return line._place if line is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from paceline_protocol import DrainAsked, Membership, RestartAsked, Session, Standing, spares
+from paceline_protocol.coordinator import DrainAsked, Membership, RestartAsked, Session, Standing, spares
 from paceline_server import wire
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher, Job

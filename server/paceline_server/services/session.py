@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from paceline_protocol import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
+from paceline_protocol.coordinator import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
