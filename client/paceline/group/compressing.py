@@ -8,8 +8,7 @@ import numpy.typing as npt
 
 from paceline.arrays import Array, as_array
 from paceline.collectives.tasks.compressed import all_reduce_compressed_task
-from paceline.compression import Codec, codec_of
-from paceline.compression.memory import Memory
+from paceline.compression import Codec, Memory, codec_of
 from paceline.group.core import GroupCore, labelled
 from paceline.work import Work
 

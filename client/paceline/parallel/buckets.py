@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.compression.memory import Memory
+from paceline.compression import Memory
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel.parameter import Parameter
 

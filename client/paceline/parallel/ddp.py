@@ -9,8 +9,7 @@ from typing import Any
 
 from paceline.collectives.choose import where_of
 from paceline.collectives.nodes import nodes_of
-from paceline.compression import Codec, codec_of
-from paceline.compression.powersgd import PowerSGD
+from paceline.compression import Codec, PowerSGD, codec_of
 from paceline.parallel.agreement import agree
 from paceline.parallel.manifest import Manifest
 from paceline.parallel.module import Module, buffers_of, parameters_of

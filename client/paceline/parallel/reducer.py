@@ -11,8 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
-from paceline.compression.bf16 import Bf16
-from paceline.compression.codec import Codec
+from paceline.compression import Bf16, Codec
 from paceline.errors import StepOrderError
 from paceline.parallel.buckets import FIRST_BYTES, Bucket, Empty, plan_buckets
 from paceline.parallel.low_rank import LowRankBucket, shrinks

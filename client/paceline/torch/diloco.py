@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.compression.codec import Codec
+from paceline.compression import Codec
 from paceline.group import Group
 from paceline.optim import SGD
 from paceline.torch.local_training import LocalTraining

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.compression.codec import Codec
+from paceline.compression import Codec
 from paceline.group import Group
 from paceline.optim import SGD, Optimizer
 from paceline.parallel.parameter import Parameter
