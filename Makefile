@@ -108,7 +108,7 @@ newest:
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --editable . --group newest
 
 test-newest: newest  ## that the newest PyTorch of the registry works, too
-	PYTHONPATH=$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/protos REQUIRE_TORCH=1 \
+	PYTHONPATH=$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/protocol:$(CURDIR)/protos REQUIRE_TORCH=1 \
 	    $(NEWEST)/bin/pytest $(SIDE_BY_SIDE) -m newest tests/pytorch
 
 image:           ## build the container image, and list what is in it (dist/*.cdx.json)

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from paceline import checkpoint, compression, nn, optim, testing
     from paceline.config import Config
     from paceline.credentials import Credentials
-    from paceline.elastic.dismissed import Dismissed
     from paceline.elastic.join import join
     from paceline.elastic.sampler import ElasticSampler
     from paceline.elastic.session import Session
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
+    from paceline.errors import Dismissed
     from paceline.group import Group
     from paceline.once import once_per_host
     from paceline.parallel.ddp import DDP
@@ -146,7 +146,7 @@ _HOME = {
     "load_sharded_state": "paceline.parallel.sharding.pieces",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
-    "Dismissed": "paceline.elastic.dismissed",
+    "Dismissed": "paceline.errors",
     "Step": "paceline.elastic.step",
 }
 _SUBMODULES = ("checkpoint", "compression", "nn", "optim", "testing")

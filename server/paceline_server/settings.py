@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from paceline_protocol import ProtocolSettings
 from paceline_server.memory import usable_bytes
 
 __all__ = ["ServerSettings", "token_settings"]
@@ -19,7 +20,7 @@ _MOST_MEMORY = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(ProtocolSettings):
     """Settings of a coordinator; checked at construction.
 
     Raises:
@@ -52,19 +53,6 @@ class ServerSettings:
     """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream
     and candidates wait; None for never: then an operator has to say so (`paceline restart`)."""
 
-    settle_time: float = 0.2
-    """Seconds without an arrival after which a view forms with fewer than `max_workers`."""
-
-    gather_time: float = 0.02
-    """Seconds for which reports gather before they are judged: neighbours of one death report within milliseconds."""
-
-    doubt_time: float = 0.1
-    """Seconds before a broken link between two members that both seem well is judged: the news that one of them died
-    may be a little behind. Well below the 0.5 s (`failure_timeout` / 6) for which members wait for the verdict."""
-
-    announce_interval: float = 0.5
-    """Least seconds between two rounds of `Waiting` to all candidates of a job: W arrivals would send W^2 messages."""
-
     max_jobs: int = 1_000
     """Jobs at one time that have sessions or a line."""
 
@@ -90,9 +78,6 @@ class ServerSettings:
 
     max_barrier_name_bytes: int = 256
     """Bytes of a barrier's name, UTF-8."""
-
-    max_open_barriers: int = 1_000
-    """Named barriers that wait at one time in one job; as many passed names are remembered for repeats."""
 
     max_text_bytes: int = 2_000
     """Bytes of a report's or a leaver's sentence, UTF-8; longer ones are cut."""

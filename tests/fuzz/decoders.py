@@ -25,7 +25,7 @@ from paceline.collectives.objects import decode_object, encode_object
 from paceline.collectives.programs import SCHEDULES
 from paceline.collectives.tuning import digest, dump_rules, parse_rules
 from paceline.errors import PacelineError
-from paceline.links.fault import read_verdict
+from paceline.links.fault import error_of, read_verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
 from paceline.session.view import MemberLists
 from paceline.session.wire import error_from_status
@@ -136,7 +136,7 @@ def verdict(data: bytes) -> None:
         word = session_pb2.Verdict.FromString(data)
     except DecodeError:
         return
-    error = read_verdict(word).to_error()
+    error = error_of(read_verdict(word))
     assert isinstance(error, PacelineError)
     assert (error.ranks, error.operation, error.generation) == (tuple(word.culprits), word.operation, word.generation)
 

@@ -92,7 +92,7 @@ def test_a_frozen_member_is_found_by_its_silence() -> None:
 
             beating = asyncio.create_task(beat())
             verdict = await first.next("verdict")
-            assert "rank 1 (host-a, pid 1) was silent for 0.3" in verdict.text
+            assert "rank 1 (host-a, pid 1) was silent for " in verdict.text
             assert (await second.next("verdict")) == verdict  # should it wake, it knows
             assert reason_of(await refused(second)) == "SESSION_ENDED"
             beating.cancel()

@@ -24,7 +24,7 @@ from paceline.cli.app import app
 from paceline.cli.health import trouble_at
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.elastic.take import out_of_reach
+from paceline.elastic.peer_calls import out_of_reach
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker

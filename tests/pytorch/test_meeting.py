@@ -35,7 +35,7 @@ def check(size):
 def test_one_word_is_changed_and_nothing_imported() -> None:
     code = """
 check(2)
-assert type(dist.group.WORLD).__module__ == "paceline.torch.process_group" and dist.get_backend() == "paceline"
+assert type(dist.group.WORLD).__module__ == "paceline.torch.backend._process_group" and dist.get_backend() == "paceline"
 """
     finish(2, SUM + code)
 

@@ -10,26 +10,27 @@ from simulation.disk import JOB, Disk, DiskStorage
 from simulation.loop import Loop
 from simulation.network import COORDINATOR, Context, refusal
 
-from paceline_server.dispatcher import Dispatcher
-from paceline_server.effects import (
+from paceline_protocol import (
     Effect,
+    Event,
     ForgetView,
+    Membership,
     PushCatchUp,
     PushDismissed,
     PushFinished,
     PushStateLost,
     PushView,
+    Seat,
     StoreEnding,
     StoreFinished,
     StoreVerdict,
     StoreView,
+    View,
     Welcome,
 )
+from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import Refused
-from paceline_server.events import Event
 from paceline_server.job import Job
-from paceline_server.membership import Membership
-from paceline_server.model import Seat, View
 from paceline_server.services.session import SessionHandlers
 from paceline_server.settings import ServerSettings
 

@@ -6,9 +6,7 @@ from collections import Counter
 
 from simulation.broken import Broken
 
-from paceline.elastic.share import share_of
-from paceline_server.effects import PushCatchUp
-from paceline_server.model import JobState, View
+from paceline_protocol import JobState, PushCatchUp, View, share_of
 
 __all__ = ["Hosting"]
 

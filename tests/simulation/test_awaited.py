@@ -9,11 +9,7 @@ from simulation.broken import Broken
 from simulation.runner import run
 from simulation.world import Shape
 
-from paceline_server import awaited
-from paceline_server.effects import Effect
-from paceline_server.line import Line
-from paceline_server.model import Met, Session
-from paceline_server.policy import decide
+from paceline_protocol import Effect, Line, Meet, Session, _meeting, decide
 
 CROWD = Shape(members=(5, 8), faults=(3, 8))
 SPREAD = Shape(members=(3, 5), faults=(2, 7), node_size=0)
@@ -27,7 +23,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]
     seen: Counter[str] = Counter()
     real = Line._cross_off
 
-    def cross_off(line: Line, now: float, session: Session, before: Met | None) -> list[Effect] | None:
+    def cross_off(line: Line, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
         effects = real(line, now, session, before)
         if effects is not None:
             caught = session.catching_up
@@ -70,6 +66,6 @@ def test_the_comparison_finds_a_member_that_is_crossed_off_too_soon(monkeypatch:
     def has_caught_up(*_: object) -> bool:
         return True
 
-    monkeypatch.setattr(awaited, "has_caught_up", has_caught_up)
+    monkeypatch.setattr(_meeting, "has_caught_up", has_caught_up)
     with pytest.raises(Broken, match="when the meeting was convened anew"):
         crossings(monkeypatch, range(800_000, 800_100), [SPREAD])

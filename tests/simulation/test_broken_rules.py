@@ -14,16 +14,28 @@ from simulation.runner import run
 from simulation.state import State
 from simulation.world import Shape
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
-from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.step import Step
-from paceline_server import line, meeting, policy, seats
-from paceline_server.effects import StoreView
-from paceline_server.events import ViewStored
+from paceline_protocol import (
+    WHOLE,
+    JobState,
+    Meet,
+    Phase,
+    Place,
+    Session,
+    Share,
+    StoreView,
+    Tag,
+    Take,
+    View,
+    ViewNews,
+    ViewStored,
+    _lineage,
+    _meeting,
+    _policy,
+    _seating,
+)
 from paceline_server.job import Job
 from paceline_server.keeper import Keeper, Kept
-from paceline_server.model import JobState, Met, Session, View
 
 HARSH = Shape(members=(2, 4), steps=(4, 8), faults=(3, 9))
 FEW = replace(HARSH, members=(2, 3), faults=(5, 9))
@@ -45,30 +57,30 @@ def found(within: int, shape: Shape = HARSH, *, first: int = 0) -> str:
 def test_all_who_meet_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newcomers too, whose state may be another line's, or none."""
 
-    def convene(state: JobState) -> meeting.Meeting:
+    def convene(state: JobState) -> _meeting.Meeting:
         decided = honest(state)
         if decided.over or decided.members or not decided.reason.startswith("generation"):
             return decided
         return decided if decided.base or not any(_has_tag(s) for s in state.present()) else _led_by_anyone(state)
 
-    def _led_by_anyone(state: JobState) -> meeting.Meeting:
+    def _led_by_anyone(state: JobState) -> _meeting.Meeting:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meeting, "_leads", lambda _view, session: _has_tag(session))
+            patch.setattr(_meeting, "_leads", lambda _view, session: _has_tag(session))
             return honest(state)
 
-    honest = meeting.convene
-    monkeypatch.setattr(policy, "convene", convene)
+    honest = _meeting.convene
+    monkeypatch.setattr(_policy, "convene", convene)
     assert found(1000, FEW, first=250).startswith(("I1", "I2", "two lines"))
 
 
 def test_any_member_of_the_generation_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one that did not get its base."""
-    monkeypatch.setattr(meeting, "_leads", lambda _view, session: _has_tag(session))
+    monkeypatch.setattr(_meeting, "_leads", lambda _view, session: _has_tag(session))
     assert found(500).startswith(("I1", "I2", "two lines"))
 
 
 def test_a_line_is_lost_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "what_is_lost", lambda _reached, _base: "")
+    monkeypatch.setattr(_lineage, "what_is_lost", lambda _reached, _base: "")
     assert "nobody is told that a line is lost" in found(100)
 
 
@@ -85,15 +97,15 @@ def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     honest = Place.formed
     monkeypatch.setattr(Place, "formed", formed)
-    monkeypatch.setattr(Met, "state", property(lambda met: met.tag and met.tag.step))
-    monkeypatch.setattr(meeting, "sorted", by_step, raising=False)
+    monkeypatch.setattr(Meet, "state", property(lambda met: met.tag and met.tag.step))
+    monkeypatch.setattr(_meeting, "sorted", by_step, raising=False)
     assert found(300, APART).startswith(("I1", "I2", "I5", "two lines"))
 
 
 def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a donor's death leaves members that hold all that counts, and may not use it."""
 
-    def convene(state: JobState) -> meeting.Meeting:
+    def convene(state: JobState) -> _meeting.Meeting:
         decided = honest(state)
         if not decided.laggards or decided.base is None:
             return decided
@@ -107,8 +119,8 @@ def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.Mo
         return replace(seated, laggards=(), newcomers=tuple(sorted({*seated.newcomers, *behind})))
 
     lagging: dict[str, Any] = {}
-    honest = meeting.convene
-    monkeypatch.setattr(policy, "convene", convene)
+    honest = _meeting.convene
+    monkeypatch.setattr(_policy, "convene", convene)
     assert found(12000).startswith("liveness")
 
 
@@ -149,7 +161,7 @@ def test_an_interrupted_update_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_newcomer_speaks_for_those_who_gave_it_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may never have heard of its generation, and have gone on in theirs."""
-    monkeypatch.setattr(meeting, "_may_speak", _always)
+    monkeypatch.setattr(_meeting, "_may_speak", _always)
     assert found(300, AWAY, first=255).startswith(("I1", "two lines"))
 
 
@@ -209,22 +221,22 @@ def test_shares_are_dropped_as_soon_as_others_are_taken(monkeypatch: pytest.Monk
 
 
 def test_who_leaves_goes_before_others_have_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = meeting._share_out
+    honest = _meeting._share_out
 
-    def share_out(view: View, seating: meeting.Meeting) -> meeting.Meeting:
+    def share_out(view: View, seating: _meeting.Meeting) -> _meeting.Meeting:
         return replace(honest(view, seating), dismissed=seating.dismissed)
 
-    monkeypatch.setattr(meeting, "_share_out", share_out)
+    monkeypatch.setattr(_meeting, "_share_out", share_out)
     assert found(3000, SPREAD, first=40).startswith(("I1", "I2", "liveness"))
 
 
 def test_a_view_forms_of_whatever_shares_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_share_out", lambda view, seating: seating)
+    monkeypatch.setattr(_meeting, "_share_out", lambda view, seating: seating)
     assert found(100, SPREAD).startswith("I2")
 
 
 def test_a_tag_counts_of_which_a_part_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_lacks", lambda sessions, tag: ())
+    monkeypatch.setattr(_meeting, "_lacks", lambda sessions, tag: ())
     assert found(1000, SPREAD).startswith(("I2", "liveness"))
 
 
@@ -237,12 +249,12 @@ def test_who_holds_a_part_goes_on_without_the_coordinator(monkeypatch: pytest.Mo
 
 def test_a_line_begins_anew_before_the_last_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may not have heard that they may go, and go on."""
-    monkeypatch.setattr(meeting, "_going", lambda *_: [])
+    monkeypatch.setattr(_meeting, "_going", lambda *_: [])
     assert found(500, replace(AWAY, members=(1, 2))).startswith(("I1", "I6", "two lines"))
 
 
 def test_a_state_is_given_up_while_somebody_silent_may_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_who_may_have", lambda *_: None)
+    monkeypatch.setattr(_meeting, "_who_may_have", lambda *_: None)
     assert found(500, SPREAD).startswith(("I1", "I2"))
 
 
@@ -260,5 +272,5 @@ def test_a_step_counts_whose_last_collective_has_failed(monkeypatch: pytest.Monk
 
 def test_seats_are_given_out_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then hosts that came turn and turn about hold each part on one host alone."""
-    monkeypatch.setattr(seats, "_host", lambda session: session.member_id)
+    monkeypatch.setattr(_seating, "_host", lambda session: session.member_id)
     assert found(500, replace(NODES, members=(4, 6), hosts=2)).startswith("hosts")

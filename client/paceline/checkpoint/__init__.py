@@ -9,7 +9,7 @@ from paceline.checkpoint.keep import Checkpoint, load, save, tags
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.sharded_loading import load_sharded
 from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
-from paceline.checkpoint.tag import Tag
+from paceline_protocol import Tag
 
 __all__ = [
     "Checkpoint",

@@ -11,9 +11,9 @@ from paceline.checkpoint.keep import Checkpoint, tags
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.reading import Reader
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import split_shards
 from paceline.errors import CheckpointDamaged, SizeMismatch
+from paceline_protocol import Tag
 
 __all__ = ["load_sharded"]
 

@@ -14,10 +14,10 @@ from paceline.checkpoint.keep import checked_tag, remove, set_aside
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.ranks import Ranks
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import split_shards
 from paceline.checkpoint.writing import write_part
 from paceline.errors import CheckpointFailed, PacelineError, StepOrderError
+from paceline_protocol import Tag
 
 __all__ = ["ShardedSaver", "save_sharded"]
 

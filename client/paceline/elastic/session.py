@@ -22,11 +22,11 @@ from paceline.links.local import local_meshes
 from paceline.session.store import MemoryStore, Store
 
 if TYPE_CHECKING:
-    from paceline.elastic.line import Line
-    from paceline.elastic.port import Port
+    from paceline.elastic.coordination import JobCoordinator
     from paceline.elastic.retry import Attempt
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
+    from paceline.elastic.training_loop import TrainingLoop
     from paceline.session.member import MemberConnection
 
 __all__ = ["CoordinatedSession", "Session", "SoloSession"]
@@ -55,7 +55,7 @@ class Session(abc.ABC):
     group: Group
     store: Store
     all_start_again = False  # once one worker fails, as under torchrun: then none comes later, and has no rank
-    _line: Line | None = None
+    _line: TrainingLoop | None = None
     _asked_early = ""  # which of rank and size was asked for before the first loop over steps
     _on_commit: list[Callable[[int], None]]
     _on_view: list[Callable[[], None]]
@@ -152,7 +152,7 @@ class Session(abc.ABC):
             InvalidWorldSize: the model is spread over nodes that the workers of a fixed world do not make up.
             UnsupportedOp: the state cannot be given to another member.
         """
-        from paceline.elastic.steps import line_of, run_steps
+        from paceline.elastic.steps import make_loop, run_steps
 
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):
@@ -164,7 +164,7 @@ class Session(abc.ABC):
                 self._asked_early,
                 _DO_WITHOUT,
             )
-        self._line = line_of(
+        self._line = make_loop(
             self._port(),
             state,
             total,
@@ -208,7 +208,7 @@ class Session(abc.ABC):
         self._on_view.append(hear)
 
     @abc.abstractmethod
-    def _port(self) -> Port:
+    def _port(self) -> JobCoordinator:
         """What steps need of this session."""
 
     @abc.abstractmethod
@@ -254,8 +254,8 @@ class SoloSession(Session):
         self._config = config
         self._on_commit, self._on_view = [], []
 
-    def _port(self) -> Port:
-        from paceline.elastic.port import NullCoordinator
+    def _port(self) -> JobCoordinator:
+        from paceline.elastic.coordination import NullCoordinator
 
         return NullCoordinator(self.job, self.group, self._config)
 
@@ -292,10 +292,10 @@ class CoordinatedSession(Session):
         """Called when the session has ended: by whoever has started something for its sake."""
         atexit.register(self._leave_at_exit)
 
-    def _port(self) -> Port:
-        from paceline.elastic.port import CoordinatedPort
+    def _port(self) -> JobCoordinator:
+        from paceline.elastic.coordination import RemoteCoordinator
 
-        return CoordinatedPort(self._connection, self._config)
+        return RemoteCoordinator(self._connection, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:

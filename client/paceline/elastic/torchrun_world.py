@@ -24,34 +24,42 @@ __all__ = ["join_rank_0", "join_torchruns_world", "next_world"]
 
 _log = logging.getLogger("paceline.torch")
 
-_ADDRESS = "paceline/coordinator/{}/{}"
-"""In torch's store: where the coordinator is that rank 0 started. The store outlives groups and torchrun's restarts,
-so both are counted. Torchrun counts failures alone: when a node joins or leaves, all ranks start again with the same
-number, and find the address of the life before until rank 0 has set its own."""
+_ADDRESS_KEY = "paceline/coordinator/{}/{}"
+"""The key of torch's store under which rank 0 gives the address of its coordinator; it contains the number of restarts
+by torchrun and of worlds so far, because the store outlives both. Torchrun counts failures only: if a node joins or
+leaves, all ranks start again with the same number, and find the old address until rank 0 sets the new one."""
 
-_AGAIN_S, _PAUSE_S, _KNOCK_S = 1.0, 0.1, 1.5
-"""Seconds after which an address that refuses connections is given up, or under torchrun's agent is logged; from one
-try to the next; and for a knock: 1 s for an answer, the rest to look the name up."""
+_REFUSED_S = 1.0
+"""Seconds after which an address that refuses connections is given up; under torchrun's agent, after which the wait is
+logged."""
 
-_worlds = 0  # that this process has been in
+_RETRY_S = 0.1
+"""Seconds between two tries to join rank 0's coordinator."""
+
+_KNOCK_S = 1.5
+"""Seconds to knock at an address: 1 s for an answer, the rest to resolve the name."""
+
+_worlds = 0
+"""The worlds that this process has been in."""
 
 
 def next_world() -> int:
-    """Count another world that all ranks enter; returns its number, from 1."""
+    """Counts another world that all ranks enter, and returns its number, from 1."""
     global _worlds
     _worlds += 1
     return _worlds
 
 
 def join_torchruns_world(join: Callable[..., Session], world: int, seconds: float) -> Session:
-    """Do what `paceline.join()` does in a worker of torchrun: all of its workers are one world, of a fixed size.
+    """Joins all workers of torchrun as one world of a fixed size, for `paceline.join()` in such a worker.
 
-    It returns when all are in and have links, so that any of them may leave at once: rank 0 with its coordinator, too.
+    Returns when all workers have joined and have links, so that any of them, rank 0 with its coordinator included, may
+    leave at once.
 
     Args:
-        join: `paceline.join`, without what torchrun says.
+        join: `paceline.join` with the arguments that do not come from torchrun.
         world: number of workers, at least 2.
-        seconds: to wait for torchrun's store, and for the others to be in.
+        seconds: timeout for torchrun's store, and for all workers to join.
 
     Raises:
         InvalidWorldSize: torch, which finds the others, cannot be imported.
@@ -84,28 +92,29 @@ def join_torchruns_world(join: Callable[..., Session], world: int, seconds: floa
 def join_rank_0(
     join: Callable[..., Session], store: Any, rank: int, seconds: float, number: int, cleanup: contextlib.ExitStack
 ) -> Session:
-    """Join at a coordinator that rank 0 has, and that ends with it.
+    """Joins at a coordinator that rank 0 starts, and that ends with `cleanup` there.
 
-    An address that refuses connections is that of a rank 0 that has ended. Under torchrun's agent there will be another
-    one: the agent ends all ranks once one has failed, and starts them again. An address that is silent proves nothing:
-    its host may be off or slow. It is not dialled, which would take the whole timeout; it is read and knocked at again.
+    An address that refuses connections belongs to a rank 0 that has ended. Under torchrun's agent it will be replaced:
+    the agent ends all ranks after one has failed, and starts them again. An address that does not answer proves
+    nothing: its host may be off or slow. Dialling it could take the whole timeout, so the key is read and the address
+    is knocked at again instead.
 
     Args:
-        join: `paceline.join`, but for the coordinator's address.
-        store: torch's, where rank 0 tells the address.
+        join: `paceline.join` without the coordinator's address.
+        store: torch's, in which rank 0 sets the address.
         rank: of this process.
-        seconds: to wait for a rank 0 that is silent, or that torchrun starts again.
+        seconds: to wait for a rank 0 that does not answer, or that torchrun starts again.
         number: of `next_world`.
         cleanup: at its end rank 0's coordinator ends.
     """
     join = functools.partial(join, coordinator_returns=False)
-    key = _ADDRESS.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number)
+    key = _ADDRESS_KEY.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number)
     if rank == 0:
         here = Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
         address = cleanup.enter_context(coordinator(listen=str(here), for_good=True))
-        store.set(key, address)  # it listens: a rank that finds this address refused need not wait
+        store.set(key, address)  # it listens already, so a rank that finds it refusing need not wait for it
         return join(address)
-    has_agent, began, told = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False
+    has_agent, began, logged = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False
     while True:
         address = store.get(key).decode()
         silent = _is_silent(address)
@@ -117,24 +126,24 @@ def join_rank_0(
             return join(address)
         except (CoordinatorUnreachable, OrphanedError) as error:
             waited = time.monotonic() - began
-            patience = seconds if has_agent or silent else _AGAIN_S
+            patience = seconds if has_agent or silent else _REFUSED_S
             if isinstance(error, OrphanedError) or waited > patience:
                 raise type(error)(
                     f"rank {rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "
                     "ended (its output says why): start all ranks again; or the name in MASTER_ADDR resolves to "
                     "another address on rank 0's host than here, perhaps a loopback address"
                 ) from error
-            if waited > _AGAIN_S and not told:
-                told = True
+            if waited > _REFUSED_S and not logged:
+                logged = True
                 _log.warning(
                     "rank %d waits for rank 0 to start a coordinator: %s; if it has started one, the name in "
                     "MASTER_ADDR resolves to another address on its host than here",
                     rank,
                     error,
                 )
-        time.sleep(_PAUSE_S)
+        time.sleep(_RETRY_S)
 
 
 def _is_silent(address: str) -> bool:
-    """True if neither an answer nor a refusal comes from there: the host is off, out of reach, or slow."""
+    """Returns True if an address neither answers nor refuses: its host is off, out of reach, or slow."""
     return loop_thread().run(knock(parse_endpoint(address), _KNOCK_S)) is None

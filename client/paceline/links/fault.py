@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from paceline import errors
 from paceline._fork import check_process
 from paceline._wait import Latch
+from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Fault", "Suspicion", "Verdict", "error_type", "read_verdict"]
+__all__ = ["Fault", "Suspicion", "error_of", "error_type", "read_verdict"]
 
 _TYPES: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_BAD_REQUEST: errors.PacelineError,
@@ -71,21 +72,10 @@ class Suspicion:
     cause: BaseException | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What ended the generation, as all its members are told it."""
-
-    generation: int
-    reason: ErrorReason.ValueType
-    culprits: tuple[int, ...]
-    operation: int
-    text: str
-
-    def to_error(self) -> errors.PacelineError:
-        """A new error of the type that the reason stands for."""
-        return error_type(self.reason)(
-            self.text, ranks=self.culprits, operation=self.operation, generation=self.generation
-        )
+def error_of(verdict: Verdict) -> errors.PacelineError:
+    """A new error of the type that the verdict's reason stands for."""
+    error = error_type(verdict.reason)
+    return error(verdict.text, ranks=verdict.culprits, operation=verdict.operation, generation=verdict.generation)
 
 
 def read_verdict(word: session_pb2.Verdict) -> Verdict:
@@ -207,7 +197,7 @@ class Fault:
             assert suspicion is not None, "error() before anything failed"
             culprits = (self._rank if suspicion.accused is None else suspicion.accused,)
             verdict = Verdict(self.generation, suspicion.reason, culprits, suspicion.operation, suspicion.text)
-        error = verdict.to_error()
+        error = error_of(verdict)
         error.__cause__ = self.own_error  # its traceback says where
         return error
 

@@ -18,13 +18,14 @@ from paceline._loop import LoopThread
 from paceline.credentials import Credentials
 from paceline.errors import SessionClosed
 from paceline.links.base import Link, LinkEnded, Mesh, Peer, Purpose
-from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_dial import dial
 from paceline.links.grpc_queues import Inbox, Outbox
 from paceline.links.member_link import MemberLink
 from paceline.links.negotiation import Ways
 from paceline.session.wire import channel_options
+from paceline_protocol import Verdict
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason

@@ -13,11 +13,12 @@ from paceline._loop import LoopThread
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.links.base import Peer
-from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.negotiation import Ways
 from paceline.links.nowhere import NoMesh
 from paceline.session.control import ControlStream
+from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

@@ -20,12 +20,11 @@ from paceline import errors
 from paceline._exhausted import is_exhausted
 from paceline._loop import LoopThread
 from paceline._wait import Outcome
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.group import Group
 from paceline.links.door_key import DoorKey
-from paceline.links.fault import Suspicion, read_verdict
+from paceline.links.fault import Suspicion, error_of, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
 from paceline.links.grpc_mesh import GrpcMesh
@@ -43,6 +42,7 @@ from paceline.session.membership import Membership
 from paceline.session.sockets import Sockets
 from paceline.session.store import CoordinatorStore
 from paceline.session.whereabouts import Whereabouts
+from paceline_protocol import Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -334,7 +334,7 @@ class MemberConnection:
         """See `Listener`."""
         word = read_verdict(verdict)
         if not self._generations.settle(word):
-            self._fail_join(word.to_error())
+            self._fail_join(error_of(word))
 
     def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """See `Listener`."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.compression import Codec
-from paceline.elastic.parts import Part
+from paceline.elastic.parts import StatePart
 from paceline.errors import StepOrderError
 from paceline.group import Group
 from paceline.optim import Optimizer
@@ -125,7 +125,7 @@ class LocalTraining:
         self._model.push()
         self._end_round()
 
-    def as_part(self) -> Part:
+    def as_part(self) -> StatePart:
         """What a training state takes of it: the global parameters, the outer optimizer, buffers, inner settings."""
         return RoundPart(type(self).__name__, self._wrapper, self.outer_optimizer, self._inner, self)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from paceline.checkpoint.tree import Leaf
-from paceline.elastic.parts import Part, part_of
+from paceline.elastic.parts import StatePart, part_of
 from paceline.optim import Optimizer
 from paceline.parallel.ddp import DDP
 from paceline.parallel.sharding.resharding import Holding
@@ -38,7 +38,7 @@ class Round(Protocol):
         """Copies global parameters, which another worker has sent, to the net."""
 
 
-class RoundPart(Part):
+class RoundPart(StatePart):
     """Represents local training in a training state.
 
     Args:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from paceline_protocol import DrainAsked, Membership, RestartAsked, Session, Standing, spares
 from paceline_server import wire
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher, Job
 from paceline_server.errors import LimitMet, NotFound
-from paceline_server.events import DrainAsked, RestartAsked
-from paceline_server.membership import Membership
-from paceline_server.model import Session, Standing
-from paceline_server.policy import spares
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceServicer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from paceline_protocol import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest, TimedOut
-from paceline_server.events import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
 from paceline_server.pacing import Pacer
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
@@ -104,7 +104,7 @@ class SessionHandlers:
                 report = wire.read_report(message.report, self._settings)
                 self._dispatcher.apply_of(stream, Reported(stream.member_id, message.report.generation, report))
             case "meet":
-                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_met(message.meet)))
+                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_meet(message.meet)))
             case "finish":
                 finish = message.finish
                 self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, finish.step))

@@ -2,9 +2,7 @@
 
 import pytest
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
-from paceline.elastic.share import WHOLE, Share
+from paceline_protocol import WHOLE, Meet, Phase, Place, Share, Tag, Take, ViewNews
 
 START = Tag(0, 0)
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from paceline.errors import LimitExceeded, PeerLost
 from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
 from paceline.links.shm import copying
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.bell import _WAKE
 from paceline.links.shm.layout import INLINE_BYTES, MARK, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES
 from paceline.links.staging import LONG_FRAME_BYTES, LONGEST_FRAME_BYTES, staging_bytes
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon
 

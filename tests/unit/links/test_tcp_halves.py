@@ -19,13 +19,14 @@ from paceline._wait import SLICE
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Fault, Verdict
+from paceline.links.fault import Fault
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, FrameError
 from paceline.links.tcp import dial, listener
 from paceline.links.tcp.outgoing import MAX_WAITING_BYTES, TcpOutgoing
 from paceline.links.tcp.stream import SendStream, Stream
 from paceline.links.tcp.wire import MIN_PIECE
 from paceline.testing import check_link
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.certificates import make_folder
 from support.tcp_pair import OneWay, data, one_way, soon, tcp_link_pair

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.abandonment import Abandonment
-from paceline_server.model import JobState, Tag
+from paceline_protocol import Abandonment, JobState, Tag
 from support.coordinator import PureJob
 
 
