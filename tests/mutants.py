@@ -156,14 +156,14 @@ MUTANTS = (
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
-        "client/paceline/links/door_key.py",
+        "client/paceline/door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
-        ("unit/links/test_door_key.py",),
+        ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
-        "client/paceline/links/door_key.py",
+        "client/paceline/door_key.py",
         "return [_ProvesUnary(key), _ProvesStream(key)]",
         "return [_ProvesUnary(key)]",
         ("security/test_doors.py",),

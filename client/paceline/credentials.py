@@ -15,7 +15,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from paceline._grpc import aio, grpc, untyped
-from paceline.links.door_key import DoorKey, proving
+from paceline.door_key import DoorKey, proving
 from paceline.tls import TlsFiles, check_member, make_context
 from paceline.token_source import TokenSource
 from pacelinepb.private_files import FileTooOpen, read_private

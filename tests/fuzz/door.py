@@ -17,9 +17,9 @@ from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
 from paceline._grpc import EOF
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline.door_key import DoorKey
 from paceline.errors import PacelineError
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
-from paceline.links.door_key import DoorKey
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
 from paceline.links.grpc_door import Door

@@ -12,7 +12,7 @@ import pytest
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.links.door_key import METADATA, DoorKey
+from paceline.door_key import METADATA, DoorKey
 from paceline.session.wire import error_from_status
 from paceline.testing import coordinator
 from pacelinepb import PROTOCOL_VERSION

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc
-from paceline.links.door_key import METADATA, DoorKey
+from paceline.door_key import METADATA, DoorKey
 from paceline.links.grpc_refusal import refuse
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

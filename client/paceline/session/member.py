@@ -22,8 +22,8 @@ from paceline._loop import LoopThread
 from paceline._wait import Outcome
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
+from paceline.door_key import DoorKey
 from paceline.group import Group
-from paceline.links.door_key import DoorKey
 from paceline.links.fault import Suspicion, error_of, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
