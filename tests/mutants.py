@@ -159,7 +159,7 @@ MUTANTS = (
         "client/paceline/_door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
-        ("unit/links/test_door_key.py",),
+        ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
