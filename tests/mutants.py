@@ -75,6 +75,20 @@ MUTANTS = (
         ("security/test_budgets.py",),
     ),
     Mutant(
+        "a request that is refused half way keeps its room until it is read",
+        f"{SERVER}/services/paced.py",
+        "                    call.give_back()\n",
+        "",
+        ("security/test_budgets.py",),
+    ),
+    Mutant(
+        "candidates do not hear of the secret of the next line",
+        f"{SERVER}/dispatcher.py",
+        "                self._push(member_id, renewed)",
+        "                pass",
+        ("integration/test_coordinator_sessions.py",),
+    ),
+    Mutant(
         "a worker for whose call there is no room gives up",
         f"{SERVER}/errors.py",
         "NoRoom: grpc.StatusCode.UNAVAILABLE",
