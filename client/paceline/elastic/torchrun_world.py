@@ -14,11 +14,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from paceline._address import Endpoint, knock, parse_endpoint
 from paceline._loop import loop_thread
 from paceline.elastic.session import CoordinatedSession, Session
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidWorldSize, OrphanedError
-from paceline.session.address import Endpoint, knock, parse_endpoint
 
 __all__ = ["join_rank_0", "join_torchruns_world", "next_world"]
 

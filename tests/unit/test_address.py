@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
+from paceline import _address as address
+from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable
-from paceline.session import address
-from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 
 
 @pytest.mark.parametrize(

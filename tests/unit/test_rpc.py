@@ -11,8 +11,8 @@ import pytest
 
 from paceline import errors
 from paceline._grpc import aio, grpc
+from paceline._rpc import is_transient
 from paceline.session.view import MemberLists
-from paceline.session.wire import is_transient
 from pacelinepb.v1 import session_pb2 as pb
 
 

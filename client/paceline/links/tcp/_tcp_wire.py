@@ -14,16 +14,16 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from paceline.config import MAX_STREAMS
 from paceline.links.checksum import checksum
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError, FrameKind
+from paceline.links.kind import TICKET_BYTES
 
 __all__ = [
     "ACCEPTED",
     "HEAD_BYTES",
     "HELLO_BYTES",
-    "MAX_STREAMS",
     "MIN_PIECE",
-    "TICKET_BYTES",
     "Head",
     "Hello",
     "checksum_of",
@@ -34,14 +34,8 @@ __all__ = [
     "encode_hello",
 ]
 
-MAX_STREAMS = 16
-"""Sockets of one half."""
-
 MIN_PIECE = 64 << 10
 """Bytes below which a payload is not cut: another system call costs as much as copying so many."""
-
-TICKET_BYTES = 16
-"""A ticket, from the gRPC side of the link: random, good for one half."""
 
 ACCEPTED = b"\x01"
 """The one answer to a hello; whoever is not welcome gets none."""

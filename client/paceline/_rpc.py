@@ -1,4 +1,4 @@
-"""From the wire to the error tree, and what to do with a failed call."""
+"""Calls to coordinators and doors: options of channels, the typed error of a failed call, and when to try again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from grpc_status import rpc_status
 
 from paceline import errors
 from paceline._grpc import aio, grpc
-from paceline.links.fault import error_type
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -22,6 +21,7 @@ __all__ = [
     "channel_options",
     "duration",
     "error_from_status",
+    "error_type",
     "is_transient",
 ]
 
@@ -71,6 +71,35 @@ def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tupl
     return reconnect + silence + ([("grpc.use_local_subchannel_pool", 1)] if alone else [])
 
 
+_TYPES: dict[int, type[errors.PacelineError]] = {
+    ErrorReason.ERROR_REASON_BAD_REQUEST: errors.PacelineError,
+    ErrorReason.ERROR_REASON_NOT_FOUND: errors.PacelineError,
+    ErrorReason.ERROR_REASON_STALE_GENERATION: errors.StaleGeneration,
+    ErrorReason.ERROR_REASON_SESSION_ENDED: errors.SessionClosed,
+    ErrorReason.ERROR_REASON_RANK_TAKEN: errors.SettingsMismatch,
+    ErrorReason.ERROR_REASON_INVALID_RANK: errors.InvalidRank,
+    ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE: errors.InvalidWorldSize,
+    ErrorReason.ERROR_REASON_SETTINGS_DISAGREE: errors.SettingsMismatch,
+    ErrorReason.ERROR_REASON_CONFLICT: errors.StoreConflict,
+    ErrorReason.ERROR_REASON_LIMIT: errors.LimitExceeded,
+    ErrorReason.ERROR_REASON_DRAINING: errors.CoordinatorUnreachable,
+    ErrorReason.ERROR_REASON_TIMEOUT: errors.OperationTimeout,
+    ErrorReason.ERROR_REASON_PEER_LOST: errors.PeerLost,
+    ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL: errors.PeerBrokeProtocol,
+    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: errors.CollectiveMismatch,
+    ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
+    ErrorReason.ERROR_REASON_VERSION: errors.CoordinatorUnreachable,
+    ErrorReason.ERROR_REASON_UNAUTHENTICATED: errors.NotAuthenticated,
+    ErrorReason.ERROR_REASON_PERMISSION_DENIED: errors.NotPermitted,
+    ErrorReason.ERROR_REASON_DAMAGED: errors.CoordinatorUnreachable,
+}
+
+
+def error_type(reason: int) -> type[errors.PacelineError]:
+    """The exception that a reason stands for; the root of the tree for one that is new to this version."""
+    return _TYPES.get(reason, errors.PacelineError)
+
+
 def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineError:
     """The typed error that a failed call stands for.
 
@@ -88,6 +117,8 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
     text = f"{doing}: {error.details() or error.code().name}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.OperationTimeout(text)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # grpc's own word for a message that is too long
+        return errors.LimitExceeded(text)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return errors.CoordinatorUnreachable(f"{doing}: a gRPC server answers there, but it is no Paceline coordinator")
     return errors.CoordinatorUnreachable(text)

@@ -1,7 +1,12 @@
-"""Where peers' data sockets come in: a worker's own port, beside the door of its PeerService.
+"""TCP as a kind of link (`links.kind`): each half has one to sixteen connections of its own.
 
-A connection is nobody's until it has shown a ticket, which the gRPC side of a link gave out. A half begins when all of
-its streams have come; only then are they answered, all of them, so that both sides begin or none.
+The reader's worker listens at a port beside its door. A connection is nobody's until it has shown a ticket, which the
+door gave out. A half begins when all of its streams have come; only then are they answered, all of them, so that both
+sides begin or none.
+
+With TLS, data sockets have the same certificates as doors: members know each other, nobody else. TLS 1.3 only: it has
+no renegotiation, so a socket that only one side writes needs no answer from the other. No session tickets either: a
+client that closes a socket with a ticket unread resets it, and what was on its way would be lost.
 """
 
 from __future__ import annotations
@@ -10,21 +15,29 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from paceline._address import parse_endpoint
+from paceline._lookup import look_up
+from paceline.config import MAX_STREAMS, Config
+from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import LinkUnavailable
 from paceline.links.fault import Fault
 from paceline.links.frame import FrameError
-from paceline.links.tcp.incoming import TcpIncoming
-from paceline.links.tcp.ready import retry
-from paceline.links.tcp.stream import make_stream, tune
-from paceline.links.tcp.wire import ACCEPTED, HELLO_BYTES, MAX_STREAMS, TICKET_BYTES, Hello, decode_hello
+from paceline.links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext, Incoming, Kind, Outgoing
+from paceline.links.tcp._tcp_incoming import TcpIncoming
+from paceline.links.tcp._tcp_outgoing import TcpOutgoing
+from paceline.links.tcp._tcp_sockets import make_stream, retry, tune
+from paceline.links.tcp._tcp_wire import ACCEPTED, HELLO_BYTES, Hello, decode_hello, encode_hello
+from paceline.tls import make_context
+from pacelinepb.v1 import peer_pb2
 
-__all__ = ["MAX_STRANGERS", "PATIENCE", "TcpHost"]
+__all__ = ["MAX_STRANGERS", "PATIENCE", "TcpHost", "TcpKind", "client_context", "connect", "server_context"]
 
 _log = logging.getLogger("paceline.links")
 
@@ -35,7 +48,7 @@ PATIENCE = 10.0
 """Seconds for all streams of a ticket to come."""
 
 HELLO_SECONDS = 1.0
-"""For a connection to show its ticket: whoever dials gives up then (`negotiation.OPEN_SECONDS`)."""
+"""For a connection to show its ticket: whoever dials gives up then (`registry.OPEN_SECONDS`)."""
 
 HURRIED_SECONDS = 0.25
 """The same for the oldest of `MAX_STRANGERS` while another waits: a handshake of TLS takes two round trips. A peer that
@@ -46,6 +59,88 @@ _BACKLOG = 1024
 
 _RECOVER = 1.0
 """Seconds to wait where the process has no descriptors left."""
+
+
+class TcpKind(Kind):
+    """See `Kind`.
+
+    Attributes:
+        host: where peers' data sockets come in; None while this worker does not listen.
+    """
+
+    name = "tcp"
+    number = peer_pb2.LINK_KIND_TCP
+    preference = 20
+
+    def __init__(self, config: Config, credentials: Credentials) -> None:
+        self.host: TcpHost | None = None
+        self._streams = config.tcp_streams
+        self._credentials = credentials
+
+    async def start(self, host: str) -> None:
+        """See `Kind.start`."""
+        self.close()
+        listening = TcpHost(asyncio.get_running_loop(), server_context(self._credentials), patience=TICKET_LIFETIME)
+        try:
+            await listening.start(host)
+        except LinkUnavailable as error:
+            _log.warning("peers reach this worker by gRPC only: %s", error)
+        else:
+            self.host = listening
+
+    def is_for(self, context: HalfContext) -> bool:
+        """See `Kind.is_for`: the peer's door knows whether the peer listens."""
+        return True
+
+    def introduce(self, hello: peer_pb2.HelloRequest) -> None:
+        """See `Kind.introduce`."""
+        hello.tcp_streams = self._streams
+
+    def expect(
+        self,
+        hello: peer_pb2.HelloRequest,
+        context: HalfContext,
+        ticket: bytes,
+        came: Callable[[Incoming], None],
+    ) -> peer_pb2.HelloResponse | None:
+        """See `Kind.expect`."""
+        streams = hello.tcp_streams or 1
+        if self.host is None or streams > MAX_STREAMS:
+            return None
+        self.host.expect(ticket, streams, came, context.fault, str(context.peer))
+        return peer_pb2.HelloResponse(tcp_port=self.host.port)
+
+    async def open(
+        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: object, timeout: float
+    ) -> Outgoing:
+        """See `Kind.open`."""
+        peer = context.peer
+        if answer.tcp_port > 0xFFFF:  # a socket would take it modulo 65,536
+            raise LinkUnavailable(f"{peer} sent an invalid answer when a link was opened")
+        try:
+            async with asyncio.timeout(timeout):
+                (_, target), *_ = await look_up(parse_endpoint(peer.address).host)
+        except OSError as error:  # TimeoutError is one
+            raise LinkUnavailable(f"the host of {peer} is not found: {error}") from None
+        tls = client_context(self._credentials)
+        return await connect(
+            str(target[0]),
+            answer.tcp_port,
+            answer.ticket,
+            self._streams,
+            context.fault,
+            str(peer),
+            loop=asyncio.get_running_loop(),
+            timeout=timeout,
+            context=tls,
+            server_name=MEMBER_NAME if tls is not None else None,
+        )
+
+    def close(self) -> None:
+        """See `Kind.close`."""
+        host, self.host = self.host, None
+        if host is not None:
+            host.close()
 
 
 @dataclass(slots=True)
@@ -63,7 +158,7 @@ class TcpHost:
 
     Args:
         loop: the loop.
-        context: for TLS, see `tls.server_context`; None for none.
+        context: for TLS, see `server_context`; None for none.
         patience: see PATIENCE; for a ticket to be shown, HELLO_SECONDS at most.
 
     Attributes:
@@ -259,3 +354,139 @@ async def _resolve(
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     family, *_, address = found[0]
     return family, (str(address[0]), int(address[1]))
+
+
+async def connect(
+    host: str,
+    port: int,
+    ticket: bytes,
+    streams: int,
+    fault: Fault,
+    peer: str,
+    *,
+    loop: asyncio.AbstractEventLoop,
+    timeout: float,
+    context: ssl.SSLContext | None = None,
+    server_name: str | None = None,
+) -> TcpOutgoing:
+    """Connects all streams of a half to a `TcpHost`.
+
+    Args:
+        host: name or IP address of the peer.
+        port: of its `TcpHost`.
+        ticket: what the peer expects.
+        streams: how many connections, 1 to MAX_STREAMS; the same as the peer expects.
+        fault: how the generation ends.
+        peer: who it is, for errors.
+        loop: the running one.
+        timeout: seconds for all of it.
+        context: for TLS, see `client_context`; None for none.
+        server_name: what the peer's certificate has to hold; needed with TLS.
+
+    Raises:
+        LinkUnavailable: it did not come about; frames go another way.
+    """
+    if not 1 <= streams <= MAX_STREAMS or (context is not None and not server_name):
+        raise ValueError(f"{streams} streams, to be known by the name {server_name!r}")
+    with contextlib.ExitStack() as made:
+        hellos = [encode_hello(Hello(ticket, index, streams)) for index in range(streams)]
+        tasks = [loop.create_task(_dial(made, loop, host, port, hello, context, server_name)) for hello in hellos]
+        try:
+            async with asyncio.timeout(timeout):
+                socks = await asyncio.gather(*tasks)
+        except (OSError, TimeoutError) as error:  # an ssl.SSLError is an OSError
+            why = _why(error, timeout)
+            raise LinkUnavailable(f"no data connection to {peer} at {host}:{port}: {why}") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        streams_made = [make_stream(sock) for sock in socks]
+        try:
+            half = TcpOutgoing(streams_made, fault, peer)
+        except OSError as error:  # no descriptor is left
+            for stream in streams_made:
+                stream.close()
+            raise LinkUnavailable(f"no data connection to {peer} at {host}:{port}: {error.strerror}") from error
+        made.pop_all()
+    return half
+
+
+def _why(error: BaseException, timeout: float) -> str:
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError | socket.gaierror):
+        return os.strerror(error.errno)  # asyncio's own text says only that the call failed
+    return str(error) or f"no answer in {timeout:g} s"
+
+
+async def _dial(
+    made: contextlib.ExitStack,
+    loop: asyncio.AbstractEventLoop,
+    host: str,
+    port: int,
+    hello: bytes,
+    context: ssl.SSLContext | None,
+    server_name: str | None,
+) -> socket.socket:
+    """One connection, accepted; closed with `made` if that ends early."""
+    sock = await _reach(loop, host, port)
+    made.callback(lambda: sock.close())
+    if context is not None:
+        secure = context.wrap_socket(sock, server_hostname=server_name, do_handshake_on_connect=False)
+        sock = secure
+        await retry(loop, secure, secure.do_handshake)
+    sent = await retry(loop, sock, lambda: sock.send(hello))
+    assert sent == len(hello), "a new connection has room for a hello"
+    answer = await retry(loop, sock, lambda: sock.recv(len(ACCEPTED)))
+    if answer != ACCEPTED:
+        raise ConnectionError("it was not accepted" if not answer else "the answer is none")
+    return sock
+
+
+async def _reach(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """A connection to the first of the host's addresses that takes one."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        tune(sock)
+        try:
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure or OSError(f"{host} has no address")
+
+
+def server_context(credentials: Credentials) -> ssl.SSLContext | None:
+    """For `TcpHost`: asks every caller for a certificate of the same authority; None where there is no TLS.
+
+    Raises:
+        ValueError: a worker's credentials lack a certificate, or it cannot be used.
+    """
+    files = credentials.files
+    if files is None:
+        return None
+    if files.cert is None:
+        raise ValueError("with TLS a worker needs a certificate: its data sockets would be in the clear")
+    context = make_context(files, serving=True)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    return context
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext | None:
+    """For `connect`, with MEMBER_NAME as the name to expect; None where there is no TLS.
+
+    Raises:
+        ValueError: a certificate cannot be used.
+    """
+    files = credentials.files
+    if files is None:
+        return None
+    context = make_context(files)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context

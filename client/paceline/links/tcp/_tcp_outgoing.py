@@ -18,10 +18,9 @@ from paceline._wait import SLICE
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame
-from paceline.links.halves import Outgoing
-from paceline.links.tcp.ready import Waker, wait_ready
-from paceline.links.tcp.stream import Stream
-from paceline.links.tcp.wire import cut, encode_head
+from paceline.links.kind import Outgoing
+from paceline.links.tcp._tcp_sockets import Stream, Waker, wait_ready
+from paceline.links.tcp._tcp_wire import cut, encode_head
 
 __all__ = ["MAX_WAITING_BYTES", "MAX_WAITING_FRAMES", "TcpOutgoing"]
 

@@ -1,9 +1,9 @@
-"""What opens the doors of a job's members to each other: a secret of the job, which the coordinator sends to sessions.
+"""Proofs by which members of a job call each other: the coordinator sends a secret to each session of the job.
 
-Addresses and member ids are no secrets: member lists, logs and `paceline status` have them. So each call to a door
-proves that its caller has the secret, by a code over the whole request, which names the callee, and over a number that
-the caller never uses again. A door remembers which numbers it has seen of each caller (the anti-replay window of IPsec,
-RFC 4303, 3.4.3), so that what somebody has overheard does not open it a second time.
+Addresses and member ids are no secrets: member lists, logs and `paceline status` show them. So each call to a member's
+door proves that its caller has the secret, by an HMAC over the request, which names the callee, and over a number that
+the caller never uses again. A door remembers which numbers it has seen from each caller (the anti-replay window of
+IPsec, RFC 4303, 3.4.3), so an overheard call cannot be repeated.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline._grpc import aio
 __all__ = ["METADATA", "DoorKey", "proving"]
 
 METADATA = "paceline-door-bin"
-"""Where a call has its proof."""
+"""Key of a call's metadata that holds its proof."""
 
 WINDOW = 1024
-"""So far a call of one caller may come behind others that it made later."""
+"""Numbers below the highest one that are still remembered: a call may arrive that far behind later ones."""
 
 MAX_CALLERS = 16_384
-"""Callers whose numbers a door remembers: three times as many as a job has sessions at most. One more, and the one that
-has not called for the longest time is forgotten: only what that one once sent could be sent again."""
+"""Callers whose numbers a door remembers: three times as many as a job has sessions at most. If there is one more, the
+one that has not called for the longest time is forgotten; only its calls could be repeated then."""
 
 _HEAD = struct.Struct(">Q32s")
 """Number and code; the caller's member id follows."""
@@ -38,9 +38,9 @@ _MAX_ID_BYTES = 64
 
 
 class DoorKey:
-    """One member's: it proves itself by it, and checks others. Everything runs on the loop.
+    """Makes the proofs of one member, and checks those of its callers. Everything runs on the loop.
 
-    Nothing is proved, and nobody is believed, before `learn`.
+    Before `learn` it lets no call in.
     """
 
     def __init__(self) -> None:
@@ -50,24 +50,24 @@ class DoorKey:
         self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # the highest number, and a bit for each below
 
     def learn(self, secret: bytes, member_id: str) -> None:
-        """This process is that member of the job with that secret from now on."""
+        """Sets the job's secret and the id of the member that this process is."""
         if secret != self._secret:
             self._seen.clear()
         self._secret, self._member_id = secret, member_id.encode()
 
     def prove(self, request: Message) -> bytes:
-        """The proof for one call with this request. Another call needs another one."""
+        """The proof for one call with this request. Each call needs its own."""
         number = next(self._numbers)
         code = self._code(request.DESCRIPTOR.name, number, self._member_id, request.SerializeToString())
         return _HEAD.pack(number, code) + self._member_id
 
     def check(self, name: str, data: bytes, proof: bytes | None) -> str:
-        """Why a call is not let in; empty if it is. The same call is let in once.
+        """Why a call is refused; empty if it is let in. The same call is let in once.
 
         Args:
             name: of the request's message.
             data: the request's bytes.
-            proof: what the call has at METADATA, None for nothing.
+            proof: the call's value of METADATA, None if it has none.
         """
         if not self._secret:
             return "this worker is not registered yet"
@@ -98,7 +98,7 @@ class DoorKey:
 
 
 def proving(key: DoorKey) -> list[Any]:
-    """The interceptors that a channel to another member's door needs: each try of a call gets a proof of its own."""
+    """The interceptors of a channel to another member's door: each attempt of a call gets its own proof."""
     return [_ProvesUnary(key), _ProvesStream(key)]  # of one object with both methods, grpc would call one only
 
 

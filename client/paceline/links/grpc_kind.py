@@ -1,8 +1,8 @@
-"""The queues of a gRPC stream: between the calling threads and the loop thread.
+"""gRPC as a kind of link (`links.kind`): frames on the stream that every link has. It goes wherever gRPC goes.
 
 Outgoing: `send` encodes in the caller's thread (the one copy of the payload), so nothing touches the caller's array
-once it returns; a coroutine on the loop (`grpc_dial.py`) takes frames from the outbox. Incoming: the front door
-(`grpc_door.py`) fills the inbox; `recv` empties it in the caller's thread, so no other ever writes to an array (I7).
+once it returns; a coroutine on the loop (`grpc_mesh.py`) takes frames from the outbox. Incoming: the front door
+(`grpc_door.py`) puts frames in; `recv` takes them in the caller's thread, so no other ever writes to an array (I7).
 """
 
 from __future__ import annotations
@@ -15,18 +15,29 @@ from collections import deque
 from collections.abc import Callable
 
 from paceline._wait import SLICE
+from paceline.config import Config
+from paceline.credentials import Credentials
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
-from paceline.links.frame import Frame
-from paceline.links.halves import Incoming
+from paceline.links.frame import Frame, encode
+from paceline.links.kind import HalfContext, Incoming, Kind, Outgoing
+from pacelinepb.v1 import peer_pb2
 
-__all__ = ["EARLY_INBOX_BYTES", "INBOX_BYTES", "OUTBOX_FRAMES", "Inbox", "Outbox"]
+__all__ = [
+    "EARLY_INBOX_BYTES",
+    "INBOX_BYTES",
+    "OUTBOX_FRAMES",
+    "GrpcIncoming",
+    "GrpcKind",
+    "GrpcOutgoing",
+    "Outbox",
+]
 
 INBOX_BYTES = 32 << 20
 """Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
 
 EARLY_INBOX_BYTES = 4 << 20
-"""The same, for a link that this member has not used yet; the writer holds the rest of what every link must."""
+"""The same before this member has first read from the link; the writer holds the rest of what every link must."""
 
 FRAME_COST = 1024
 """Bytes that a frame counts on top of its payload, so that empty ones are bounded too."""
@@ -36,7 +47,9 @@ OUTBOX_FRAMES = 8
 
 
 class Outbox:
-    """Encoded frames on their way out: filled by one thread, emptied on the loop.
+    """Encoded frames on their way to the gRPC stream of a link: filled by one thread, emptied on the loop.
+
+    Every link has one, for the frames that end it; frames of operations go here only if the link is of kind "grpc".
 
     Attributes:
         closing: True once the last frame has been added.
@@ -80,7 +93,7 @@ class Outbox:
         self._loop.call_soon_threadsafe(self._ready.set)
 
     def wake(self) -> None:
-        """Makes a blocked `put` look at the fault again."""
+        """Makes a blocked `put` look at the fault."""
         with self._lock:
             self._room.notify_all()
 
@@ -120,120 +133,98 @@ class Outbox:
             await self._ready.wait()
 
 
-class Inbox:
-    """Frames that have arrived: filled on the loop, emptied by one thread.
+class GrpcOutgoing(Outgoing):
+    """See `Outgoing`. It copies what is lent, and has no marks.
 
-    If the peer has opened a faster way in (`turn_to`), frames come by that one instead.
+    Args:
+        stream: what the link's stream writes.
+        fault: how the generation ends.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    kind = "grpc"
+    frames = 0  # the stream itself keeps them in order, and ends after the last
+
+    def __init__(self, stream: Outbox, fault: Fault) -> None:
+        self._stream = stream
+        self._fault = fault
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]  # read-only
+        """Bytes that were sent so far, with their headers."""
+        return self._stream.sent_bytes
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.send`."""
+        self._stream.put(encode(frame), deadline, self._fault)
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.lend`."""
+        self.send(frame, deadline)
+
+    def settle(self, deadline: float) -> None:
+        """See `Outgoing.settle`: nothing is lent."""
+
+    def recall(self) -> None:
+        """See `Outgoing.recall`: nothing is lent."""
+
+    def flush(self, deadline: float) -> None:
+        """See `Outgoing.flush`: the frame that ends the stream follows all others, and the peer confirms it."""
+
+    def wake(self) -> None:
+        """See `Outgoing.wake`."""
+        self._stream.wake()
+
+    def end(self, error: LinkEnded) -> None:
+        """See `Outgoing.end`."""
+        self._stream.end(error)
+
+    def close(self) -> None:
+        """See `Outgoing.close`: the stream is the link's to close."""
+
+
+class GrpcIncoming(Incoming):
+    """See `Incoming`. Filled on the loop, emptied by one thread.
+
+    Args:
+        loop: the loop of the links.
+        fault: how the generation ends.
+    """
+
+    kind = "grpc"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fault: Fault) -> None:
         self._loop = loop
-        self._items: queue.SimpleQueue[Frame | LinkEnded | Incoming | None] = queue.SimpleQueue()
-        self._half: Incoming | None = None  # the way in, once the reader has come to it
-        self._coming: Incoming | None = None  # the same, from its arrival on
+        self._fault = fault
+        self._items: queue.SimpleQueue[Frame | LinkEnded | None] = queue.SimpleQueue()
         self._ended: LinkEnded | None = None
         self._closed = False
-        self._claimed = False  # touched on the loop only
         self._waiting_bytes = 0
         self._limit = EARLY_INBOX_BYTES
         self._lock = threading.Lock()
         self._room = asyncio.Event()  # touched on the loop only
-        self._on_item: Callable[[], None] = _nothing
-
-    def claim(self) -> bool:
-        """Takes it for the one stream that fills it; False if there is one already, or was. On the loop only."""
-        first, self._claimed = not self._claimed, True
-        return first
+        self._notify: Callable[[], None] = _nothing
 
     async def put(self, frame: Frame) -> None:
         """Adds a frame; waits while more than the limit wait unread. On the loop only."""
         with self._lock:
+            if self._closed:  # nobody will read it
+                return
             self._waiting_bytes += len(frame.payload) + FRAME_COST
             full = self._waiting_bytes > self._limit
             if full:
                 self._room.clear()
         self._items.put(frame)
-        self._on_item()
+        self._notify()
         if full:
             await self._room.wait()
 
-    def widen(self) -> None:
-        """This member uses the link now: up to INBOX_BYTES may wait."""
-        with self._lock:
-            self._limit = INBOX_BYTES
-        self._loop.call_soon_threadsafe(self._room.set)
-
-    def turn_to(self, half: Incoming) -> None:
-        """From now on frames come this way. On the loop only."""
-        with self._lock:
-            closed = self._closed
-            self._coming = None if closed else half
-            notify = self._on_item
-        if closed:
-            half.close()
-            return
-        if notify is not _nothing:
-            half.on_readable(notify)
-        self._items.put(half)
-        notify()
-
-    def on_readable(self, notify: Callable[[], None]) -> None:
-        """See `Link.on_readable`."""
-        with self._lock:
-            self._on_item = notify
-            half = self._coming
-        if half is not None:
-            half.on_readable(notify)
-        notify()
-
-    def end(self, error: LinkEnded, frames: int | None = None) -> None:
-        """Nothing follows; on another way in, nothing after so many frames in all (`Incoming.end`)."""
-        if self._coming is not None:
-            self._coming.end(error, frames)
-        self._items.put(error)
-        self._on_item()
-
-    def wake(self) -> None:
-        """Makes a blocked `get` look at the fault."""
-        if self._coming is not None:
-            self._coming.wake()
-        self._items.put(None)
-        self._on_item()
-
-    def release(self) -> None:
-        """See `Link.release`."""
-        if self._half is not None:
-            self._half.release()
-
-    def close(self) -> None:
-        """Gives back what the other way in takes, one that comes later too. Nobody is inside, or comes again."""
-        with self._lock:
-            self._closed = True
-            half = self._coming
-        if half is not None:
-            half.close()
-
-    def get(self, deadline: float, fault: Fault, into: memoryview | None = None) -> Frame:
-        """The next frame, see `Link.recv`."""
-        half = self._half
-        if half is not None:
-            return half.recv(deadline, into)
-        frame = self._next(deadline, fault)
-        return self.get(deadline, fault, into) if frame is None else frame
-
-    def await_mark(self, deadline: float, fault: Fault) -> Frame | int:
-        """See `Link.await_mark`; in place of a mark, frames come by gRPC."""
-        half = self._half
-        if half is not None:
-            return half.await_mark(deadline)
-        frame = self._next(deadline, fault)
-        return self.await_mark(deadline, fault) if frame is None else frame
-
-    def _next(self, deadline: float, fault: Fault) -> Frame | None:
-        """The next frame by gRPC; None once they come another way."""
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        """See `Incoming.recv`; the payload is a view of what the stream brought."""
+        if self._limit < INBOX_BYTES:
+            self._widen()
         while True:
-            if fault.failed:
-                raise fault.error()
+            if self._fault.failed:
+                raise self._fault.error()
             if self._ended is not None:
                 raise LinkEnded(str(self._ended), orderly=self._ended.orderly)
             left = deadline - time.monotonic()
@@ -246,11 +237,39 @@ class Inbox:
             if isinstance(item, Frame):
                 self._took(len(item.payload) + FRAME_COST)
                 return item
-            if isinstance(item, Incoming):
-                self._half = item
-                return None
             if item is not None:
                 self._ended = item
+
+    def release(self) -> None:
+        """See `Incoming.release`: each payload has memory of its own."""
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Incoming.on_readable`."""
+        self._notify = notify
+        notify()
+
+    def wake(self) -> None:
+        """See `Incoming.wake`."""
+        self._items.put(None)
+        self._notify()
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """See `Incoming.end`: all that came before is in the queue."""
+        self._items.put(error)
+        self._notify()
+
+    def close(self) -> None:
+        """See `Incoming.close`: what still comes is dropped."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._room.set)
+
+    def _widen(self) -> None:
+        """This member reads the link now: up to INBOX_BYTES may wait."""
+        with self._lock:
+            self._limit = INBOX_BYTES
+        self._loop.call_soon_threadsafe(self._room.set)
 
     def _took(self, size: int) -> None:
         with self._lock:
@@ -259,6 +278,38 @@ class Inbox:
             resume = was_full and self._waiting_bytes <= self._limit
         if resume:
             self._loop.call_soon_threadsafe(self._room.set)
+
+
+class GrpcKind(Kind):
+    """See `Kind`. Every worker has it: it needs no port of its own, and two members can always use it."""
+
+    name = "grpc"
+    number = peer_pb2.LINK_KIND_GRPC
+    preference = 10
+
+    def __init__(self, config: Config, credentials: Credentials) -> None:
+        pass
+
+    def is_for(self, context: HalfContext) -> bool:
+        """See `Kind.is_for`."""
+        return True
+
+    def expect(
+        self,
+        hello: peer_pb2.HelloRequest,
+        context: HalfContext,
+        ticket: bytes,
+        came: Callable[[Incoming], None],
+    ) -> peer_pb2.HelloResponse:
+        """See `Kind.expect`: the stream fills the half, so there is nothing more to open."""
+        came(GrpcIncoming(asyncio.get_running_loop(), context.fault))
+        return peer_pb2.HelloResponse()
+
+    async def open(
+        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: Outbox, timeout: float
+    ) -> Outgoing:
+        """See `Kind.open`."""
+        return GrpcOutgoing(stream, context.fault)
 
 
 def _nothing() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline._exhausted import is_exhausted
+from paceline._lookup import Found, look_up, look_up_within
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineError
-from paceline.session.lookup import Found, look_up, look_up_within
 
 __all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "knock", "listening_host", "parse_endpoint", "reachable_endpoint"]
 

@@ -13,20 +13,20 @@ import asyncio
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NoReturn
+
+import numpy as np
 
 from paceline._wait import SLICE
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError
-from paceline.links.halves import Breach, Incoming
-from paceline.links.tcp.bell import Bell, make_bell
-from paceline.links.tcp.ready import Waker, wait_ready
-from paceline.links.tcp.scratch import Scratch
-from paceline.links.tcp.stream import Stream
-from paceline.links.tcp.wire import HEAD_BYTES, Head, checksum_of, cut, decode_head
+from paceline.links.kind import Breach, Incoming
+from paceline.links.tcp._tcp_sockets import SocketBell, Stream, Waker, make_bell, wait_ready
+from paceline.links.tcp._tcp_wire import HEAD_BYTES, Head, checksum_of, cut, decode_head
 
 __all__ = ["TcpIncoming"]
 
@@ -40,6 +40,9 @@ _SPIN = 60e-6
 
 _SHORT = 3 * _SPIN
 """Seconds below which a sleep was not worth it: trying again will do the next time."""
+
+_KEPT = 8
+"""Buffers that are remembered, in use and free each: what is never released is left to the garbage collector."""
 
 _yield = getattr(os, "sched_yield", lambda: None)  # lets others run; Windows has none
 
@@ -86,7 +89,7 @@ class TcpIncoming(Incoming):
         self._lock = threading.Lock()  # guards these three, for `end` and `wake`
         self._last: tuple[LinkEnded, int | None] | None = None  # how it ends, after how many frames
         self._closed = False
-        self._bell: Bell | None = None
+        self._bell: SocketBell | None = None
         self._waker = Waker()
         self._notify: Callable[[], None] = _nothing
 
@@ -328,6 +331,39 @@ class TcpIncoming(Incoming):
 
     def _raise_end(self, error: LinkEnded) -> NoReturn:
         raise type(error)(str(error), orderly=error.orderly)
+
+
+class Scratch:
+    """Memory of one half for payloads that nobody has a place for, used again once its reader has released it.
+
+    Fresh memory costs more than copying into it (page faults), and most readers release each frame before the next. Not
+    thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._taken: deque[memoryview] = deque(maxlen=_KEPT)
+        self._free: list[memoryview] = []
+
+    def take(self, size: int) -> memoryview:
+        """That many bytes, of undefined content."""
+        for number, buffer in enumerate(self._free):
+            if size <= len(buffer) <= 2 * size:  # a short payload must not hold a long buffer
+                del self._free[number]
+                break
+        else:
+            buffer = np.empty(size, np.uint8).data
+        self._taken.append(buffer)
+        return buffer[:size]
+
+    def release(self, keep: memoryview | None = None) -> None:
+        """Nobody reads any of them any more, but for the one to keep."""
+        if self._taken:
+            still = [buffer for buffer in self._taken if keep is not None and buffer.obj is keep.obj]
+            self._free = [
+                *(buffer for buffer in self._taken if keep is None or buffer.obj is not keep.obj),
+                *self._free,
+            ][:_KEPT]
+            self._taken = deque(still, _KEPT)
 
 
 def _nothing() -> None:
