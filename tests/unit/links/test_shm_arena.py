@@ -18,8 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paceline.links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, arena
-from paceline.links.shm.blocks import Blocks
+from paceline.links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, Blocks, arena
 from support.shm_pair import descriptors
 
 MIB = 1 << 20

@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from time import monotonic
+from typing import NoReturn
 
 import numpy as np
 
@@ -19,12 +20,11 @@ from paceline._fork import check_process
 from paceline.arrays import copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
-from paceline.links.fault import Fault
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
 from paceline.links.halves import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
-from paceline.links.shm.breach import again, breach
 from paceline.links.shm.layout import (
     FRAME,
     INLINE_BYTES,
@@ -39,8 +39,9 @@ from paceline.links.shm.layout import (
     staging_bytes,
 )
 from paceline.links.shm.segment import Segment
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["ANNOUNCEMENT", "ShmOutgoing"]
+__all__ = ["ANNOUNCEMENT", "ShmOutgoing", "again", "breach"]
 
 ANNOUNCEMENT = struct.Struct("<QQ")
 """Number of an arena's segment and its size, with its descriptor; size 0 without one: it is used no longer."""
@@ -284,3 +285,19 @@ class ShmOutgoing(Outgoing):
             except OSError:  # as above; told when there is room, and of no use to a peer that is gone
                 return
             self._stale.discard(number)
+
+
+def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
+    """Ends the generation: the peer broke the protocol.
+
+    Raises:
+        PacelineError: the generation's error.
+    """
+    text = f"{peer} broke the protocol: {what}"
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
+    raise fault.error()
+
+
+def again(error: LinkEnded) -> LinkEnded:
+    """The same end of a link, to be raised once more: an exception that is raised twice grows."""
+    return LinkEnded(str(error), orderly=error.orderly)
