@@ -24,8 +24,7 @@ from paceline.links.fault import Fault
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
 from paceline.links.negotiation import WayOut
 from paceline.links.shm import handover
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     LAYOUT,
@@ -34,6 +33,7 @@ from paceline.links.shm.layout import (
     SLOTS_AT,
     STAGING_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
 from paceline.links.tcp.incoming import TcpIncoming

@@ -22,7 +22,7 @@ from paceline.links.grpc_door import Door
 from paceline.links.negotiation import Ways
 from paceline.links.shm import handover
 from paceline.links.shm.arena import Arena
-from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT, STAGING_AT
+from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
 from paceline.links.tcp.wire import ACCEPTED, MAX_STREAMS, TICKET_BYTES, Hello, encode_hello
 from pacelinepb.v1 import peer_pb2
 from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all

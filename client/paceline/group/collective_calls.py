@@ -20,7 +20,7 @@ from paceline.collectives.tasks import broadcast_task, reduce_task, reducing_tas
 from paceline.collectives.trees import Fusion
 from paceline.compression import Codec, codec_of
 from paceline.compression.memory import Memory
-from paceline.group.core import GroupCore, labelled
+from paceline.group.group_core import GroupCore, labelled
 from paceline.work import Work
 
 __all__ = ["Collectives"]

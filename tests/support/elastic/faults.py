@@ -143,7 +143,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline.elastic.port import CoordinatedPort
     from paceline.elastic.saver import Saver
     from paceline.elastic.state import TrainState
-    from paceline.group.core import GroupCore
+    from paceline.group.group_core import GroupCore
     from paceline.links.fault import Suspicion
     from paceline.session.member import MemberConnection
     from pacelinepb.v1.errors_pb2 import ErrorReason

@@ -20,8 +20,7 @@ from paceline.links.base import MARKS, LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.shm import incoming
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     INLINE_BYTES,
@@ -35,6 +34,7 @@ from paceline.links.shm.layout import (
     STAGING_BYTES,
     TOLD_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
 from support.shm_pair import PEERS, descriptors, halves

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from paceline.arrays import Array
 from paceline.errors import LinkUnavailable
-from paceline.links.shm.layout import PAGE
+from paceline.links.shm.control_segment import PAGE
 from paceline.links.shm.segment import Segment
 
-__all__ = ["Arena", "ArenaSegment", "Blocks", "LEND_BYTES", "SEGMENT_BYTES", "Watcher", "arena"]
+__all__ = ["Arena", "ArenaSegment", "FreeBlocks", "LEND_BYTES", "SEGMENT_BYTES", "Watcher", "arena"]
 
 SEGMENT_BYTES = 64 << 20
 """Size of a segment; an array that is larger has one of its own."""
@@ -54,7 +54,7 @@ class ArenaSegment(Segment):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.number = next(_numbers)
-        self.blocks = Blocks(size)
+        self.blocks = FreeBlocks(size)
 
 
 class Arena:
@@ -192,7 +192,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
 
 
-class Blocks:
+class FreeBlocks:
     """The free parts of `size` bytes. Not thread-safe."""
 
     def __init__(self, size: int) -> None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from paceline.errors import LinkUnavailable
 from paceline.links.base import Peer
 from paceline.links.fault import Fault
+from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
 from paceline.links.shm.incoming import ShmIncoming, receive_descriptors
-from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT, STAGING_AT
 from paceline.links.shm.outgoing import ShmOutgoing
 from paceline.links.shm.segment import Segment, SegmentError, attach, check_available
 

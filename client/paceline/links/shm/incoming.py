@@ -26,7 +26,7 @@ from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.halves import Incoming
 from paceline.links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     INLINE_BYTES,
     MARK,
     MAX_PAYLOAD_BYTES,
@@ -35,7 +35,7 @@ from paceline.links.shm.layout import (
     STAGING_BYTES,
     ControlMemory,
     Descriptor,
-    Place,
+    PayloadPlace,
 )
 from paceline.links.shm.outgoing import ANNOUNCEMENT, again, breach
 from paceline.links.shm.segment import Attached, SegmentError, attach
@@ -122,7 +122,7 @@ class ShmIncoming(Incoming):
             breach(self._fault, self._peer, f"{text}, where frame {number} was due")
         signature, size, in_place = control.signature(number, found.signature_bytes), found.size, True
         payload: bytes | memoryview
-        if found.place == Place.SLOT:
+        if found.place == PayloadPlace.SLOT:
             if size > INLINE_BYTES:
                 breach(self._fault, self._peer, f"{size} bytes in a slot of {INLINE_BYTES}")
             payload, in_place = bytes(control.inline(number, size)), False
@@ -138,7 +138,7 @@ class ShmIncoming(Incoming):
         self._rung[_FRAMES] -= 1
         self._frames += 1
         self._held += 1
-        self._lent |= found.place == Place.ARENA
+        self._lent |= found.place == PayloadPlace.ARENA
         if not self._pinned:
             self._give_back()
         return Frame(FrameKind.DATA, found.generation, found.operation, found.part, signature, payload)
@@ -278,11 +278,11 @@ class ShmIncoming(Incoming):
     def _locate(self, found: Descriptor) -> memoryview:
         """The peer's memory that a descriptor names, if the peer may name it."""
         offset, size = found.offset, found.size
-        if found.place == Place.STAGING:
+        if found.place == PayloadPlace.STAGING:
             if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
                 breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
             return self._control.staged(offset, size)
-        if found.place != Place.ARENA:
+        if found.place != PayloadPlace.ARENA:
             breach(self._fault, self._peer, f"a payload in place {found.place}")
         if self._control.is_void:
             raise self._void()

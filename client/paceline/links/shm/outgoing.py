@@ -25,7 +25,7 @@ from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKi
 from paceline.links.halves import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     FRAME,
     INLINE_BYTES,
     MARK,
@@ -35,7 +35,7 @@ from paceline.links.shm.layout import (
     STAGING_BYTES,
     ControlMemory,
     Descriptor,
-    Place,
+    PayloadPlace,
     staging_bytes,
 )
 from paceline.links.shm.segment import Segment
@@ -102,9 +102,9 @@ class ShmOutgoing(Outgoing):
         self._await_slot(deadline)
         if size <= INLINE_BYTES:
             self._control.inline(self.frames, size)[:] = payload
-            self._publish(frame, size, Place.SLOT, 0, 0)
+            self._publish(frame, size, PayloadPlace.SLOT, 0, 0)
         else:
-            self._publish(frame, size, Place.STAGING, 0, self._stage(frame, size, deadline))
+            self._publish(frame, size, PayloadPlace.STAGING, 0, self._stage(frame, size, deadline))
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
@@ -118,7 +118,7 @@ class ShmOutgoing(Outgoing):
         segment, offset = found
         self._await_slot(deadline)
         self._lent_until = self.frames + 1
-        self._publish(frame, size, Place.ARENA, segment.number, offset)
+        self._publish(frame, size, PayloadPlace.ARENA, segment.number, offset)
 
     def mark(self, number: int) -> bool:
         """See `Outgoing.mark`."""
@@ -184,7 +184,7 @@ class ShmOutgoing(Outgoing):
             self._stale.add(number)
             self._tell_stale()
 
-    def _publish(self, frame: Frame, size: int, place: Place, segment: int, offset: int) -> None:
+    def _publish(self, frame: Frame, size: int, place: PayloadPlace, segment: int, offset: int) -> None:
         """Describes a frame in its slot, then rings. The slot is free."""
         number, words = self.frames, len(frame.signature)
         if words > MAX_SIGNATURE_BYTES:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from paceline.arrays import Array
 from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.mailbox import Mailbox
 from paceline.collectives.passenger import Passenger
 from paceline.collectives.tasks import Chooser, Task, barrier_task
@@ -320,7 +320,9 @@ class GroupCore:
             def run() -> T:
                 entry.begin()
                 try:
-                    result = bound.engine.attempt(Call(operation, task.signature, started, deadline), task.body)
+                    result = bound.engine.attempt(
+                        CollectiveCall(operation, task.signature, started, deadline), task.body
+                    )
                 except BaseException as error:
                     entry.end(error)
                     self._tell_abort(error)
