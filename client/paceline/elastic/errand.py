@@ -37,12 +37,12 @@ class Errand:
         self._work: Work[NDArray[Any]] | None = None
         if rides:
             group.mesh.fault.check()
-            group.take_along(self)
+            group.add_piggyback(self)
         else:
             self._work = group.all_reduce(values, label=self._label, async_op=True)
 
     def arrive(self, sums: NDArray[Any]) -> None:
-        """See `Passenger.arrive`."""
+        """See `Piggyback.arrive`."""
         self._sums = sums.tolist()
 
     def wait(self) -> Sequence[float]:
@@ -54,7 +54,7 @@ class Errand:
         """
         if self._work is not None:
             return self._work.wait().tolist()  # type: ignore[no-any-return]
-        if self._sums is None and self._group.leave_behind(self):  # there were no gradients in this step
+        if self._sums is None and self._group.cancel_piggyback(self):  # there were no gradients in this step
             self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
         if self._sums is None:
             self._group.mesh.fault.check()
@@ -63,4 +63,4 @@ class Errand:
 
     def drop(self) -> None:
         """Withdraws the word from the gradients if it was not sent, because the step is over."""
-        self._group.leave_behind(self)
+        self._group.cancel_piggyback(self)

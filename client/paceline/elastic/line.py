@@ -100,7 +100,7 @@ class Line:
         self._port.open()
         mesh = self._port.group.mesh
         if mesh.peers:
-            if self._port.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
+            if self._port.group.has_same_state:  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
             self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
         else:
@@ -140,7 +140,7 @@ class Line:
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
-        rides = group.boarding
+        rides = group.takes_piggybacks
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
@@ -149,7 +149,7 @@ class Line:
             self._failed(error)
             return None
         step = self.guard.step = Step(number, attempt, group, self._state, self.guard, errand, digest, self._seed)
-        group.bar(BETWEEN_STEPS)
+        group.ban_collectives(BETWEEN_STEPS)
         return step
 
     def end(self, step: Step) -> None:
@@ -158,7 +158,7 @@ class Line:
         Raises:
             StepOrderError: the block was not entered.
         """
-        self._port.group.bar("")
+        self._port.group.ban_collectives("")
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
@@ -202,7 +202,7 @@ class Line:
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
-        self._port.group.bar("")
+        self._port.group.ban_collectives("")
         self._port.shelf.withdraw()
         self._saver.wait()
 
@@ -210,14 +210,14 @@ class Line:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
         self._place.closed = True
-        barred = self._port.group.barred
-        self._port.group.bar("")
+        barred = self._port.group.ban_reason
+        self._port.group.ban_collectives("")
         try:
             self._say(self._place.meet())
             self.wait_until_ready()
         finally:
             self._place.closed = False
-            self._port.group.bar(barred)
+            self._port.group.ban_collectives(barred)
         if self._overtaken:
             return Outcome.OVERTAKEN
         return Outcome.PASSED if self._blocks.passed else Outcome.AGAIN
@@ -300,7 +300,7 @@ class Line:
         self._last_update = 0
         if view.base is not None:
             self._taking.has_a_base()
-            self._port.group.vouch()
+            self._port.group.confirm_same_state()
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._taking.read_a_checkpoint:

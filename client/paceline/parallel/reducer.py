@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
+from paceline.collectives.piggyback import PIGGYBACK_SIZE, Piggyback
 from paceline.compression.bf16 import Bf16
 from paceline.compression.codec import Codec
 from paceline.errors import StepOrderError
@@ -66,8 +66,8 @@ class Reducer:
         self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
         self._group = group
-        # Buckets are always sent in this order, so the first one carries the passenger.
-        rooms = [PASSENGER_SIZE, *([0] * len(plan))]
+        # Buckets are always sent in this order, so the first one carries the piggyback.
+        rooms = [PIGGYBACK_SIZE, *([0] * len(plan))]
         self._buckets = [
             _bucket({path: parameters[path] for path in paths}, rank, room, group.empty, feedback)
             for paths, room in zip(plan, rooms, strict=False)
@@ -78,7 +78,7 @@ class Reducer:
         self._overlaps = len(plan) > 1 or any(bucket.flat.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
         self._given_up: list[tuple[Bucket, list[PendingWork]]] = []
         """Buckets that abandoned collectives were still using, each with these collectives."""
-        self._passenger: Passenger | None = None
+        self._piggyback: Piggyback | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
@@ -158,17 +158,17 @@ class Reducer:
                 too, since the same code may run with two members next.
             PacelineError: a collective failed.
         """
-        if self._group.barred:
-            raise StepOrderError(self._group.barred)
+        if self._group.ban_reason:
+            raise StepOrderError(self._group.ban_reason)
         self._recover()
         self._weight = weight
         self._send(self._readiness.rest(), waiting=True)
         for bucket, codec, work in zip(self._buckets, self._codecs, self._works, strict=True):
             if work is not None:
                 work.wait()
-            if self._passenger is not None:
-                self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
-                self._passenger = None
+            if self._piggyback is not None:
+                self._piggyback.arrive(bucket.piggyback[: len(self._piggyback.values)])
+                self._piggyback = None
             if isinstance(bucket, LowRankBucket) and bucket.compresses:
                 second = bucket.second()
                 self._group.all_reduce(second, out=second)
@@ -189,7 +189,7 @@ class Reducer:
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
-        self._passenger = None
+        self._piggyback = None
         running = [work for work in self._works if work is not None and not work.done()]
         for bucket, work in zip_longest(self._buckets, self._works):
             # Collectives of other buckets read the total weight from the first bucket.
@@ -223,10 +223,10 @@ class Reducer:
                 bucket.compresses = not alone
             bucket.pack(self._weight)
             if not self._works and not alone:
-                self._passenger = self._group.board()
-                bucket.passenger.fill(0)
-                if self._passenger is not None:
-                    bucket.passenger[: len(self._passenger.values)] = self._passenger.values
+                self._piggyback = self._group.take_piggyback()
+                bucket.piggyback.fill(0)
+                if self._piggyback is not None:
+                    bucket.piggyback[: len(self._piggyback.values)] = self._piggyback.values
             behind = not (waiting and bucket is self._buckets[-1])
             work = None if alone else self._reduce(bucket, self._codecs[number], behind=behind)
             self._works.append(work if behind else None)

@@ -194,7 +194,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
         return recv(exchange, peer, deadline, into)
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
-    _after(GroupCore, "board", lambda group, passenger: passenger and strike("in_word", current[0]))
+    _after(GroupCore, "take_piggyback", lambda group, piggyback: piggyback and strike("in_word", current[0]))
     _before(Shelf, "read", lambda *_: strike("giving"))
     _before(Shelf, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))

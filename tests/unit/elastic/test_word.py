@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.passenger import PASSENGER_SIZE
+from paceline.collectives.piggyback import PIGGYBACK_SIZE
 from paceline.elastic.word import _WINDOW_BYTES, WORD_SIZE, Flag, agrees, flags_of, partial_digest, word
 
 digests = st.integers(0, 2**32 - 1)
@@ -25,7 +25,7 @@ def total(words: list[Any], dtype: Any) -> Any:
 
 def test_there_is_room_for_it_in_a_bucket() -> None:
     assert word(Flag.JOIN, 1, 2).shape == (WORD_SIZE,)
-    assert WORD_SIZE <= PASSENGER_SIZE
+    assert WORD_SIZE <= PIGGYBACK_SIZE
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
