@@ -25,6 +25,7 @@ from time import monotonic
 ROOT = Path(__file__).parents[1]
 
 SERVER = "server/paceline_server"
+PROTOCOL = "protocol/paceline_protocol"
 ELASTIC = "client/paceline/elastic"
 SESSION = "client/paceline/session"
 
@@ -63,16 +64,16 @@ MUTANTS = (
     Mutant(
         "calls that wait for a key leave no room for who sets it",
         f"{SERVER}/services/calls.py",
-        "CALL_BYTES + self._room if lasts else 0",
+        "self._spare if lasts else 0",
         "0",
         ("unit/server/test_budget.py",),
     ),
     Mutant(
-        "one payer's calls are all read before another's",
-        f"{SERVER}/services/calls.py",
-        "            self._lines.move_to_end(payer)\n",
+        "what comes of a request is not counted",
+        f"{SERVER}/services/paced.py",
+        "            call.take_message(len(message))\n",
         "",
-        ("unit/server/test_budget.py",),
+        ("security/test_budgets.py",),
     ),
     Mutant(
         "a worker for whose call there is no room gives up",
@@ -155,14 +156,14 @@ MUTANTS = (
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
-        "client/paceline/links/door_key.py",
+        "client/paceline/_door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
-        ("unit/links/test_door_key.py",),
+        ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
-        "client/paceline/links/door_key.py",
+        "client/paceline/_door_key.py",
         "return [_ProvesUnary(key), _ProvesStream(key)]",
         "return [_ProvesUnary(key)]",
         ("security/test_doors.py",),
@@ -177,112 +178,112 @@ MUTANTS = (
     # How a line goes on.
     Mutant(
         "a generation number that a member showed is used again",
-        f"{SERVER}/line.py",
-        "        self.state.generation = max(self.state.generation, generation)\n        self.state.patient_until",
-        "        self.state.patient_until",
+        f"{PROTOCOL}/_lineage.py",
+        "        self._state.generation = max(self._state.generation, generation)\n        self._state.patient_until",
+        "        self._state.patient_until",
         ("unit/server/test_membership.py", "unit/server/test_old_copy.py"),
     ),
     Mutant(
         "the generation of a checkpoint that a candidate brings is used again",
-        f"{SERVER}/line.py",
-        "self.state.generation = max(self.state.generation, *tags, 0)",
+        f"{PROTOCOL}/_lineage.py",
+        "self._state.generation = max(self._state.generation, *tags, 0)",
         "assert tags is not None",
         ("unit/server/test_old_copy.py",),
     ),
     Mutant(
         "a coordinator with an old copy of its state still believes in the view of that copy",
-        f"{SERVER}/line.py",
+        f"{PROTOCOL}/_lineage.py",
         "if view is None or not is_old:",
         "if view is None or is_old:",
         ("unit/server/test_old_copy.py",),
     ),
     Mutant(
         "a member of another generation finishes the line",
-        f"{SERVER}/line.py",
-        "if event.generation != session.generation or self.state.view is None or",
-        "if self.state.view is None or",
+        f"{PROTOCOL}/_lineage.py",
+        "if event.generation != session.generation or self._state.view is None or",
+        "if self._state.view is None or",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a line whose members have yet to compare their states is finished",
-        f"{SERVER}/line.py",
-        "self.state.view.base is None:\n            return []\n        if self.state.finishing is not",
-        "self.state.view.seats is None:\n            return []\n        if self.state.finishing is not",
+        f"{PROTOCOL}/_lineage.py",
+        "self._state.view.base is None:\n            return []\n        if self._state.finishing is not",
+        "self._state.view.seats is None:\n            return []\n        if self._state.finishing is not",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a member that is only silent does not keep its line",
-        f"{SERVER}/line.py",
+        f"{PROTOCOL}/_lineage.py",
         "return view.base is None or is_done",
         "return True",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a line begins anew before a member that came back has said what it holds",
-        f"{SERVER}/policy.py",
+        f"{PROTOCOL}/_policy.py",
         "if meeting.over and state.returning():",
         "if meeting.over and not state.sessions:",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "who came first gets the seats, whatever others bring",
-        f"{SERVER}/policy.py",
+        f"{PROTOCOL}/_policy.py",
         "sorted(candidates, key=_brings, reverse=True)[:most]",
         "candidates[:most]",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "candidates that all leave and are too few for a view wait for ever",
-        f"{SERVER}/policy.py",
+        f"{PROTOCOL}/_policy.py",
         "return replace(decision, meeting=Meeting(decision.reason, dismissed=tuple(candidates)))",
         "return decision",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a view forms before members have had time to find the coordinator again",
-        f"{SERVER}/policy.py",
+        f"{PROTOCOL}/_policy.py",
         "max(state.patient_until, state.restored_at + candidate.settings.failure_timeout)",
         "state.patient_until",
         ("unit/server/test_old_copy.py",),
     ),
     Mutant(
         "a line's view is given up because a member went while it was stored",
-        f"{SERVER}/line.py",
+        f"{PROTOCOL}/_lineage.py",
         "if view.base is None and len(attached) < len(view.seats):",
         "if len(attached) < len(view.seats):",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a Meet from before the latest view counts",
-        f"{SERVER}/line.py",
+        f"{PROTOCOL}/_lineage.py",
         "if met.generation < session.generation:",
         "if met.generation < 0:",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a view forms before all members have stopped",
-        f"{SERVER}/meeting.py",
+        f"{PROTOCOL}/_meeting.py",
         "late = [session for session in present if not session.has_met]",
         "late = [session for session in present if not present]",
         ("unit/server/test_meeting.py",),
     ),
     Mutant(
         "silent members that may hold the state are not waited for",
-        f"{SERVER}/meeting.py",
+        f"{PROTOCOL}/_meeting.py",
         "    if silent:\n        return Meeting(",
         "    if not view:\n        return Meeting(",
         ("unit/server/test_meeting.py",),
     ),
     Mutant(
         "newcomers speak for the line as soon as they hold its base",
-        f"{SERVER}/meeting.py",
+        f"{PROTOCOL}/_meeting.py",
         "return view.base is None or any(s.rank not in newcomers or _met(s).tag != view.base for s in leaders)",
         "return True",
         ("unit/server/test_meeting.py",),
     ),
     Mutant(
         "a member that never held the base leads",
-        f"{SERVER}/meeting.py",
+        f"{PROTOCOL}/_meeting.py",
         "return met.tag is not None and (met.holds_base or view.base is None)",
         "return met.tag is not None",
         ("unit/server/test_meeting.py",),
@@ -290,42 +291,42 @@ MUTANTS = (
     # How members end.
     Mutant(
         "the last member that may hold the state is parted with",
-        f"{SERVER}/departures.py",
+        f"{PROTOCOL}/_departures.py",
         "if not any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest):",
         "if not rest:",
         ("unit/server/test_departures.py",),
     ),
     Mutant(
         "a broken link after the verdict parts with a member that is well",
-        f"{SERVER}/membership.py",
+        f"{PROTOCOL}/_membership.py",
         "if other is None or other.stream is not None:",
         "if other is None:",
         ("unit/server/test_departures.py",),
     ),
     Mutant(
         "a session is resumed without its token",
-        f"{SERVER}/membership.py",
+        f"{PROTOCOL}/_membership.py",
         "if session is None or session.token_sha256 != event.token_sha256:",
         "if session is None:",
         ("unit/server/test_membership.py",),
     ),
     Mutant(
         "a lapse counts at the first look",
-        f"{SERVER}/leases.py",
+        f"{PROTOCOL}/_silence.py",
         "            session.overdue_from = now\n            due = now + LOOK_AGAIN",
         "            return True",
         ("unit/server/test_leases.py", "unit/server/test_membership.py"),
     ),
     Mutant(
         "a coordinator that slept judges its members",
-        f"{SERVER}/leases.py",
+        f"{PROTOCOL}/_silence.py",
         "if slept > session.settings.heartbeat_interval:",
         "if slept < 0.0:",
         ("unit/server/test_leases.py", "unit/server/test_membership.py"),
     ),
     Mutant(
         "a coordinator that hears nobody evicts everybody",
-        f"{SERVER}/leases.py",
+        f"{PROTOCOL}/_silence.py",
         "s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]",
         "s.standing or now >= self._nobody_at + _timeout(s)]",
         ("unit/server/test_leases.py",),
@@ -375,21 +376,21 @@ MUTANTS = (
     ),
     Mutant(
         "an old view is entered again",
-        f"{ELASTIC}/place.py",
+        f"{PROTOCOL}/_member.py",
         "if view.generation <= self.generation:",
         "if view.generation < self.generation:",
         ("unit/elastic/test_place.py",),
     ),
     Mutant(
         "a member enters a view with another state than its base",
-        f"{ELASTIC}/place.py",
+        f"{PROTOCOL}/_member.py",
         "if self.held != view.base or share not in self.shares:",
         "if share not in self.shares:",
         ("unit/elastic/test_place.py",),
     ),
     Mutant(
         "a member that was cast out still claims the base",
-        f"{ELASTIC}/place.py",
+        f"{PROTOCOL}/_member.py",
         "self.generation, self.holds_base, self.leaving = 0, False, False\n        return self.meet(unproven",
         "self.generation, self.leaving = 0, False\n        return self.meet(unproven",
         ("unit/elastic/test_place.py",),
@@ -397,29 +398,29 @@ MUTANTS = (
     # A line at a member.
     Mutant(
         "a late view of the member that this worker was before is entered",
-        f"{ELASTIC}/line.py",
-        "case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:",
+        f"{ELASTIC}/training_loop.py",
+        "case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
         "case letters.ViewCame(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
         "a member that refuses a view tells nobody",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/training_loop.py",
         "if isinstance(order, Meet) and view.base is not None:",
         "if isinstance(order, Meet) and view.base is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
         "a newcomer announces the commits of steps before its time",
-        f"{ELASTIC}/line.py",
-        "self._committed, self._taking.read_a_checkpoint = view.base.step, False",
-        "self._taking.read_a_checkpoint = False",
+        f"{ELASTIC}/training_loop.py",
+        "self._committed, self._recovery.read_a_checkpoint = view.base.step, False",
+        "self._recovery.read_a_checkpoint = False",
         ("unit/elastic/test_line_commits.py",),
     ),
     Mutant(
         "a member goes on in a generation that has failed because the coordinator is away",
         f"{ELASTIC}/waiting.py",
-        "if self.planned and not self._port.group.mesh.fault.failed:",
+        "if self.planned and not self._coordinator.group.mesh.fault.failed:",
         "if self.planned:",
         ("unit/elastic/test_waiting.py",),
     ),
@@ -447,9 +448,9 @@ MUTANTS = (
     # Checkpoints.
     Mutant(
         "the job is done before its last checkpoint is written",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/training_loop.py",
         "            self._saver.keep(self._place.held, self._state, group)\n        except",
-        "            self._port.finish(self._total)\n"
+        "            self._coordinator.finish(self._total)\n"
         "            self._saver.keep(self._place.held, self._state, group)\n        except",
         ("unit/elastic/test_line_commits.py",),
     ),
@@ -491,14 +492,14 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0 is what newcomers are compared with, though it is one",
-        "client/paceline/parallel/agreement.py",
+        "client/paceline/parallel/_agreement.py",
         "reference = int(np.argmax(table[:, 2]))",
         "reference = 0",
         ("unit/parallel/test_agreement.py",),
     ),
     Mutant(
         "nobody knows who has agreed on a wrapper before",
-        "client/paceline/parallel/ddp.py",
+        "client/paceline/parallel/_synchronizer.py",
         "agreed_in=self._generation",
         "agreed_in=0",
         ("unit/parallel/test_agreement.py",),
@@ -541,8 +542,8 @@ MUTANTS = (
     Mutant(
         "a step that keeps a copy may not change anything before its update",
         f"{ELASTIC}/guard.py",
-        "        if self.step is not None and not self.step.keeps_copy:\n            self._heed",
-        "        if self.step is not None:\n            self._heed",
+        "        if self.step is not None and not self.step.keeps_copy:\n            self._check_state",
+        "        if self.step is not None:\n            self._check_state",
         ("unit/elastic/test_rules.py",),
     ),
     Mutant(
@@ -555,14 +556,14 @@ MUTANTS = (
     # Who is waited for, and who is there.
     Mutant(
         "most members that hang are waited for without end",
-        f"{SERVER}/stragglers.py",
+        f"{PROTOCOL}/_silence.py",
         "patience if late and stopped else None",
         "None",
         ("unit/server/test_stragglers.py",),
     ),
     Mutant(
         "members that never stop are given up before a step can have ended",
-        f"{SERVER}/stragglers.py",
+        f"{PROTOCOL}/_silence.py",
         "patience = max([timeout, *(session.met.step_timeout for session in stopped if session.met is not None)])",
         "patience = timeout",
         ("unit/server/test_stragglers.py",),
@@ -576,17 +577,17 @@ MUTANTS = (
     ),
     Mutant(
         "a host that is silent at one of its addresses is taken for gone",
-        f"{SESSION}/address.py",
+        "client/paceline/_address.py",
         "None if None in said or not said else False",
         "False",
-        ("unit/session/test_address.py",),
+        ("unit/test_address.py",),
     ),
     Mutant(
         "workers of torchrun train alone, each for itself",
-        f"{SESSION}/join.py",
+        f"{ELASTIC}/join.py",
         "        if workers > 1:",
         "        if workers > 9:",
-        ("unit/session/test_join.py",),
+        ("unit/elastic/test_join.py",),
     ),
     # Once for each host.
     Mutant(
@@ -634,7 +635,7 @@ class Copy:
                 shutil.copyfile(ROOT / name, folder / name)
         self._folder = folder
         # Before site-packages, where the installed package is the tree that this was copied from.
-        path = os.pathsep.join(str(folder / package) for package in ("client", "server", "protos"))
+        path = os.pathsep.join(str(folder / package) for package in ("client", "server", "protocol", "protos"))
         self._environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def passes(self, tests: Sequence[str]) -> tuple[bool, str]:

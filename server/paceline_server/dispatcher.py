@@ -15,43 +15,43 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from paceline_server import admission, wire
-from paceline_server.abandonment import Abandonment
-from paceline_server.budget import Budget
-from paceline_server.effects import (
+from paceline_protocol import Process, View
+from paceline_protocol.coordinator import (
+    Abandonment,
+    AddressRefused,
     Effect,
     EndSession,
+    Event,
+    ExitReported,
     ForgetView,
+    Heard,
+    JobState,
+    Membership,
     PushRunning,
     PushView,
+    Registered,
+    RestartAsked,
+    Resumed,
     StoreEnding,
     StoreFinished,
     StoreReached,
     StoreVerdict,
     StoreView,
-    Welcome,
-)
-from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
-from paceline_server.events import (
-    AddressRefused,
-    Event,
-    ExitReported,
-    Heard,
-    Registered,
-    RestartAsked,
-    Resumed,
     StreamEnded,
     Ticked,
+    Welcome,
+    has_been,
+    restore,
 )
+from paceline_server import wire
+from paceline_server.budget import Budget
+from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
 from paceline_server.job import Job
 from paceline_server.keeper import Keeper
 from paceline_server.keyvalue import KeyValues
 from paceline_server.knock import Knocks
-from paceline_server.membership import Membership
-from paceline_server.model import JobState, Process, View
 from paceline_server.pages import ViewPages
 from paceline_server.pushes import to_message
-from paceline_server.restore import restore
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.storeroom import Storeroom
@@ -119,7 +119,17 @@ class Dispatcher:
         self._timers = Timers(now, self.jobs, self._apply_alone)
         self._used_up = next((each.generation for each in stored_jobs if each.name == _NOT_KNOWN), 0)
         for stored in (each for each in stored_jobs if each.name != _NOT_KNOWN):
-            job = self._make_job(restore(now, stored), self._values(stored.name, stored.keys), stored.door_secret)
+            state = restore(
+                now,
+                stored.name,
+                generation=stored.generation,
+                view=stored.view,
+                verdict=stored.verdict,
+                endings=stored.endings,
+                finished=stored.finished,
+                reached=stored.reached,
+            )
+            job = self._make_job(state, self._values(stored.name, stored.keys), stored.door_secret)
             self.jobs[stored.name] = job
             if stored.view is not None:
                 self._pages(job, stored.view)  # its members have this list
@@ -222,7 +232,7 @@ class Dispatcher:
         )
         job = self.find(name)
         former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
-        freed = int(former is not None and admission.has_been(event, former))  # its place, when it has come in
+        freed = int(former is not None and has_been(event, former))  # its place, when it has come in
         if (
             sum(len(each.membership.state.sessions) for each in self.jobs.values() if not each.failed) - freed
             >= self.settings.max_sessions

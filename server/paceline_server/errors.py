@@ -23,8 +23,16 @@ Handlers raise these and pick no codes; `services.refusals` turns them into a st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
+from paceline_protocol.coordinator import (
+    BadRequest,
+    InvalidRank,
+    InvalidWorldSize,
+    RankTaken,
+    Refused,
+    SessionEnded,
+    SettingsDisagree,
+)
 from paceline_server._grpc import grpc
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -50,22 +58,6 @@ __all__ = [
 ]
 
 
-class Refused(Exception):
-    """A call that is not carried out; the text says why, for people.
-
-    Attributes:
-        reason: what the other side makes its typed error from.
-    """
-
-    reason: ClassVar[ErrorReason.ValueType]
-
-
-class BadRequest(Refused):
-    """The request itself is wrong; sending it again does not help."""
-
-    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
-
-
 class NotFound(Refused):
     """There is no such job, member or key."""
 
@@ -76,36 +68,6 @@ class StaleGeneration(Refused):
     """The generation acted upon is not the current one."""
 
     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
-
-
-class SessionEnded(Refused):
-    """The session has ended, was never there, or the token does not prove it."""
-
-    reason = ErrorReason.ERROR_REASON_SESSION_ENDED
-
-
-class RankTaken(Refused):
-    """Two live members claim one rank; the text names both hosts."""
-
-    reason = ErrorReason.ERROR_REASON_RANK_TAKEN
-
-
-class InvalidRank(Refused):
-    """The rank is outside the world."""
-
-    reason = ErrorReason.ERROR_REASON_INVALID_RANK
-
-
-class InvalidWorldSize(Refused):
-    """The world size is impossible."""
-
-    reason = ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE
-
-
-class SettingsDisagree(Refused):
-    """The member disagrees with its job; the text names the setting and both values."""
-
-    reason = ErrorReason.ERROR_REASON_SETTINGS_DISAGREE
 
 
 class LimitMet(Refused):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from paceline_server.abandonment import Abandonment
-from paceline_server.membership import Membership
+from paceline_protocol.coordinator import Abandonment, Membership
 from paceline_server.pages import ViewPages
 from paceline_server.storeroom import Storeroom
 

@@ -7,8 +7,18 @@ import functools
 import logging
 from collections.abc import Callable
 
-from paceline_server.effects import ForgetView, StoreEnding, StoreFinished, StoreReached, StoreVerdict, StoreView
-from paceline_server.events import Event, FinishStored, StoreFailed, ViewStored
+from paceline_protocol.coordinator import (
+    Event,
+    FinishStored,
+    ForgetView,
+    StoreEnding,
+    StoreFailed,
+    StoreFinished,
+    StoreReached,
+    StoreVerdict,
+    StoreView,
+    ViewStored,
+)
 from paceline_server.job import Job
 from paceline_server.storage.base import (
     Change,

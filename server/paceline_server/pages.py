@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline_protocol import Seat, View
 from paceline_server import wire
-from paceline_server.model import Seat, View
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["ViewPages"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_server import wire
-from paceline_server.effects import (
+from paceline_protocol.coordinator import (
     FailBarrier,
     PassBarrier,
     PushCatchUp,
@@ -18,6 +17,7 @@ from paceline_server.effects import (
     PushVerdict,
     PushWaiting,
 )
+from paceline_server import wire
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["Push", "to_message"]

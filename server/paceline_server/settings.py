@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from paceline_protocol import ProtocolSettings
 from paceline_server.memory import usable_bytes
+from pacelinepb.pieces import MESSAGE_BYTES
 
 __all__ = ["ServerSettings", "token_settings"]
 
@@ -19,7 +21,7 @@ _MOST_MEMORY = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(ProtocolSettings):
     """Settings of a coordinator; checked at construction.
 
     Raises:
@@ -52,19 +54,6 @@ class ServerSettings:
     """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream
     and candidates wait; None for never: then an operator has to say so (`paceline restart`)."""
 
-    settle_time: float = 0.2
-    """Seconds without an arrival after which a view forms with fewer than `max_workers`."""
-
-    gather_time: float = 0.02
-    """Seconds for which reports gather before they are judged: neighbours of one death report within milliseconds."""
-
-    doubt_time: float = 0.1
-    """Seconds before a broken link between two members that both seem well is judged: the news that one of them died
-    may be a little behind. Well below the 0.5 s (`failure_timeout` / 6) for which members wait for the verdict."""
-
-    announce_interval: float = 0.5
-    """Least seconds between two rounds of `Waiting` to all candidates of a job: W arrivals would send W^2 messages."""
-
     max_jobs: int = 1_000
     """Jobs at one time that have sessions or a line."""
 
@@ -91,9 +80,6 @@ class ServerSettings:
     max_barrier_name_bytes: int = 256
     """Bytes of a barrier's name, UTF-8."""
 
-    max_open_barriers: int = 1_000
-    """Named barriers that wait at one time in one job; as many passed names are remembered for repeats."""
-
     max_text_bytes: int = 2_000
     """Bytes of a report's or a leaver's sentence, UTF-8; longer ones are cut."""
 
@@ -108,10 +94,6 @@ class ServerSettings:
 
     max_value_bytes: int = 1 << 20
     """Bytes of a value."""
-
-    max_request_bytes: int = 64 << 10
-    """Bytes of a request, or of a message of a session. Those that carry a value, or the keys of a Wait, may have
-    `max_value_bytes` more."""
 
     memory_bytes: int = field(default_factory=lambda: min(usable_bytes(), _MOST_MEMORY))
     """Memory that callers may take, all together: of what the process may use, its cgroup's limit or the machine's, and
@@ -148,7 +130,7 @@ class ServerSettings:
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
-        if self.memory_bytes < (least := 48 * (self.max_value_bytes + self.max_request_bytes)):
+        if self.memory_bytes < (least := 48 * self.longest_request):
             raise ValueError(f"memory_bytes must be {least:,} at least for such values, not {self.memory_bytes:,}")
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65_535):
@@ -163,12 +145,12 @@ class ServerSettings:
     @property
     def call_bytes(self) -> int:
         """Bytes for calls that are open."""
-        return self.memory_bytes * 3 // 8
+        return self.memory_bytes // 2
 
     @property
-    def reading_bytes(self) -> int:
-        """Bytes for requests that come in."""
-        return self.memory_bytes // 8
+    def longest_request(self) -> int:
+        """Bytes of a request that comes as several messages: one with a value, or with the keys of a Wait."""
+        return MESSAGE_BYTES + self.max_value_bytes
 
     @property
     def store_bytes(self) -> int:

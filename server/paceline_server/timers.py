@@ -9,9 +9,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from paceline_server.events import Event, Ticked
+from paceline_protocol.coordinator import Event, Ticked, Wakefulness
 from paceline_server.job import Job
-from paceline_server.stall import Wakefulness
 
 __all__ = ["Timers"]
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
+from paceline_protocol import WHOLE, JobSettings, Meet, Process, Progress, Report, Seat, Share, Tag, Verdict
 from paceline_server.errors import BadRequest, VersionMismatch
-from paceline_server.model import JobSettings, Met, Process, Progress, Report, Seat, Tag, Verdict
 from paceline_server.settings import ServerSettings
-from paceline_server.shares import WHOLE, Share
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -26,7 +25,7 @@ __all__ = [
     "cut",
     "from_duration",
     "read_job_name",
-    "read_met",
+    "read_meet",
     "read_process",
     "read_progress",
     "read_report",
@@ -208,7 +207,7 @@ def read_report(message: pb.Report, settings: ServerSettings) -> Report:
     return Report(-1, message.reason, accused, operation, cut(message.text, settings.max_text_bytes))
 
 
-def read_met(message: pb.Meet) -> Met:
+def read_meet(message: pb.Meet) -> Meet:
     """What a member says at a meeting.
 
     Raises:
@@ -217,7 +216,7 @@ def read_met(message: pb.Meet) -> Met:
     if len(message.fingerprint) > _HASH_BYTES or len(message.manifest) > _HASH_BYTES:
         raise BadRequest(f"hashes in a meeting have at most {_HASH_BYTES} bytes")
     tag = _read_tag(message.tag) if message.HasField("tag") else None
-    return Met(
+    return Meet(
         generation=_storable(message.generation, "meet.generation"),
         tag=tag,
         holds_base=message.holds_base,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.bench.plan import COLLECTIVES
-from paceline.cli.bench.recipes import PEERS
+from paceline.cli.bench.jobs import COLLECTIVES
+from paceline.cli.bench.peers import PEERS
 from paceline.collectives.choose import choose, load_rules
 from paceline.collectives.schedules import SCHEDULES
 from support.command import command, wait_until_gone

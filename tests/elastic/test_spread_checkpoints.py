@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import checkpoint
-from paceline.checkpoint.tag import Tag
+from paceline_protocol import Tag
 from support.elastic.cluster import Cluster, cluster
 
 pytestmark = pytest.mark.slow

@@ -19,15 +19,15 @@ from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames, without_checksums
 from paceline._grpc import aio, grpc
+from paceline._rpc import error_from_status
 from paceline.collectives.choose import choose, dump_rules, format_rules, parse_rules, rules_digest
 from paceline.collectives.mailbox import Assembler, to_frames
 from paceline.collectives.objects import decode_object, encode_object
 from paceline.collectives.schedules import SCHEDULES
 from paceline.errors import PacelineError
-from paceline.links.fault import read_verdict
+from paceline.links.fault import error_of, read_verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
 from paceline.session.view import MemberLists
-from paceline.session.wire import error_from_status
 from paceline.signature import MAX_ARRAY_BYTES, Signature
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1 import session_pb2
@@ -135,7 +135,7 @@ def verdict(data: bytes) -> None:
         word = session_pb2.Verdict.FromString(data)
     except DecodeError:
         return
-    error = read_verdict(word).to_error()
+    error = error_of(read_verdict(word))
     assert isinstance(error, PacelineError)
     assert (error.ranks, error.operation, error.generation) == (tuple(word.culprits), word.operation, word.generation)
 

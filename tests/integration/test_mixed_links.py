@@ -171,7 +171,7 @@ with paceline.join() as session:
         emit("after")
         wait_for_go()
     expected = 4 * (np.arange(N) % 1000) + 6
-    kinds = {{rank: link.kind for (rank, *_), link in group.mesh._links.items() if link._settled.is_set()}}
+    kinds = {{rank: link.kind for (rank, *_), link in group.mesh._links.items() if link.kind}}
     nodes = nodes_of(group.members)
     emit("done", rank=group.rank, right=bool(np.array_equal(x, expected)), nodes=nodes, kinds=kinds)
     wait_for_go()

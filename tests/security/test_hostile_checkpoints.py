@@ -18,10 +18,10 @@ from paceline.checkpoint import folder as folders
 from paceline.checkpoint.folder import MANIFEST, is_there, publish
 from paceline.checkpoint.part import CHUNK_BYTES, Entry, Part
 from paceline.checkpoint.reading import Reader
-from paceline.checkpoint.tag import Tag
 from paceline.cli.app import app
 from paceline.errors import CheckpointDamaged, CheckpointFailed
 from paceline.testing import run_ranks
+from paceline_protocol import Tag
 
 GOOD, BAD = (1, 1), (1, 2)
 HUGE = 64 << 30

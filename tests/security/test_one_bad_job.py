@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from paceline_protocol.coordinator import Event, Membership, Ticked
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
-from paceline_server.events import Event, Ticked
-from paceline_server.membership import Membership
 from paceline_server.storeroom import Storeroom
 from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub

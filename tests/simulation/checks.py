@@ -14,11 +14,9 @@ from simulation.process import RaisedByUser
 from simulation.state import Spoiled, is_all
 
 from paceline import errors
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.share import Share, share_of
-from paceline_server.effects import PushCatchUp, PushStateLost
+from paceline_protocol import Share, Tag, View, share_of
+from paceline_protocol.coordinator import JobState, PushCatchUp, PushStateLost, Standing
 from paceline_server.errors import BadRequest, Refused
-from paceline_server.model import JobState, Standing, View
 
 if TYPE_CHECKING:
     from simulation.group import Mesh

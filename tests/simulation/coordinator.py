@@ -10,10 +10,12 @@ from simulation.disk import JOB, Disk, DiskStorage
 from simulation.loop import Loop
 from simulation.network import COORDINATOR, Context, refusal
 
-from paceline_server.dispatcher import Dispatcher
-from paceline_server.effects import (
+from paceline_protocol import Seat, View
+from paceline_protocol.coordinator import (
     Effect,
+    Event,
     ForgetView,
+    Membership,
     PushCatchUp,
     PushDismissed,
     PushFinished,
@@ -25,11 +27,9 @@ from paceline_server.effects import (
     StoreView,
     Welcome,
 )
+from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import Refused
-from paceline_server.events import Event
 from paceline_server.job import Job
-from paceline_server.membership import Membership
-from paceline_server.model import Seat, View
 from paceline_server.services.session import SessionHandlers
 from paceline_server.settings import ServerSettings
 

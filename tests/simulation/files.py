@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simulation.threads import current
 
-from paceline.checkpoint.tag import Tag
 from paceline.errors import CheckpointFailed
+from paceline_protocol import Tag
 
 if TYPE_CHECKING:
     from simulation.group import Group

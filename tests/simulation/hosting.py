@@ -6,9 +6,8 @@ from collections import Counter
 
 from simulation.broken import Broken
 
-from paceline.elastic.share import share_of
-from paceline_server.effects import PushCatchUp
-from paceline_server.model import JobState, View
+from paceline_protocol import View, share_of
+from paceline_protocol.coordinator import JobState, PushCatchUp
 
 __all__ = ["Hosting"]
 

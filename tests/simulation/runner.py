@@ -15,8 +15,8 @@ from simulation.process import Process
 from simulation.standins import installed
 from simulation.world import Shape, World
 
-from paceline.checkpoint.tag import Tag
-from paceline_server.events import RestartAsked
+from paceline_protocol import Tag
+from paceline_protocol.coordinator import RestartAsked
 
 __all__ = ["Outcome", "replay", "run"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.broken import Broken
 from simulation.threads import current
 
-from paceline.elastic.share import WHOLE, Share
 from paceline.errors import CheckpointDamaged
+from paceline_protocol import WHOLE, Share
 
 if TYPE_CHECKING:
     from simulation.process import Process

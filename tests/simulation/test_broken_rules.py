@@ -14,16 +14,25 @@ from simulation.runner import run
 from simulation.state import State
 from simulation.world import Shape
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.place import Meet, Phase, Place, Take, ViewNews
-from paceline.elastic.share import WHOLE, Share
 from paceline.elastic.step import Step
-from paceline_server import line, meeting, policy, seats
-from paceline_server.effects import StoreView
-from paceline_server.events import ViewStored
+from paceline_protocol import (
+    WHOLE,
+    Meet,
+    MemberState,
+    MemberView,
+    Phase,
+    Share,
+    Tag,
+    Take,
+    View,
+    _lineage,
+    _meeting,
+    _policy,
+    _seating,
+)
+from paceline_protocol.coordinator import JobState, Session, StoreView, ViewStored
 from paceline_server.job import Job
 from paceline_server.keeper import Keeper, Kept
-from paceline_server.model import JobState, Met, Session, View
 
 HARSH = Shape(members=(2, 4), steps=(4, 8), faults=(3, 9))
 FEW = replace(HARSH, members=(2, 3), faults=(5, 9))
@@ -45,37 +54,37 @@ def found(within: int, shape: Shape = HARSH, *, first: int = 0) -> str:
 def test_all_who_meet_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newcomers too, whose state may be another line's, or none."""
 
-    def convene(state: JobState) -> meeting.Meeting:
+    def convene(state: JobState) -> _meeting.Meeting:
         decided = honest(state)
         if decided.over or decided.members or not decided.reason.startswith("generation"):
             return decided
         return decided if decided.base or not any(_has_tag(s) for s in state.present()) else _led_by_anyone(state)
 
-    def _led_by_anyone(state: JobState) -> meeting.Meeting:
+    def _led_by_anyone(state: JobState) -> _meeting.Meeting:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meeting, "_leads", lambda _view, session: _has_tag(session))
+            patch.setattr(_meeting, "_leads", lambda _view, session: _has_tag(session))
             return honest(state)
 
-    honest = meeting.convene
-    monkeypatch.setattr(policy, "convene", convene)
+    honest = _meeting.convene
+    monkeypatch.setattr(_policy, "convene", convene)
     assert found(1000, FEW, first=250).startswith(("I1", "I2", "two lines"))
 
 
 def test_any_member_of_the_generation_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one that did not get its base."""
-    monkeypatch.setattr(meeting, "_leads", lambda _view, session: _has_tag(session))
+    monkeypatch.setattr(_meeting, "_leads", lambda _view, session: _has_tag(session))
     assert found(500).startswith(("I1", "I2", "two lines"))
 
 
 def test_a_line_is_lost_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "what_is_lost", lambda _reached, _base: "")
+    monkeypatch.setattr(_lineage, "what_is_lost", lambda _reached, _base: "")
     assert "nobody is told that a line is lost" in found(100)
 
 
 def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal steps of two generations are not equal states."""
 
-    def formed(place: Place, view: ViewNews) -> Meet | Take | None:
+    def formed(place: MemberState, view: MemberView) -> Meet | Take | None:
         if place.held is not None and view.base is not None and place.held.step == view.base.step:
             view = replace(view, base=place.held, newcomers=frozenset())
         return honest(place, view)
@@ -83,17 +92,17 @@ def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_step(items: Any, key: Any = None, reverse: bool = False) -> Any:
         return sorted(items, key=key and (lambda item: item[0].step), reverse=reverse)
 
-    honest = Place.formed
-    monkeypatch.setattr(Place, "formed", formed)
-    monkeypatch.setattr(Met, "state", property(lambda met: met.tag and met.tag.step))
-    monkeypatch.setattr(meeting, "sorted", by_step, raising=False)
+    honest = MemberState.formed
+    monkeypatch.setattr(MemberState, "formed", formed)
+    monkeypatch.setattr(Meet, "state", property(lambda met: met.tag and met.tag.step))
+    monkeypatch.setattr(_meeting, "sorted", by_step, raising=False)
     assert found(300, APART).startswith(("I1", "I2", "I5", "two lines"))
 
 
 def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a donor's death leaves members that hold all that counts, and may not use it."""
 
-    def convene(state: JobState) -> meeting.Meeting:
+    def convene(state: JobState) -> _meeting.Meeting:
         decided = honest(state)
         if not decided.laggards or decided.base is None:
             return decided
@@ -107,13 +116,13 @@ def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.Mo
         return replace(seated, laggards=(), newcomers=tuple(sorted({*seated.newcomers, *behind})))
 
     lagging: dict[str, Any] = {}
-    honest = meeting.convene
-    monkeypatch.setattr(policy, "convene", convene)
+    honest = _meeting.convene
+    monkeypatch.setattr(_policy, "convene", convene)
     assert found(12000).startswith("liveness")
 
 
 def test_a_view_is_entered_with_something_newer_than_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formed(place: Place, view: ViewNews) -> Meet | Take | None:
+    def formed(place: MemberState, view: MemberView) -> Meet | Take | None:
         effect = honest(place, view)
         newer = place.held is not None and view.base is not None and place.held > view.base
         if isinstance(effect, Meet) and newer and view.generation == place.generation:
@@ -121,8 +130,8 @@ def test_a_view_is_entered_with_something_newer_than_its_base(monkeypatch: pytes
             return None
         return effect
 
-    honest = Place.formed
-    monkeypatch.setattr(Place, "formed", formed)
+    honest = MemberState.formed
+    monkeypatch.setattr(MemberState, "formed", formed)
     assert found(500, AWAY, first=165).startswith(("I1", "I5", "two lines", "mismatch", "liveness"))
 
 
@@ -143,13 +152,13 @@ def test_a_step_is_applied_that_not_all_gave_to(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_interrupted_update_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Place, "spoiled", lambda place: None)
+    monkeypatch.setattr(MemberState, "spoiled", lambda place: None)
     assert found(500, first=55).startswith(("I5", "I6"))
 
 
 def test_a_newcomer_speaks_for_those_who_gave_it_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may never have heard of its generation, and have gone on in theirs."""
-    monkeypatch.setattr(meeting, "_may_speak", _always)
+    monkeypatch.setattr(_meeting, "_may_speak", _always)
     assert found(300, AWAY, first=255).startswith(("I1", "two lines"))
 
 
@@ -179,70 +188,72 @@ def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_did_not_see_the_second_word_complete_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Place, "prepare", lambda place, step: None)
+    monkeypatch.setattr(MemberState, "prepare", lambda place, step: None)
     assert found(1000, NODES, first=320).startswith(("I1", "I2", "two lines", "liveness"))
 
 
 def test_who_is_prepared_finishes_a_step_that_nobody_has_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is one of a generation that others are not prepared for."""
-    honest = Place.catch_up
+    honest = MemberState.catch_up
 
-    def catch_up(place: Place, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False) -> Take | None:
+    def catch_up(
+        place: MemberState, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False
+    ) -> Take | None:
         if place.prepared is not None and base.step == place.prepared.step:
             place.prepared = base
         return honest(place, generation, base, share, own=own)
 
-    monkeypatch.setattr(Place, "catch_up", catch_up)
+    monkeypatch.setattr(MemberState, "catch_up", catch_up)
     assert found(1000, NODES, first=295).startswith(("I1", "I5", "two lines"))
 
 
 def test_shares_are_dropped_as_soon_as_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all have taken theirs."""
-    honest = Place.took
+    honest = MemberState.took
 
-    def took(place: Place) -> Meet | None:
+    def took(place: MemberState) -> Meet | None:
         place.shares = ()
         return honest(place)
 
-    monkeypatch.setattr(Place, "took", took)
+    monkeypatch.setattr(MemberState, "took", took)
     assert found(3000, SPREAD).startswith(("I1", "I2", "I5", "liveness"))
 
 
 def test_who_leaves_goes_before_others_have_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = meeting._share_out
+    honest = _meeting._share_out
 
-    def share_out(view: View, seating: meeting.Meeting) -> meeting.Meeting:
+    def share_out(view: View, seating: _meeting.Meeting) -> _meeting.Meeting:
         return replace(honest(view, seating), dismissed=seating.dismissed)
 
-    monkeypatch.setattr(meeting, "_share_out", share_out)
+    monkeypatch.setattr(_meeting, "_share_out", share_out)
     assert found(3000, SPREAD, first=40).startswith(("I1", "I2", "liveness"))
 
 
 def test_a_view_forms_of_whatever_shares_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_share_out", lambda view, seating: seating)
+    monkeypatch.setattr(_meeting, "_share_out", lambda view, seating: seating)
     assert found(100, SPREAD).startswith("I2")
 
 
 def test_a_tag_counts_of_which_a_part_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_lacks", lambda sessions, tag: ())
+    monkeypatch.setattr(_meeting, "_lacks", lambda sessions, tag: ())
     assert found(1000, SPREAD).startswith(("I2", "liveness"))
 
 
 def test_who_holds_a_part_goes_on_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been let go meanwhile, and goes with its part of what came after."""
     may = property(lambda place: place.phase is Phase.MEETING and place.holds_base)
-    monkeypatch.setattr(Place, "may_go_on", may)
+    monkeypatch.setattr(MemberState, "may_go_on", may)
     assert found(4000, replace(SPREAD, away=True)).startswith(("I1", "I2", "I6"))
 
 
 def test_a_line_begins_anew_before_the_last_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may not have heard that they may go, and go on."""
-    monkeypatch.setattr(meeting, "_going", lambda *_: [])
+    monkeypatch.setattr(_meeting, "_going", lambda *_: [])
     assert found(500, replace(AWAY, members=(1, 2))).startswith(("I1", "I6", "two lines"))
 
 
 def test_a_state_is_given_up_while_somebody_silent_may_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_who_may_have", lambda *_: None)
+    monkeypatch.setattr(_meeting, "_who_may_have", lambda *_: None)
     assert found(500, SPREAD).startswith(("I1", "I2"))
 
 
@@ -260,5 +271,5 @@ def test_a_step_counts_whose_last_collective_has_failed(monkeypatch: pytest.Monk
 
 def test_seats_are_given_out_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then hosts that came turn and turn about hold each part on one host alone."""
-    monkeypatch.setattr(seats, "_host", lambda session: session.member_id)
+    monkeypatch.setattr(_seating, "_host", lambda session: session.member_id)
     assert found(500, replace(NODES, members=(4, 6), hosts=2)).startswith("hosts")

@@ -16,25 +16,28 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from paceline_server import Coordinator, ServerSettings
-from paceline_server._grpc import EOF, aio
-from paceline_server.dispatcher import Observer
-from paceline_server.effects import Effect, StoreFinished, StoreView
-from paceline_server.events import (
+from paceline_protocol import JobSettings, Process, Progress, Report
+from paceline_protocol.coordinator import (
     BarrierEntered,
+    Effect,
     Event,
     FinishStored,
     Heard,
+    JobState,
     LeftJob,
+    Membership,
     Registered,
     Reported,
     Resumed,
+    StoreFinished,
+    StoreView,
     StreamEnded,
     Ticked,
     ViewStored,
 )
-from paceline_server.membership import Membership
-from paceline_server.model import JobSettings, JobState, Process, Progress, Report
+from paceline_server import Coordinator, ServerSettings
+from paceline_server._grpc import EOF, aio
+from paceline_server.dispatcher import Observer
 from paceline_server.storage.base import Storage
 from pacelinepb import ERROR_DOMAIN, PROTOCOL_VERSION, checks
 from pacelinepb.v1 import session_pb2 as pb

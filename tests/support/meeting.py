@@ -1,10 +1,11 @@
-"""Generations that are over, as `paceline_server.meeting` finds them."""
+"""Generations that are over, as `paceline_protocol.convene` finds them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline_server.model import Ending, JobSettings, JobState, Met, Process, Seat, Session, Standing, Tag, View
+from paceline_protocol import Ending, JobSettings, Meet, Process, Seat, Tag, View
+from paceline_protocol.coordinator import JobState, Session, Standing
 
 __all__ = ["BASE", "SILENT", "SURE", "job", "names"]
 
@@ -14,7 +15,7 @@ SILENT = Ending("was silent for 3.0 s", orderly=False, sure=False)
 
 
 def job(
-    members: Sequence[Met | Ending | None],
+    members: Sequence[Meet | Ending | None],
     *,
     newcomers: tuple[int, ...] = (),
     base: Tag | None = BASE,
@@ -28,7 +29,7 @@ def job(
     )
     state = JobState("job", generation=7)
     state.view = View(7, settings, False, seats[: len(members)], base, newcomers)
-    for seat, what in zip(seats, [*members, *[Met(0, Tag(0, 0), False)] * ready], strict=True):
+    for seat, what in zip(seats, [*members, *[Meet(0, Tag(0, 0), False)] * ready], strict=True):
         if isinstance(what, Ending):
             state.endings[seat.rank] = what
             continue

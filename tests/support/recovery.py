@@ -12,10 +12,23 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_server.effects import Effect, PushCatchUp, PushView, StoreView
-from paceline_server.events import Event, ExitReported, MetOthers, Reported, Ticked, ViewStored
-from paceline_server.membership import Membership
-from paceline_server.model import JobSettings, JobState, Met, Process, Report, Seat, Session, Standing, Tag, View
+from paceline_protocol import JobSettings, Meet, Process, Report, Seat, Tag, View
+from paceline_protocol.coordinator import (
+    Effect,
+    Event,
+    ExitReported,
+    JobState,
+    Membership,
+    MetOthers,
+    PushCatchUp,
+    PushView,
+    Reported,
+    Session,
+    Standing,
+    StoreView,
+    Ticked,
+    ViewStored,
+)
 from paceline_server.pages import ViewPages
 from paceline_server.pushes import Push, to_message
 from paceline_server.settings import ServerSettings
@@ -92,7 +105,7 @@ class _Recovery:
             lost = Report(-1, ErrorReason.ERROR_REASON_PEER_LOST, dead.rank, 9, "the link ended")
             self._do(Reported(seat.member_id, _GENERATION, lost))  # after the verdict, as most do
             held = _BEHIND if seat.member_id in behind else _AHEAD
-            self._do(MetOthers(seat.member_id, Met(_GENERATION, held, True, manifest=_MANIFEST)))
+            self._do(MetOthers(seat.member_id, Meet(_GENERATION, held, True, manifest=_MANIFEST)))
         named: dict[str, int] = {}
         while self._ordered:
             ordered, self._ordered = self._ordered, []
@@ -101,7 +114,7 @@ class _Recovery:
                 for donor, _ in catch_up.donors:
                     named[donor.member_id] = named.get(donor.member_id, 0) + 1
                 self._wait(_SPREAD / len(ordered))
-                self._do(MetOthers(catch_up.member_id, Met(_GENERATION, catch_up.base, True, manifest=_MANIFEST)))
+                self._do(MetOthers(catch_up.member_id, Meet(_GENERATION, catch_up.base, True, manifest=_MANIFEST)))
         assert self._view is not None, self._membership.decision.reason
         assert len(self._view.seats) == len(seats)
         self._costs.most_orders = max(named.values(), default=0)

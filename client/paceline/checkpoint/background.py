@@ -16,9 +16,9 @@ import numpy as np
 from paceline._wait import Latch
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.pieces import Piece
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.writing import write_part
 from paceline.errors import StepOrderError
+from paceline_protocol import Tag
 
 __all__ = ["PartWriter"]
 

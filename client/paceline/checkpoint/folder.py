@@ -24,9 +24,9 @@ from typing import NamedTuple
 from paceline.checkpoint.disk import sync_folder, write_file
 from paceline.checkpoint.index import index_of
 from paceline.checkpoint.part import Part
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import Skeleton
 from paceline.errors import CheckpointDamaged, CheckpointFailed
+from paceline_protocol import Tag
 
 __all__ = [
     "MANIFEST",

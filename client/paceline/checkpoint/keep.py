@@ -24,10 +24,10 @@ from paceline.checkpoint.folder import (
 )
 from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.reading import Reader
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import Skeleton, split
 from paceline.checkpoint.writing import write_part
 from paceline.errors import CheckpointDamaged
+from paceline_protocol import Tag
 
 __all__ = ["Checkpoint", "checked_tag", "load", "remove", "save", "save_once", "set_aside", "tags"]
 

@@ -11,9 +11,9 @@ from paceline.checkpoint.keep import Checkpoint, tags
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.reading import Reader
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import split_shards
 from paceline.errors import CheckpointDamaged, SizeMismatch
+from paceline_protocol import Tag
 
 __all__ = ["load_sharded"]
 
@@ -30,8 +30,8 @@ def load_sharded(
 
     Args:
         directory: where checkpoints are kept.
-        wanted: a state of the same form (`sharded_state`); where it has a `Shard`, this rank gets those elements, of
-            all other arrays the whole. Nothing else of it counts.
+        wanted: a state of the same form (`paceline.sharded_state`); where it has a `Shard`, this rank gets those
+            elements; of all other arrays it gets the whole. Nothing else of it counts.
         group: the ranks.
         tag: the one to load; the greatest if None. The same on all ranks.
 

@@ -14,7 +14,7 @@ from paceline.checkpoint.disk import write_file
 from paceline.checkpoint.folder import hidden_folder
 from paceline.checkpoint.part import CHUNK_BYTES, Part, entry_of, header_of, part_name
 from paceline.checkpoint.pieces import Piece
-from paceline.checkpoint.tag import Tag
+from paceline_protocol import Tag
 
 __all__ = ["write_part"]
 

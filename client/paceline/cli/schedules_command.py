@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paceline.cli.bench.sizes import ELEMENT_BYTES, measured_size, parse_size, size_text
+from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
 from paceline.cli.output import UsageError, print_json
 from paceline.collectives.choose import RULES, Choice, choose, format_rules, only
 from paceline.collectives.rows import Row, format_schedule

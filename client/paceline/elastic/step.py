@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.elastic.digests import find_minority
-from paceline.elastic.errand import Errand
+from paceline.elastic.differences import find_minority
 from paceline.elastic.foreign import seed_frameworks
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.state import TrainState
-from paceline.elastic.word import Flag, agrees, flags_of
 from paceline.errors import (
     DivergenceError,
     SettingsMismatch,
@@ -25,10 +23,12 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
+from paceline.work import Work
+from paceline_protocol import StepFlag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]
+__all__ = ["BETWEEN_STEPS", "PendingStepWord", "Step", "StepRunner"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -107,7 +107,7 @@ class Step:
         group: Group,
         state: TrainState,
         runner: StepRunner,
-        word: Errand,
+        word: PendingStepWord,
         digest: int,
         seed: int,
     ) -> None:
@@ -116,7 +116,7 @@ class Step:
         self.applied = False
         self.rank, self.world = group.rank, group.size
         self.generation = group.generation
-        self.flags = Flag(0)
+        self.flags = StepFlag(0)
         self.cause: BaseException | None = None
         self.spoiled = False
         self.entered = self.left = False
@@ -387,3 +387,54 @@ class Step:
 def not_entered(step: Step) -> StepOrderError:
     """The error of a loop that does not enter its steps."""
     return StepOrderError(f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`")
+
+
+class PendingStepWord:
+    """One member's step word while it is summed over the members: in a bucket of gradients, or in its own message.
+
+    Args:
+        group: the view.
+        values: the word.
+        step: number of its step.
+        with_gradients: True if it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once,
+            while the step computes.
+
+    Raises:
+        PacelineError: the generation has failed.
+    """
+
+    def __init__(self, group: Group, values: Sequence[float], step: int, *, with_gradients: bool) -> None:
+        self.values = np.array(values, np.float64)
+        self._group = group
+        self._label = f"step-{step}"
+        self._sums: Sequence[float] | None = None
+        self._work: Work[NDArray[Any]] | None = None
+        if with_gradients:
+            group.mesh.fault.check()
+            group.add_piggyback(self)
+        else:
+            self._work = group.all_reduce(self.values, label=self._label, async_op=True)
+
+    def arrive(self, sums: NDArray[Any]) -> None:
+        """See `Piggyback.arrive`."""
+        self._sums = sums.tolist()
+
+    def wait(self) -> Sequence[float]:
+        """The sums over all members, once all have entered the step.
+
+        Raises:
+            StepOrderError: it was to be sent with gradients that were dropped.
+            PacelineError: the generation has failed.
+        """
+        if self._work is not None:
+            return self._work.wait().tolist()  # type: ignore[no-any-return]
+        if self._sums is None and self._group.cancel_piggyback(self):  # there were no gradients in this step
+            self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
+        if self._sums is None:
+            self._group.mesh.fault.check()
+            raise StepOrderError("the gradients of this step were dropped, and its step word with them")
+        return self._sums
+
+    def drop(self) -> None:
+        """Withdraws the word from the gradients if it was not sent, because the step is over."""
+        self._group.cancel_piggyback(self)

@@ -16,8 +16,9 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.links.base import MARKS, Link, LinkEnded, LinkTimeout
-from paceline.links.fault import Fault, Verdict
+from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["RULES", "LinkPair", "check_link"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from paceline.links.checksum import checksum
+from paceline.signature import MAX_SIGNATURE_BYTES
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -28,9 +29,6 @@ __all__ = [
 
 MAX_FRAME_BYTES = (4 << 20) + 4096
 """No frame is longer than this; the receiver refuses before it allocates."""
-
-MAX_SIGNATURE_BYTES = 1024
-"""Longest description of an operation."""
 
 # Tags of FramesRequest's fields 1 to 7: (field << 3) | wire type.
 _KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32, 0x3D

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import LEND_BYTES, Link, LinkEnded, Mesh, Peer, Purpose
-from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import Frame
 from paceline.links.pipe import Pipe
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["LocalLink", "LocalMesh", "local_meshes", "next_meshes"]

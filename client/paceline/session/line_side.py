@@ -15,13 +15,12 @@ from typing import Any
 from paceline import errors
 from paceline._grpc import aio
 from paceline._loop import LoopThread
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
-from paceline.elastic.share import WHOLE, Share
 from paceline.session.control import ControlStream
 from paceline.session.identity import is_gone
 from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Misfits, NoSeat, Runs, StateGone
 from paceline.session.view import MemberLists, read_peer
+from paceline_protocol import WHOLE, Share, Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic.share import Share
 from paceline.links.base import Mesh, Peer
+from paceline_protocol import Share, Tag
 
 __all__ = [
     "CaughtOut",

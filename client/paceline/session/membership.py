@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from paceline._rpc import duration
 from paceline.collectives.choose import RULES, Rules, rules_digest
 from paceline.session.identity import process_identity
-from paceline.session.wire import duration
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 

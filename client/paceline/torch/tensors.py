@@ -1,34 +1,53 @@
-"""Tensors and NumPy arrays over the same memory."""
+"""Conversion between torch tensors and NumPy arrays over the same memory; copies only where the layout requires it."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.arrays import Array
 from paceline.errors import UnsupportedOp
 
-__all__ = ["Tensor", "array_of", "nothing", "tensor_of"]
+__all__ = ["ResultBuffer", "Tensor", "array_of", "can_combine", "elements_of", "nothing", "result_buffer", "tensor_of"]
 
 Tensor = Any
 """`torch.Tensor`."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+_COMBINABLE = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
 
 def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
-    """A tensor's memory as an array of the same shape and strides; it does not keep the autograd graph alive.
+    """Returns an array over a tensor's memory, of the same shape and strides; it does not keep the autograd graph.
 
     Args:
         tensor: dense, on the CPU.
-        name: for the error.
+        name: what error texts call the tensor.
 
     Raises:
-        UnsupportedOp: it has no memory that NumPy can see.
+        UnsupportedOp: the tensor has no memory that NumPy can use.
     """
     plain = tensor.detach()
     if plain.device.type != "cpu" or plain.layout != torch.strided:
@@ -36,14 +55,15 @@ def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
     if plain.is_conj() or plain.is_neg():
         raise UnsupportedOp(f"{name} is a lazy conjugate or negative: resolve it first")
     dtype = _dtype_of(plain.dtype)
-    array = np.asarray(_Memory(plain, dtype, name)) if plain.numel() else np.empty(tuple(plain.shape), dtype)
+    array = np.asarray(_TensorMemory(plain, dtype, name)) if plain.numel() else np.empty(tuple(plain.shape), dtype)
     return array.view(_BFLOAT16) if plain.dtype == torch.bfloat16 else array
 
 
-class _Memory:
-    """A tensor's memory as NumPy wants it described.
+class _TensorMemory:
+    """A tensor's memory, described as NumPy's array interface wants it.
 
-    `Tensor.numpy` would do, but it fixes the size of the tensor's storage for good, and FSDP1, for one, changes it.
+    `Tensor.numpy` is not used because it makes the tensor's storage unresizable for good, and FSDP1, for one, resizes
+    it.
     """
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -64,7 +84,7 @@ class _Memory:
 
 @functools.cache
 def _dtype_of(dtype: Any) -> np.dtype[Any]:
-    """NumPy's name for the elements of a tensor; for bfloat16, which NumPy itself does not know, that of its bits."""
+    """Returns NumPy's dtype for a torch dtype; int16 for bfloat16, which NumPy itself does not have."""
     if dtype == torch.bfloat16:
         dtype = torch.int16
     found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
@@ -72,17 +92,80 @@ def _dtype_of(dtype: Any) -> np.dtype[Any]:
 
 
 def tensor_of(array: NDArray[Any]) -> Tensor:
-    """An array's memory as a tensor, which keeps the array alive; the array must be writable."""
+    """Returns a tensor over an array's memory, which it keeps alive; the array must be writable."""
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def nothing(like: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of another one, and of one element's memory.
+    """Returns a placeholder with the shape and dtype of a tensor, and the memory of one element.
 
-    It stands where values are not here now. It reads as NaN, so that whoever uses it sees it at once; as zeros where
-    the dtype has no NaN.
+    It takes the place of a tensor whose values are not in memory now. It reads as NaN, so that a use by mistake shows;
+    as zeros if the dtype has no NaN.
     """
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
     return torch.full((), value, dtype=like.dtype).expand(like.shape)
+
+
+def can_combine(dtype: Any) -> bool:
+    """Returns True if elements of this torch dtype can be summed, compared and so on; else they can only be moved."""
+    return dtype in _COMBINABLE
+
+
+def elements_of(tensor: Tensor) -> Array:
+    """Returns a tensor's elements in C order, shape [N]: a view if the tensor is contiguous on the CPU, else a copy.
+
+    A tensor that `can_combine` rejects is returned as its bytes: shape [N * itemsize], uint8.
+
+    Raises:
+        UnsupportedOp: the tensor is sparse or quantized.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnsupportedOp(f"a tensor of layout {tensor.layout} cannot be sent: convert it to a dense one")
+    flat = tensor.detach()
+    if flat.is_cuda:
+        flat = _staging(flat).copy_(flat)  # the copy waits for the CUDA stream
+    flat = flat.resolve_conj().resolve_neg().contiguous().view(-1)
+    return array_of(flat if can_combine(flat.dtype) else flat.view(torch.uint8))
+
+
+class ResultBuffer(NamedTuple):
+    """Memory that an operation writes its result for a tensor to.
+
+    Attributes:
+        array: the memory, shape [N].
+        copy_back: copies the result to the tensor; None if `array` is the tensor's own memory.
+    """
+
+    array: Array
+    copy_back: Callable[[], None] | None
+
+
+def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
+    """Returns a buffer for a result that belongs in a tensor: the tensor's own memory if possible.
+
+    Args:
+        tensor: dense.
+        filled: the buffer begins with the tensor's values, for operations in place.
+    """
+    plain = not (tensor.is_cuda or tensor.is_conj() or tensor.is_neg())
+    if plain and tensor.layout == torch.strided and tensor.is_contiguous():
+        return ResultBuffer(elements_of(tensor), None)
+    staging = _staging(tensor)
+    if filled:
+        staging.copy_(tensor.detach())
+
+    def copy_back() -> None:
+        with torch.no_grad():
+            tensor.detach().copy_(staging)
+
+    return ResultBuffer(elements_of(staging), copy_back)
+
+
+def _staging(tensor: Tensor) -> Tensor:
+    """Returns an uninitialised contiguous CPU tensor of the same shape and dtype; pinned if the tensor is on a GPU.
+
+    The GPU case is untested, since no GPU was available. On GPUs, NCCL is the backend to use.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

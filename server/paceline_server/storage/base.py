@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline_server.model import Ending, Verdict, View
+from paceline_protocol import Ending, Verdict, View
 
 __all__ = [
     "Change",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from paceline_server.model import Ending, JobSettings, Process, Seat, Tag, Verdict, View
+from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
 from paceline_server.storage.base import (
     Change,
     EndingStored,

@@ -20,9 +20,9 @@ import pytest
 from paceline import checkpoint
 from paceline.checkpoint.folder import open_folder, publish
 from paceline.checkpoint.pieces import pieces_of
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.tree import split
 from paceline.checkpoint.writing import write_part
+from paceline_protocol import Tag
 
 CALLS = ("open", "write", "fdatasync", "fsync", "close", "mkdir", "rename", "listdir", "unlink", "rmdir", "stat")
 

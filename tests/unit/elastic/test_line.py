@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.checkpoint.tag import Tag
 from paceline.config import Config
-from paceline.elastic.line import Line
-from paceline.elastic.place import Meet, Phase, Place
-from paceline.elastic.port import NullCoordinator
+from paceline.elastic.coordination import NullCoordinator
 from paceline.elastic.saver import Saver
+from paceline.elastic.training_loop import TrainingLoop
 from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.session.mail import CaughtOut, Tried, ViewCame
+from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -35,7 +34,7 @@ class TwoPort(NullCoordinator):
     def member_id(self) -> str:
         return self.id
 
-    def meet(self, meet: Meet, fingerprint: bytes, manifest: bytes) -> None:
+    def meet(self, meet: Meet) -> None:
         self.said.append(meet)
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
@@ -45,11 +44,11 @@ class TwoPort(NullCoordinator):
         raise AssertionError("nothing is done here")
 
 
-def line_that_holds(held: Tag) -> tuple[TwoPort, Line, Any]:
+def line_that_holds(held: Tag) -> tuple[TwoPort, TrainingLoop, Any]:
     port = TwoPort()
     state = paceline.TrainState(notes={"seen": np.zeros(1)})
-    place = Place(held)
-    return port, Line(port, state, 9, 0, b"", Saver(None, None), place), place
+    place = MemberState(held)
+    return port, TrainingLoop(port, state, 9, 0, b"", Saver(None, None), place), place
 
 
 def view(port: TwoPort, generation: int, base: Tag, member_id: str) -> ViewCame:

@@ -14,7 +14,7 @@ from unit.elastic.solo import ENVIRONMENT, Training, fail, undisturbed, writing_
 
 import paceline
 from paceline import checkpoint
-from paceline.checkpoint.tag import Tag
+from paceline_protocol import Tag
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import pytest
 
 from paceline import checkpoint
 from paceline.checkpoint import folder, keep
-from paceline.checkpoint.tag import Tag
 from paceline.checkpoint.writing import write_part
 from paceline.elastic import saver as saver_module
 from paceline.elastic.saver import Saver
@@ -21,6 +20,7 @@ from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
 from paceline.links.local import next_meshes
+from paceline_protocol import Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, each, local_mesh, world_of
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.tag import Tag
-from paceline.elastic import taking
-from paceline.elastic.place import Meet, Place, ViewNews
-from paceline.elastic.share import Share
-from paceline.elastic.take_shards import Holder
+from paceline.elastic import recovery
+from paceline.elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, OrphanedError
+from paceline_protocol import Meet, MemberState, MemberView, Share, Tag
 
 NOBODY = LinkUnavailable("nobody gave it")
 FIRST = Share(0, 2)
@@ -32,15 +30,15 @@ class Scene:
         self.has = False
         self.parameter = SimpleNamespace(requires_grad=True)  # and frozen in every other state
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
-        monkeypatch.setattr(taking, "time", clock)
-        self.place = Place(Tag(0, 0), 0, (FIRST,))
-        self.place.formed(ViewNews(2, 0, Tag(0, 0), frozenset(), 2))
+        monkeypatch.setattr(recovery, "time", clock)
+        self.place = MemberState(Tag(0, 0), 0, (FIRST,))
+        self.place.formed(MemberView(2, 0, Tag(0, 0), frozenset(), 2))
         plan = SimpleNamespace(wanted=["run"])
-        shelf = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
+        offered = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
         config = SimpleNamespace(failure_timeout=3.0)
         mail = SimpleNamespace(asks=False, draining="")
         port: Any = SimpleNamespace(
-            take=self._take, take_shards=self._take_shards, shelf=shelf, config=config, mail=mail
+            take=self._take, take_shards=self._take_shards, offered=offered, config=config, mail=mail
         )
         state: Any = SimpleNamespace(
             spreads=True,
@@ -62,7 +60,7 @@ class Scene:
             has=lambda tag: self.has,
             read=lambda tag, plan, interrupted: self._note(f"read {tag.step}", "the disk's"),
         )
-        self.taking = taking.Taking(port, self.place, state, saver)
+        self.taking = recovery.StateRecovery(port, self.place, state, saver)
         self.taking.learn([Holder(SimpleNamespace(), (FIRST,))])  # type: ignore[arg-type]
 
     def order(self, base: Tag, share: Share = FIRST, *, own: bool = False) -> Any:
@@ -104,7 +102,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def prepare(scene: Scene, *, updated: bool = True) -> None:
-    scene.place.formed(ViewNews(3, 0, Tag(0, 0), frozenset(), 2))
+    scene.place.formed(MemberView(3, 0, Tag(0, 0), frozenset(), 2))
     scene.place.begin()
     scene.place.prepare(1)
     scene.taking.keep_gradients({"lr": 0.5}, updated=updated)

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from paceline import errors
-from paceline.links.fault import Fault, Suspicion, Verdict
+from paceline.links.fault import Fault, Suspicion
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from paceline.errors import LimitExceeded, PeerLost
 from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Verdict
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.bell import _WAKE
@@ -29,6 +28,7 @@ from paceline.links.shm.control_segment import (
     STAGING_BYTES,
     staging_bytes,
 )
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon
 

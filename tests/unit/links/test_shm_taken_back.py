@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.links.base import LinkEnded
-from paceline.links.fault import Verdict
 from paceline.links.shm.arena import Arena
+from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon
 

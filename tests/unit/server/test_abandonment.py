@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.abandonment import Abandonment
-from paceline_server.model import JobState, Tag
+from paceline_protocol import Tag
+from paceline_protocol.coordinator import Abandonment, JobState
 from support.coordinator import PureJob
 
 

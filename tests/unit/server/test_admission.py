@@ -2,9 +2,8 @@
 
 import pytest
 
-from paceline_server.effects import EndSession
+from paceline_protocol.coordinator import EndSession, Standing
 from paceline_server.errors import InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
-from paceline_server.model import Standing
 from support.coordinator import PureJob
 
 

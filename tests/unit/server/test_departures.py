@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import EndSession, PushDismissed, PushVerdict
-from paceline_server.events import MetOthers
-from paceline_server.model import Met, Standing, Tag
+from paceline_protocol import Meet, Tag
+from paceline_protocol.coordinator import EndSession, MetOthers, PushDismissed, PushVerdict, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
@@ -31,8 +30,8 @@ def with_newcomers() -> tuple[PureJob, list[str]]:
     job, (old,) = elastic(1)
     new = [job.join(1, 9), job.join(1, 9)]
     for member in new:
-        job.do(MetOthers(member, Met(0, Tag(0, 0), False)))
-    job.do(MetOthers(old, Met(2, Tag(2, 1), True)))
+        job.do(MetOthers(member, Meet(0, Tag(0, 0), False)))
+    job.do(MetOthers(old, Meet(2, Tag(2, 1), True)))
     assert job.state.live is not None
     assert (job.state.live.generation, job.state.live.newcomers) == (3, (1, 2))
     return job, [old, *new]
@@ -69,10 +68,10 @@ def test_after_the_verdict_a_broken_link_accuses_only_a_member_whose_stream_has_
 def test_the_last_to_leave_do_not_wait_for_one_that_was_let_go_before() -> None:
     """It keeps no state, and may be there for long: what the last ones do together would wait for it."""
     job, (first, second) = elastic(2, least=2)
-    job.do(MetOthers(first, Met(2, Tag(2, 3), True, leaving=True)))
-    effects = job.do(MetOthers(second, Met(2, Tag(2, 3), True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 3), True, leaving=True)))
+    effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True)))
     assert PushDismissed(first, False) in effects
-    effects = job.do(MetOthers(second, Met(2, Tag(2, 3), True, leaving=True)))
+    effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True, leaving=True)))
     told = [effect for effect in effects if isinstance(effect, PushVerdict | PushDismissed)]
     assert [type(effect) for effect in told if effect.member_id == second] == [PushVerdict, PushDismissed]
     assert PushDismissed(second, True) in told
@@ -82,7 +81,7 @@ def test_the_last_to_leave_do_not_wait_for_one_that_was_let_go_before() -> None:
 
 def test_members_that_leave_together_keep_the_state_together() -> None:
     job, (first, second) = elastic(2)
-    job.do(MetOthers(first, Met(2, Tag(2, 3), True, leaving=True)))
-    effects = job.do(MetOthers(second, Met(2, Tag(2, 3), True, leaving=True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 3), True, leaving=True)))
+    effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True, leaving=True)))
     assert {PushDismissed(first, True), PushDismissed(second, True)} <= set(effects)
     assert job.state.verdict is None

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from paceline_server.donors import Donors
-from paceline_server.model import Met, Session
-from paceline_server.shares import Share
+from paceline_protocol import Meet, Share
+from paceline_protocol._orders import Donors
+from paceline_protocol.coordinator import Session
 from support.meeting import BASE, job
 
 
 def holders(count: int, parts: int = 1) -> list[Session]:
-    mets = [Met(7, BASE, True, shares=(Share(rank % parts, parts),), node_size=parts) for rank in range(count)]
+    mets = [Meet(7, BASE, True, shares=(Share(rank % parts, parts),), node_size=parts) for rank in range(count)]
     return list(job(list(mets)).sessions.values())
 
 

@@ -2,11 +2,8 @@
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import PushVerdict, StoreVerdict, StoreView
-from paceline_server.events import Heard
-from paceline_server.model import Ending, JobSettings, Process, Progress, Seat, Standing, Verdict, View
-from paceline_server.restore import restore
-from paceline_server.storage.base import StoredJob
+from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Verdict, View
+from paceline_protocol.coordinator import Heard, PushVerdict, Standing, StoreVerdict, StoreView, restore
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
@@ -17,8 +14,7 @@ VIEW = View(7, JobSettings(2, 3, 3.0), False, SEATS)
 
 
 def restarted(verdict: Verdict | None = None, endings: dict[int, Ending] | None = None) -> PureJob:
-    stored = StoredJob("job", 7, VIEW, verdict, endings or {})
-    job = PureJob(restore(100.0, stored))
+    job = PureJob(restore(100.0, "job", generation=7, view=VIEW, verdict=verdict, endings=endings))
     job.pass_time(0.0)
     return job
 
@@ -86,7 +82,9 @@ def test_members_of_a_void_view_get_its_verdict() -> None:
 
 
 def test_a_view_that_all_have_left_is_not_restored() -> None:
-    state = restore(0.0, StoredJob("job", 7, VIEW, None, {rank: Ending("left the job", True) for rank in range(3)}))
+    state = restore(
+        0.0, "job", generation=7, view=VIEW, endings={rank: Ending("left the job", True) for rank in range(3)}
+    )
     assert (state.view, state.generation, state.sessions) == (None, 7, {})
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import (
+from paceline_protocol import Meet, Process, Progress, Tag
+from paceline_protocol._meeting import what_is_lost
+from paceline_protocol.coordinator import (
+    AddressRefused,
+    ExitReported,
+    FinishedLine,
+    FinishStored,
     ForgetView,
+    Heard,
+    JobState,
+    MetOthers,
     PushDismissed,
     PushFinished,
     PushSummons,
@@ -14,20 +23,9 @@ from paceline_server.effects import (
     PushView,
     StoreFinished,
     StoreReached,
-)
-from paceline_server.events import (
-    AddressRefused,
-    ExitReported,
-    FinishedLine,
-    FinishStored,
-    Heard,
-    MetOthers,
     ViewStored,
+    restore,
 )
-from paceline_server.meeting import what_is_lost
-from paceline_server.model import JobState, Met, Process, Progress, Tag
-from paceline_server.restore import restore
-from paceline_server.storage.base import StoredJob
 from support.coordinator import PureJob
 
 # The end of a line ----------------------------------------------------------------------------------------------------
@@ -75,7 +73,7 @@ def test_a_line_is_kept_for_members_that_are_only_silent() -> None:
         job.cut(member)
         job.do(AddressRefused(member))
     newcomer = job.join(1, 9)
-    job.do(MetOthers(newcomer, Met(0, Tag(0, 0), False)))
+    job.do(MetOthers(newcomer, Meet(0, Tag(0, 0), False)))
     assert list(job.state.sessions) == [newcomer]
     assert job.state.view is not None
     assert job.state.view.generation == 2
@@ -89,12 +87,12 @@ def test_a_line_is_kept_until_a_member_that_came_back_says_what_it_holds() -> No
     job, (first,) = elastic(1, most=2)
     waiting = [job.join(1, 2) for _ in range(2)]
     for member in waiting:
-        job.do(MetOthers(member, Met(0, Tag(0, 0), False)))
+        job.do(MetOthers(member, Meet(0, Tag(0, 0), False)))
     job.cut(first)
     job.do(AddressRefused(first))
     again = job.join(1, 2, former=first, former_token=b"token-1")
     assert job.reason == "waiting for members that came back to say what they hold"
-    job.do(MetOthers(again, Met(0, Tag(2, 5), False)))
+    job.do(MetOthers(again, Meet(0, Tag(2, 5), False)))
     assert job.state.live is not None
     seated = {seat.member_id for seat in job.state.live.seats}
     assert again in seated, "though two others came before it, and there are two seats"
@@ -103,10 +101,10 @@ def test_a_line_is_kept_until_a_member_that_came_back_says_what_it_holds() -> No
 def test_a_candidate_that_leaves_is_let_go_while_a_line_runs_without_it() -> None:
     job, (first,) = elastic(1)
     waiting = job.join(1, 9)
-    effects = job.do(MetOthers(waiting, Met(0, Tag(1, 3), False, leaving=True, unproven=True)))
+    effects = job.do(MetOthers(waiting, Meet(0, Tag(1, 3), False, leaving=True, unproven=True)))
     assert PushDismissed(waiting, last=False) in effects
     assert not any(isinstance(effect, PushSummons) for effect in effects)
-    job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 1), True)))
     assert job.state.live is not None
     assert [seat.member_id for seat in job.state.live.seats] == [first]
 
@@ -116,7 +114,7 @@ def test_a_candidate_that_leaves_stays_while_its_state_may_be_needed() -> None:
     job.cut(first)
     job.do(AddressRefused(first))
     waiting = job.join(1, 9)
-    effects = job.do(MetOthers(waiting, Met(0, Tag(1, 3), False, leaving=True, unproven=True)))
+    effects = job.do(MetOthers(waiting, Meet(0, Tag(1, 3), False, leaving=True, unproven=True)))
     assert not any(isinstance(effect, PushDismissed) for effect in effects)
     assert waiting in job.state.sessions
 
@@ -129,7 +127,7 @@ def test_candidates_that_all_leave_and_are_too_few_for_a_view_are_let_go() -> No
     again = job.join(2, 9, former=first, former_token=b"token-1")
     job.do(ExitReported(Process("host-2", 1002), -9))
     assert second not in job.state.sessions
-    effects = job.do(MetOthers(again, Met(0, Tag(2, 5), False, leaving=True, unproven=True)))
+    effects = job.do(MetOthers(again, Meet(0, Tag(2, 5), False, leaving=True, unproven=True)))
     assert not any(isinstance(effect, PushDismissed) for effect in effects), "others may be on their way back"
     assert PushDismissed(again, last=True) in job.pass_time(0.3, [again]), "it writes the last checkpoint"
 
@@ -137,7 +135,7 @@ def test_candidates_that_all_leave_and_are_too_few_for_a_view_are_let_go() -> No
 def test_a_candidate_that_leaves_waits_for_others_to_whom_it_can_hand_over() -> None:
     job = PureJob()
     waiting = [job.join(3, 9) for _ in range(2)]
-    job.do(MetOthers(waiting[0], Met(0, Tag(2, 5), False, leaving=True)))
+    job.do(MetOthers(waiting[0], Meet(0, Tag(2, 5), False, leaving=True)))
     effects = job.pass_time(9.0, waiting)
     assert not any(isinstance(effect, PushDismissed) for effect in effects)
 
@@ -150,7 +148,7 @@ def forming() -> tuple[PureJob, list[str]]:
     job, members = elastic(2)
     job.slow_disk = True
     for member in members:
-        job.do(MetOthers(member, Met(2, Tag(2, 4), True)))
+        job.do(MetOthers(member, Meet(2, Tag(2, 4), True)))
     assert job.state.forming is not None
     return job, members
 
@@ -178,7 +176,7 @@ def test_a_meet_from_before_the_latest_view_is_of_no_use() -> None:
     """It was under way while the view formed."""
     job, (first, second) = forming()
     job.do(ViewStored(3))
-    assert job.do(MetOthers(first, Met(2, Tag(2, 4), True))) == []
+    assert job.do(MetOthers(first, Meet(2, Tag(2, 4), True))) == []
     assert not job.state.sessions[first].has_met
     assert not job.state.sessions[second].has_met
 
@@ -223,7 +221,7 @@ def _begin(job: PureJob, tag: Tag) -> list[str]:
     job.pass_time(0.3)
     effects: list[object] = []
     for member in members:
-        effects += job.do(MetOthers(member, Met(job.state.generation, tag, False)))
+        effects += job.do(MetOthers(member, Meet(job.state.generation, tag, False)))
     return [effect.view.lost for effect in effects if isinstance(effect, PushView) and effect.view.base == tag]
 
 
@@ -235,8 +233,8 @@ def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
     assert LOST in job.reason, "status shows it"
 
     newcomer = job.join(2, 9)
-    job.do(MetOthers(newcomer, Met(0, Tag(0, 0), False)))
-    effects = [e for m in list(job.state.sessions)[:2] for e in job.do(MetOthers(m, Met(4, Tag(4, 3), True)))]
+    job.do(MetOthers(newcomer, Meet(0, Tag(0, 0), False)))
+    effects = [e for m in list(job.state.sessions)[:2] for e in job.do(MetOthers(m, Meet(4, Tag(4, 3), True)))]
     assert [LOST in effect.view.lost for effect in effects if isinstance(effect, PushView)] == [True] * 3
 
     _all_die(job, list(job.state.sessions), 10)  # the next line begins without what this one had
@@ -244,7 +242,7 @@ def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
 
 
 def test_a_coordinator_that_was_started_again_knows_what_is_lost() -> None:
-    job = PureJob(restore(0.0, StoredJob("job", generation=2, reached=57)))
+    job = PureJob(restore(0.0, "job", generation=2, reached=57))
     assert _begin(job, Tag(2, 40)) == [what_is_lost(57, Tag(2, 40))] * 2
 
 

@@ -4,25 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.effects import (
+from paceline_protocol import Ending, Meet, Process, Report, Tag
+from paceline_protocol._meeting import convene
+from paceline_protocol.coordinator import (
+    ExitReported,
     ForgetView,
+    MetOthers,
     PushCatchUp,
     PushDismissed,
     PushFinished,
     PushVerdict,
     PushView,
+    Reported,
+    Standing,
     StoreView,
 )
-from paceline_server.events import ExitReported, MetOthers, Reported
-from paceline_server.meeting import convene
-from paceline_server.model import Ending, Met, Process, Report, Standing, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 from support.meeting import BASE, SILENT, SURE, job, names
 
 
-def met(tag: Tag | None, holds_base: bool = True, **how: bool) -> Met:
-    return Met(7, tag, holds_base, **how)
+def met(tag: Tag | None, holds_base: bool = True, **how: bool) -> Meet:
+    return Meet(7, tag, holds_base, **how)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,9 @@ def met(tag: Tag | None, holds_base: bool = True, **how: bool) -> Met:
         ([met(BASE), met(Tag(9, 9), holds_base=False)], BASE, "m1"),  # another line's, however great
     ],
 )
-def test_the_greatest_of_those_who_hold_the_base_is_the_next_base(members: list[Met], base: Tag, laggards: str) -> None:
+def test_the_greatest_of_those_who_hold_the_base_is_the_next_base(
+    members: list[Meet], base: Tag, laggards: str
+) -> None:
     meeting = convene(job(list(members)))
     assert (meeting.base, names(meeting.laggards)) == (base, laggards)
     assert bool(meeting.members) == (not laggards)
@@ -80,7 +85,7 @@ def test_who_was_told_to_take_the_base_may_have_it() -> None:
     ],
 )
 def test_a_newcomer_speaks_for_the_line_only_once_all_were_in_its_generation(
-    newcomer: Met, other: Met | Ending, goes_on: bool
+    newcomer: Meet, other: Meet | Ending, goes_on: bool
 ) -> None:
     meeting = convene(job([newcomer, other], newcomers=(0,)))
     assert bool(meeting.members) == goes_on
@@ -103,14 +108,14 @@ def test_if_all_leave_those_who_hold_the_base_stay_for_the_newcomers() -> None:
 
 def test_if_all_leave_and_who_comes_is_to_leave_too_all_are_dismissed() -> None:
     state = job([met(BASE, leaving=True), met(BASE, leaving=True)], ready=1)
-    state.sessions["m2"].met = Met(0, Tag(0, 0), False, leaving=True)
+    state.sessions["m2"].met = Meet(0, Tag(0, 0), False, leaving=True)
     meeting = convene(state)
     assert (names(meeting.members), names(meeting.dismissed)) == ("", "m0 m1 m2")
 
 
 def test_a_candidate_that_leaves_gets_no_seat_and_keeps_no_rank_from_others() -> None:
     state = job([met(BASE)], ready=2, least=3)
-    state.sessions["m2"].met = Met(0, Tag(2, 3), False, leaving=True)
+    state.sessions["m2"].met = Meet(0, Tag(2, 3), False, leaving=True)
     meeting = convene(state)
     assert (names(meeting.members), names(meeting.dismissed)) == ("", "m2")
     assert meeting.reason.startswith("waiting for 1 more worker (2 of at least 3)")
@@ -154,7 +159,7 @@ def elastic(world: int, *, least: int = 1, most: int = 9) -> tuple[PureJob, list
     members = [job.join(least, most) for _ in range(world)]
     job.pass_time(0.3)
     for member in members:
-        job.do(MetOthers(member, Met(1, Tag(0, 0), False)))
+        job.do(MetOthers(member, Meet(1, Tag(0, 0), False)))
     assert job.state.live is not None
     assert job.state.live.base == Tag(0, 0)
     return job, members
@@ -162,27 +167,27 @@ def elastic(world: int, *, least: int = 1, most: int = 9) -> tuple[PureJob, list
 
 def test_what_a_candidate_said_does_not_count_once_it_is_in_a_view() -> None:
     job, (first, _) = elastic(2)
-    assert job.do(MetOthers(first, Met(0, Tag(0, 0), False))) == []
+    assert job.do(MetOthers(first, Meet(0, Tag(0, 0), False))) == []
     assert not job.state.sessions[first].has_met
 
 
 def test_who_met_after_a_line_that_is_over_may_say_so_again() -> None:
     job, (first,) = elastic(1)
     second = job.join(1, 9)
-    job.do(MetOthers(second, Met(0, Tag(0, 0), False)))
-    job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    job.do(MetOthers(second, Meet(0, Tag(0, 0), False)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 1), True)))
     assert job.state.generation == 3
-    job.do(MetOthers(second, Met(3, Tag(0, 0), False)))
+    job.do(MetOthers(second, Meet(3, Tag(0, 0), False)))
     effects = job.do(ExitReported(Process("host-1", 1001), -9))
     assert ForgetView(3) in effects
-    job.do(MetOthers(second, Met(3, Tag(0, 0), False)))
+    job.do(MetOthers(second, Meet(3, Tag(0, 0), False)))
     assert job.report(second, ErrorReason.ERROR_REASON_PEER_LOST, 0) == []
 
 
 def test_who_was_dismissed_reports_nothing_about_the_view_after_its_own() -> None:
     job, (first, second) = elastic(2)
-    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
-    job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
+    job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
     assert job.state.sessions[first].standing is Standing.DISMISSED
     report = Report(-1, ErrorReason.ERROR_REASON_PEER_LOST, 0, 7, "the link ended")
     assert job.do(Reported(first, 2, report)) == []
@@ -208,11 +213,11 @@ def test_no_round_of_waiting_is_due_while_a_view_is_being_stored() -> None:
 
 def test_an_order_to_catch_up_is_open_until_it_is_answered() -> None:
     job, (first, second) = elastic(2)
-    job.do(MetOthers(first, Met(2, Tag(0, 0), True)))
-    effects = job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    job.do(MetOthers(first, Meet(2, Tag(0, 0), True)))
+    effects = job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
     assert [effect.member_id for effect in effects if isinstance(effect, PushCatchUp)] == [first]
     assert job.state.sessions[first].catching_up
-    effects = job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    effects = job.do(MetOthers(first, Meet(2, Tag(2, 1), True)))
     assert not job.state.sessions[first].catching_up
     assert len([effect for effect in effects if isinstance(effect, PushView)]) == 2
 
@@ -230,16 +235,16 @@ def test_if_nobody_of_the_line_is_heard_the_sentence_says_the_way_out() -> None:
 
 def test_who_lost_the_word_that_it_may_go_hears_it_again() -> None:
     job, (first, second) = elastic(2)
-    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
-    job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
+    job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
     job.cut(first)
     assert PushDismissed(first, last=False) in job.resume(first, 2)
 
 
 def test_those_who_all_leave_keep_the_state_together() -> None:
     job, (first, second) = elastic(2)
-    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
-    effects = job.do(MetOthers(second, Met(2, Tag(2, 1), True, leaving=True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
+    effects = job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
     assert {PushDismissed(first, last=True), PushDismissed(second, last=True)} <= set(effects)
     effects = job.do(ExitReported(Process("host-1", 1001), -9))
     assert second in [effect.member_id for effect in effects if isinstance(effect, PushVerdict)], "it waits for it"
@@ -248,9 +253,9 @@ def test_those_who_all_leave_keep_the_state_together() -> None:
 
 def test_who_leaves_alone_leaves_the_state_to_those_who_stay() -> None:
     job, (first, second) = elastic(2, least=2)
-    job.do(MetOthers(first, Met(2, Tag(2, 1), True, leaving=True)))
-    assert PushDismissed(first, last=False) in job.do(MetOthers(second, Met(2, Tag(2, 1), True)))
-    assert PushDismissed(second, last=True) in job.do(MetOthers(second, Met(2, Tag(2, 1), True, leaving=True)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
+    assert PushDismissed(first, last=False) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
+    assert PushDismissed(second, last=True) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
 
 
 def test_nobody_is_dismissed_because_others_begin_before_it() -> None:

@@ -2,21 +2,27 @@
 
 import pytest
 
-from paceline_server.effects import (
+from paceline_protocol import Ending, Process
+from paceline_protocol.coordinator import (
+    DrainAsked,
     EndSession,
+    ExitReported,
     ForgetView,
     PushDrain,
     PushVerdict,
     PushView,
     PushWaiting,
+    Standing,
     StoreEnding,
+    StoreFailed,
     StoreVerdict,
     StoreView,
+    StreamEnded,
+    Ticked,
+    ViewStored,
     Welcome,
 )
 from paceline_server.errors import BadRequest, SessionEnded
-from paceline_server.events import DrainAsked, ExitReported, StoreFailed, StreamEnded, Ticked, ViewStored
-from paceline_server.model import Ending, Process, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

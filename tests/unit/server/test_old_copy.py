@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import EndSession, ForgetView, PushView, StoreView
-from paceline_server.events import ExitReported, MetOthers
-from paceline_server.model import JobState, Met, Process, Tag
-from paceline_server.restore import restore
-from paceline_server.storage.base import StoredJob
+from paceline_protocol import Meet, Process, Tag
+from paceline_protocol.coordinator import (
+    EndSession,
+    ExitReported,
+    ForgetView,
+    JobState,
+    MetOthers,
+    PushView,
+    StoreView,
+    restore,
+)
 from support.coordinator import PureJob
 
 
 def restored_from(job: PureJob) -> PureJob:
     """A coordinator that starts on what was stored when the job's view had formed."""
     state = job.state
-    return PureJob(restore(100.0, StoredJob("job", state.generation, state.view)))
+    return PureJob(restore(100.0, "job", generation=state.generation, view=state.view))
 
 
 def test_members_of_a_later_generation_come_back_with_their_state() -> None:
@@ -27,16 +33,16 @@ def test_members_of_a_later_generation_come_back_with_their_state() -> None:
     assert {effect.member_id for effect in refusals} == {first, second}
     assert "it knows nothing of generation 3" in str(refusals[0].refusal)
     back = job.join(1, 9, floor=3, former=first)
-    job.do(MetOthers(back, Met(0, Tag(3, 20), False)))
+    job.do(MetOthers(back, Meet(0, Tag(3, 20), False)))
     job.pass_time(2.9, [back])
     assert "former members of the job have time to come back" in job.reason
     other = job.join(1, 9, floor=3, former=second)
     effects = job.pass_time(0.3, [back, other])
     assert {effect.view.generation for effect in effects if isinstance(effect, PushView)} == {4}
-    job.do(MetOthers(other, Met(4, Tag(3, 19), False)))
-    job.do(MetOthers(back, Met(4, Tag(3, 20), False)))
+    job.do(MetOthers(other, Meet(4, Tag(3, 19), False)))
+    job.do(MetOthers(back, Meet(4, Tag(3, 20), False)))
     assert job.state.generation == 4, "the one that lacks a step takes it first"
-    job.do(MetOthers(other, Met(4, Tag(3, 20), False)))
+    job.do(MetOthers(other, Meet(4, Tag(3, 20), False)))
     assert job.state.live is not None
     assert (job.state.live.generation, job.state.live.base) == (5, Tag(3, 20))
 
@@ -53,7 +59,7 @@ def test_a_new_member_of_a_later_generation_shows_it_when_it_registers() -> None
 
 def test_a_newcomer_does_not_begin_before_members_have_had_time_to_find_the_coordinator() -> None:
     """They may be in a generation that the stored copy knows nothing of, whose number must not be used again."""
-    job = PureJob(restore(100.0, StoredJob("job", 1, None)))
+    job = PureJob(restore(100.0, "job", generation=1))
     newcomer = job.join(1, 9, timeout=3.0)
     job.pass_time(2.9, [newcomer])
     assert "former members of the job have time to come back" in job.reason
@@ -68,7 +74,7 @@ def test_a_view_that_is_being_stored_is_given_up_with_the_old_state() -> None:
     job.slow_disk = True
     job.resume(first, 2)
     job.do(ExitReported(Process("host-2", 1002), -9))
-    effects = job.do(MetOthers(first, Met(2, Tag(2, 1), True)))
+    effects = job.do(MetOthers(first, Meet(2, Tag(2, 1), True)))
     assert [effect.view.generation for effect in effects if isinstance(effect, StoreView)] == [3]
     job.join(1, 9, floor=7)
     assert {e.generation for e in job.effects if isinstance(e, ForgetView)} == {2, 3}
@@ -102,7 +108,7 @@ def test_a_tag_from_a_disk_does_not_hide_that_the_state_is_old() -> None:
     before, (first, second) = elastic(2)
     job = restored_from(before)
     late = job.join(1, 9)
-    job.do(MetOthers(late, Met(0, Tag(9, 50), False)))
+    job.do(MetOthers(late, Meet(0, Tag(9, 50), False)))
     effects = job.resume(first, 9)
     assert {effect.member_id for effect in effects if isinstance(effect, EndSession)} == {first, second}
     assert job.state.patient_until > job.now, "the others have time to come back"
@@ -112,8 +118,8 @@ def test_every_tag_that_is_brought_counts() -> None:
     """A worker finds a checkpoint of a former life on its disk: its tags must not be made again with other bits."""
     job, (first,) = elastic(1)
     late = job.join(1, 9)
-    job.do(MetOthers(late, Met(0, Tag(9, 50), False)))
-    job.do(MetOthers(first, Met(2, Tag(2, 3), True)))
+    job.do(MetOthers(late, Meet(0, Tag(9, 50), False)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 3), True)))
     assert job.state.live is not None
     assert (job.state.live.generation, job.state.live.base) == (10, Tag(2, 3))
 

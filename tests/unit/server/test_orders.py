@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import PushCatchUp, PushMissing, PushRunning
-from paceline_server.events import ExitReported, MetOthers, Registered
-from paceline_server.model import Met, Process, Tag
+from paceline_protocol import Meet, Process, Tag
+from paceline_protocol.coordinator import ExitReported, MetOthers, PushCatchUp, PushMissing, PushRunning, Registered
 from support.coordinator import PureJob
 
 HERE = Process("host-x", 1, "boot", 77, 4026)
@@ -52,7 +51,7 @@ def test_an_order_is_about_the_state_and_not_about_who_has_it() -> None:
     job, members = elastic(4)
     first, second, third, fourth = members
     generation = job.state.generation
-    behind, ahead = Met(generation, Tag(generation, 1), True), Met(generation, Tag(generation, 2), True)
+    behind, ahead = Meet(generation, Tag(generation, 1), True), Meet(generation, Tag(generation, 2), True)
     job.do(ExitReported(job.state.sessions[fourth].process, -9))
     for member, met in ((first, behind), (second, behind), (third, ahead)):
         job.do(MetOthers(member, met))

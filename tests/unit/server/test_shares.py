@@ -2,10 +2,11 @@
 
 import pytest
 
-from paceline.elastic.share import share_of as share_of_member
-from paceline_server.model import JobSettings, Met, Process, Session, Tag
-from paceline_server.seats import seated
-from paceline_server.shares import Share, lacking, share_of
+from paceline_protocol import JobSettings, Meet, Process, Share, Tag, share_of
+from paceline_protocol import share_of as share_of_member
+from paceline_protocol._seating import seated
+from paceline_protocol._values import lacking
+from paceline_protocol.coordinator import Session
 
 BASE = Tag(6, 4)
 
@@ -17,7 +18,7 @@ def shares(text: str) -> tuple[Share, ...]:
 
 def who(name: str, held: str, tag: Tag = BASE) -> Session:
     """Whose host is the name's first letter's, if that is a capital; else it has one of its own."""
-    met = Met(7, tag, True, shares=shares(held))
+    met = Meet(7, tag, True, shares=shares(held))
     process = Process(name[0] if name[0].isupper() else name, 1)
     return Session(name, b"", process, "", JobSettings(1, 9, 3.0), None, 0, 0, 1, 0.0, 0.0, met=met)
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from paceline_protocol import Process
+from paceline_protocol.coordinator import Wakefulness
 from paceline_server import errors, wire
 from paceline_server.errors import BadRequest, LimitMet, Refused, VersionMismatch
-from paceline_server.model import Process
 from paceline_server.settings import ServerSettings
-from paceline_server.stall import Wakefulness
 from paceline_server.streams import SessionStream
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb

@@ -4,13 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_server.effects import PushCatchUp, PushDismissed, PushStateLost
-from paceline_server.events import ExitReported, MetOthers
-from paceline_server.meeting import Meeting, convene
-from paceline_server.model import JobState, Met, Process, Session, Standing, Tag, Verdict
-from paceline_server.orders import Orders
-from paceline_server.policy import decide
-from paceline_server.shares import Share
+from paceline_protocol import Meet, Process, Share, Tag, Verdict
+from paceline_protocol._meeting import Meeting, convene
+from paceline_protocol._orders import Orders
+from paceline_protocol._policy import decide
+from paceline_protocol.coordinator import (
+    ExitReported,
+    JobState,
+    MetOthers,
+    PushCatchUp,
+    PushDismissed,
+    PushStateLost,
+    Session,
+    Standing,
+)
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 from support.meeting import BASE, SILENT, SURE, job, names
@@ -19,13 +26,13 @@ NEXT = Tag(7, 5)
 VOID = Verdict(7, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 1, "rank 1 died")
 
 
-def part(text: str, tag: Tag | None = BASE, *, node_size: int = 0, **how: object) -> Met:
+def part(text: str, tag: Tag | None = BASE, *, node_size: int = 0, **how: object) -> Meet:
     """ "1/3 0/1": what a member holds, the live share first."""
     shares = tuple(Share(*map(int, share.split("/"))) for share in text.split())
-    return replace(Met(7, tag, True, shares=shares, node_size=node_size), **how)  # type: ignore[arg-type]
+    return replace(Meet(7, tag, True, shares=shares, node_size=node_size), **how)  # type: ignore[arg-type]
 
 
-def candidate(state: JobState, met: Met, name: str = "new", **how: object) -> Session:
+def candidate(state: JobState, met: Meet, name: str = "new", **how: object) -> Session:
     """Somebody who is in no view, and says what it brings."""
     settings = state.view.settings  # type: ignore[union-attr]
     session = Session(name, b"", Process(name, 1), "", settings, None, 0, 99, 1, 0.0, 0.0, **how)  # type: ignore[arg-type]
@@ -246,7 +253,7 @@ def test_a_generation_passes_that_of_the_checkpoint_it_begins_with() -> None:
     first = fresh.state.generation
     assert first < 7
     for member in members:
-        fresh.do(MetOthers(member, Met(first, Tag(7, 100), False, node_size=1)))
+        fresh.do(MetOthers(member, Meet(first, Tag(7, 100), False, node_size=1)))
     view = fresh.state.view
     assert view is not None
     assert (view.base, view.generation) == (Tag(7, 100), 8)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_server.model import Ending, JobSettings, Process, Seat, Tag, Verdict, View
+from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
 from paceline_server.storage import schema
 from paceline_server.storage.base import (
     Change,

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_server.effects import EndSession, PushCatchUp, PushView
-from paceline_server.events import ExitReported, FinishedLine, MetOthers, Ticked
-from paceline_server.model import Met, Process, Tag
+from paceline_protocol import Meet, Process, Tag
+from paceline_protocol.coordinator import (
+    EndSession,
+    ExitReported,
+    FinishedLine,
+    MetOthers,
+    PushCatchUp,
+    PushView,
+    Ticked,
+)
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
@@ -19,7 +26,7 @@ def ended(effects: list[object]) -> list[str]:
 
 def meet(job: PureJob, *members: str) -> None:
     for member in members:
-        job.do(MetOthers(member, Met(2, Tag(2, 3), True)))
+        job.do(MetOthers(member, Meet(2, Tag(2, 3), True)))
 
 
 def test_a_stuck_member_holds_the_others_for_failure_timeout_and_no_longer() -> None:
@@ -80,7 +87,7 @@ def test_most_members_are_given_up_when_a_step_can_no_longer_last() -> None:
     job, members = elastic(4)
     first, *stuck = members[:3]
     job.do(ExitReported(Process("host-4", 1004), -9))
-    job.do(MetOthers(first, Met(2, Tag(2, 3), True, step_timeout=60.0)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 3), True, step_timeout=60.0)))
     for _ in range(29):
         assert not ended(job.pass_time(2.0, members[:3]))
     effects = job.pass_time(4.1, members[:3])  # its clock starts at the first look
@@ -93,7 +100,7 @@ def test_before_the_first_step_a_member_may_load_its_data_for_as_long_as_a_step_
     job = PureJob()
     first, second, third = job.form(3)
     job.do(ExitReported(Process("host-3", 1003), -9))
-    job.do(MetOthers(first, Met(1, Tag(0, 0), False, step_timeout=60.0)))
+    job.do(MetOthers(first, Meet(1, Tag(0, 0), False, step_timeout=60.0)))
     for _ in range(29):
         assert not ended(job.pass_time(2.0, [first, second]))
     assert ended(job.pass_time(4.1, [first, second])) == [second]
@@ -103,7 +110,7 @@ def test_before_the_first_step_a_member_may_load_its_data_for_as_long_as_a_step_
 def test_before_the_first_step_nobody_is_given_up_while_nothing_has_failed() -> None:
     job = PureJob()
     first, second = job.form(2)
-    job.do(MetOthers(first, Met(1, Tag(0, 0), False, step_timeout=60.0)))
+    job.do(MetOthers(first, Meet(1, Tag(0, 0), False, step_timeout=60.0)))
     for _ in range(60):
         assert not ended(job.pass_time(2.0, [first, second]))
 
@@ -112,12 +119,12 @@ def test_nobody_is_given_up_who_alone_may_hold_the_state() -> None:
     """The only one that has stopped is a newcomer, which may not have taken the state."""
     job, (first,) = elastic(1)
     late = job.join(1, 9)
-    job.do(MetOthers(late, Met(0, Tag(0, 0), False)))
-    job.do(MetOthers(first, Met(2, Tag(2, 3), True)))
+    job.do(MetOthers(late, Meet(0, Tag(0, 0), False)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 3), True)))
     assert job.state.generation == 3
     job.report(late, TIMEOUT, 0)
     job.pass_time(0.2, [first, late])
-    job.do(MetOthers(late, Met(3, Tag(0, 0), False)))
+    job.do(MetOthers(late, Meet(3, Tag(0, 0), False)))
     for _ in range(5):
         assert not ended(job.pass_time(2.0, [first, late]))
         assert job.membership.next_deadline() > job.now, "the clock does not spin"
@@ -126,7 +133,7 @@ def test_nobody_is_given_up_who_alone_may_hold_the_state() -> None:
 def test_a_meeting_in_which_nothing_is_known_to_have_failed_lasts_as_long_as_a_step_may() -> None:
     """A member may evaluate between two steps. Or a coordinator was killed before it had stored the verdict."""
     job, (first, second) = elastic(2)
-    job.do(MetOthers(first, Met(2, Tag(2, 3), True, step_timeout=60.0)))
+    job.do(MetOthers(first, Meet(2, Tag(2, 3), True, step_timeout=60.0)))
     for _ in range(29):
         assert not ended(job.pass_time(2.0, [first, second]))
     assert ended(job.pass_time(4.1, [first, second])) == [second]
@@ -163,12 +170,12 @@ def test_nobody_is_given_up_for_a_member_whose_state_is_spoiled() -> None:
     job, (first, second, third) = elastic(3)
     job.report(first, TIMEOUT, None)
     job.pass_time(0.5, [first, second, third])
-    job.do(MetOthers(third, Met(2, None, True)))
+    job.do(MetOthers(third, Meet(2, None, True)))
     job.do(ExitReported(Process("host-1", 1001), -9))
     for _ in range(3):
         assert not ended(job.pass_time(2.0, [second, third]))
         assert job.membership.next_deadline() > job.now
-    effects = job.do(MetOthers(second, Met(2, Tag(2, 4), True)))
+    effects = job.do(MetOthers(second, Meet(2, Tag(2, 4), True)))
     assert [effect.member_id for effect in effects if isinstance(effect, PushCatchUp)] == [third]
 
 

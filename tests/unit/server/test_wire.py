@@ -3,9 +3,9 @@
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from paceline_protocol import WHOLE, Share
 from paceline_server import ServerSettings, wire
 from paceline_server.errors import BadRequest
-from paceline_server.shares import WHOLE, Share
 from pacelinepb.v1 import session_pb2 as pb
 
 
@@ -21,15 +21,15 @@ def meet(*shares: tuple[int, int]) -> pb.Meet:
 
 
 def test_shares_are_read() -> None:
-    assert wire.read_met(pb.Meet()).shares == (WHOLE,)
-    assert wire.read_met(meet()).shares == ()
-    assert wire.read_met(meet((2, 3), (0, 1))).shares == (Share(2, 3), Share(0, 1))
-    assert wire.read_met(meet((65535, 65536))).node_size == 0
+    assert wire.read_meet(pb.Meet()).shares == (WHOLE,)
+    assert wire.read_meet(meet()).shares == ()
+    assert wire.read_meet(meet((2, 3), (0, 1))).shares == (Share(2, 3), Share(0, 1))
+    assert wire.read_meet(meet((65535, 65536))).node_size == 0
 
 
 def test_how_long_a_member_waits_is_read() -> None:
-    assert wire.read_met(pb.Meet()).step_timeout == float("inf")
-    assert wire.read_met(pb.Meet(step_timeout=Duration(seconds=2, nanos=500_000_000))).step_timeout == 2.5
+    assert wire.read_meet(pb.Meet()).step_timeout == float("inf")
+    assert wire.read_meet(pb.Meet(step_timeout=Duration(seconds=2, nanos=500_000_000))).step_timeout == 2.5
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_how_long_a_member_waits_is_read() -> None:
 )
 def test_what_is_no_share_is_refused(message: pb.Meet, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
-        wire.read_met(message)
+        wire.read_meet(message)

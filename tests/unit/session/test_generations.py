@@ -11,8 +11,9 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PeerLost, StaleGeneration
 from paceline.links.base import Peer
-from paceline.links.fault import Fault, Verdict
+from paceline.links.fault import Fault
 from paceline.session.generations import Generations
+from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -32,8 +33,8 @@ class Links:
 
 def member(now: int | None = None, coming: int | None = None) -> Any:
     nothing: Any = None
-    ways: Any = SimpleNamespace(way_out=lambda *_: None)
-    generations: Any = Generations("job", Config(), nothing, IN_THE_CLEAR, ways)
+    kinds: Any = SimpleNamespace(openings=lambda *_: None)
+    generations: Any = Generations("job", Config(), nothing, IN_THE_CLEAR, kinds)
     generations.mesh = Links(now) if now is not None else None
     generations.coming = Links(coming) if coming is not None else None
     return generations

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import errors
 from paceline.session.view import MemberLists
-from paceline_server.model import JobSettings, Process, Seat, View
+from paceline_protocol import JobSettings, Process, Seat, View
 from paceline_server.pages import ViewPages
 from pacelinepb.v1 import session_pb2 as pb
 

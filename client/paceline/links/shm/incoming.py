@@ -24,7 +24,7 @@ from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
-from paceline.links.halves import Incoming
+from paceline.links.kind import Incoming
 from paceline.links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
 from paceline.links.shm.control_segment import (
     INLINE_BYTES,

@@ -22,7 +22,7 @@ from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
-from paceline.links.halves import Outgoing
+from paceline.links.kind import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
 from paceline.links.shm.control_segment import (

@@ -1,0 +1,165 @@
+"""Whether a worker may register, and whether a member may report what it reports.
+
+A refusal is an exception, and nothing has changed then. Its text names the difference, so that the user can
+tell which of two command lines is wrong.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from paceline_protocol._events import Registered, Reported
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._refusals import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
+from paceline_protocol._values import JobSettings, Seat
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["check", "check_report", "has_been", "is_loopback"]
+
+_LOOPBACK = ("127.", "[::1]:", "localhost:")
+"""Beginnings of addresses that only their own machine reaches. Only the text is looked at: each pair is checked."""
+
+_REPORTABLE = {
+    ErrorReason.ERROR_REASON_PEER_LOST,
+    ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL,
+    ErrorReason.ERROR_REASON_PEER_RAISED,
+    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH,
+    ErrorReason.ERROR_REASON_TIMEOUT,
+}
+
+
+def check(state: JobState, claim: Registered) -> list[Session]:
+    """Checks a claim against itself and against the live and waiting members of its job.
+
+    Returns:
+        The candidates without a stream that have the newcomer's rank or other settings, and give way to it: a worker
+        that died before the first view and was started again must not be refused because of its own former session.
+
+    Raises:
+        InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.
+        InvalidRank: the rank is outside the world.
+        SettingsDisagree: another member has another min, max, failure timeout or way to get its rank; or one of the two
+            advertises a loopback address, which the other cannot reach.
+        RankTaken: a live member claims the same rank.
+    """
+    _check_alone(claim)
+    ghosts: list[Session] = []
+    others: list[Session] = []
+    for other in state.concerned():
+        (ghosts if other.stream is None and other.standing is Standing.WAITING else others).append(other)
+    if others:
+        _check_agreement(claim, others[0])
+    for other in others:
+        if _is_out_of_reach(claim, other):
+            raise SettingsDisagree(_why_out_of_reach(claim, other))
+    for holder in others:
+        if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank or holder.stream is None:
+            continue
+        if has_been(claim, holder):  # itself: it has moved, and we have yet to notice
+            continue
+        raise RankTaken(
+            f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
+            f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
+        )
+    return [ghost for ghost in ghosts if _in_the_way(claim, ghost)]
+
+
+def has_been(claim: Registered, known: Session | Seat) -> bool:
+    """True if the worker proves that it was this member: ids are no secret, and a member's end voids its view."""
+    if not claim.former_member_id or claim.former_member_id != known.member_id:
+        return False
+    return secrets.compare_digest(claim.former_token_sha256, known.token_sha256)
+
+
+def check_report(session: Session, event: Reported) -> None:
+    """Checks that a report can be about the member's generation.
+
+    Raises:
+        BadRequest: it cannot; the text says why.
+    """
+    if session.standing is Standing.WAITING or event.generation > session.generation:
+        raise BadRequest(f"a report about generation {event.generation}, which the member is not in")
+    if event.report.reason not in _REPORTABLE:
+        raise BadRequest(f"reason {event.report.reason} is nothing to report")
+
+
+def _check_alone(claim: Registered) -> None:
+    least, most = claim.settings.min_workers, claim.settings.max_workers
+    if least < 1:
+        raise InvalidWorldSize(f"min_workers must be 1 or more, not {least}")
+    if most < least:
+        raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
+    if claim.claimed_rank is None:
+        return
+    if most != least:
+        raise InvalidWorldSize(
+            f"explicit ranks need min_workers and max_workers to be the world size, not {least} and {most}"
+        )
+    if claim.claimed_rank >= most:
+        raise InvalidRank(f"rank {claim.claimed_rank} is outside the world of {most}: ranks go from 0 to {most - 1}")
+
+
+def _in_the_way(claim: Registered, ghost: Session) -> bool:
+    if claim.settings != ghost.settings or (claim.claimed_rank is None) != (ghost.claimed_rank is None):
+        return True
+    if _is_out_of_reach(claim, ghost):
+        return True
+    return claim.claimed_rank is not None and claim.claimed_rank == ghost.claimed_rank
+
+
+def is_loopback(address: str) -> bool:
+    """True if only its own machine reaches "host:port". A name other than localhost is not looked up."""
+    return address.startswith(_LOOPBACK)
+
+
+def _is_out_of_reach(one: Registered | Session, other: Registered | Session) -> bool:
+    """True if one of the two advertises a loopback address that the other cannot reach.
+
+    Where both advertise one it is the machine that counts: its boot id, or its name where that is not known. Where one
+    does not, it is on a network of its own (a container beside its host, say) if its host has another name.
+    """
+    here, there = one.process, other.process
+    if here.host == there.host and here.boot_id == there.boot_id:  # the common case first: this is asked of each pair
+        return False
+    loops = is_loopback(one.address) + is_loopback(other.address)
+    if not loops:
+        return False
+    if here.boot_id and there.boot_id and here.boot_id != there.boot_id:
+        return True
+    if loops == 2 and here.boot_id and there.boot_id:
+        return False
+    return here.host != there.host
+
+
+def _why_out_of_reach(claim: Registered, other: Session) -> str:
+    local, far = (claim, other) if is_loopback(claim.address) else (other, claim)
+    return (
+        f"the worker at {local.process.host} (pid {local.process.pid}) is to be reached at {local.address}, a loopback "
+        f"address, which the one at {far.process.host} (pid {far.process.pid}, {far.address}) cannot reach: start all "
+        "workers with an address of the coordinator that every host reaches (--coordinator, PACELINE_COORDINATOR), or "
+        "tell peers another address (PACELINE_ADVERTISE)"
+    )
+
+
+def _check_agreement(claim: Registered, other: Session) -> None:
+    for name, mine, theirs in _settings_side_by_side(claim.settings, other.settings):
+        if mine != theirs:
+            raise SettingsDisagree(
+                f"{name} is {mine} at {claim.process.host} (pid {claim.process.pid}) but {theirs} at "
+                f"{other.process.host} (pid {other.process.pid}) and the job's other members"
+            )
+    if (claim.claimed_rank is None) != (other.claimed_rank is None):
+        explicit, free = (claim, other) if claim.claimed_rank is not None else (other, claim)
+        raise SettingsDisagree(
+            f"rank is explicit ({explicit.claimed_rank}) at {explicit.process.host} (pid {explicit.process.pid}) but "
+            f"left to the coordinator at {free.process.host} (pid {free.process.pid}): set it for all or for none"
+        )
+
+
+def _settings_side_by_side(mine: JobSettings, theirs: JobSettings) -> list[tuple[str, object, object]]:
+    return [
+        ("min_workers", mine.min_workers, theirs.min_workers),
+        ("max_workers", mine.max_workers, theirs.max_workers),
+        ("failure_timeout", f"{mine.failure_timeout:g} s", f"{theirs.failure_timeout:g} s"),
+        ("the table of schedules (PACELINE_TUNING)", mine.tuning or "none", theirs.tuning or "none"),
+    ]

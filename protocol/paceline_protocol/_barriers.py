@@ -1,0 +1,147 @@
+"""Named barriers of one generation.
+
+A barrier is (name, round). It passes when every member of the view is there. It fails for all when the generation is
+void or a member has left for good, and for one when its time is up: its arrival is withdrawn, the others wait on.
+Whether a member may enter at all (is it in this generation?) is decided before, by the membership.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from paceline_protocol._events import BarrierEntered, Effect, FailBarrier, PassBarrier
+from paceline_protocol._values import Seat, Verdict, View
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["Barriers", "Whereabouts"]
+
+Whereabouts = Callable[[int], str]
+"""Says of a rank when it was last seen: "last heard 0.3 s ago", "disconnected 12.1 s ago"."""
+
+_NAMED = 10
+"""So many missing members are described in words; the answer's `culprits` has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    seat: Seat
+    call: int
+    deadline: float
+    timeout: float
+
+
+@dataclass(slots=True)
+class _Barrier:
+    arrivals: dict[int, _Arrival] = field(default_factory=dict)
+    earliest: float = float("inf")
+    """Never above the earliest deadline of the arrivals."""
+
+
+class Barriers:
+    """The barriers of the latest view.
+
+    Args:
+        view: the view that the job begins with, None for none.
+        limit: barriers that may be open at one time, and passed names that are remembered.
+    """
+
+    def __init__(self, view: View | None, limit: int) -> None:
+        self._limit = limit
+        self.begin(view)
+
+    def begin(self, view: View | None) -> None:
+        """Forgets all barriers, because a new view has formed or the old one is over."""
+        self._view = view
+        self._open: dict[tuple[str, int], _Barrier] = {}
+        # A member whose stream broke asks again and must learn that the barrier was passed meanwhile.
+        self._passed: OrderedDict[str, int] = OrderedDict()
+
+    def enter(self, now: float, seat: Seat, event: BarrierEntered, left: Iterable[Seat]) -> list[Effect]:
+        """A member arrives; a repeat replaces its arrival.
+
+        Args:
+            now: the time, in seconds.
+            seat: the member.
+            event: its arrival.
+            left: members of the view that have left in good order: the barrier can never be full.
+        """
+        assert self._view is not None, "a barrier is of a view"
+        if event.round <= self._passed.get(event.name, -1):
+            return [PassBarrier(seat.member_id, event.call)]
+        for gone in left:
+            return [self._needs_leaver(_Arrival(seat, event.call, now, event.timeout), event.name, gone)]
+        key = (event.name, event.round)
+        barrier = self._open.get(key)
+        if barrier is None:
+            if len(self._open) >= self._limit:
+                text = f"{self._limit} barriers of this job are open already"
+                return [FailBarrier(seat.member_id, event.call, ErrorReason.ERROR_REASON_LIMIT, text)]
+            barrier = self._open[key] = _Barrier()
+        deadline = now + event.timeout
+        barrier.arrivals[seat.rank] = _Arrival(seat, event.call, deadline, event.timeout)
+        barrier.earliest = min(barrier.earliest, deadline)
+        if len(barrier.arrivals) < len(self._view.seats):
+            return []
+        del self._open[key]
+        self._passed[event.name] = event.round
+        self._passed.move_to_end(event.name)
+        if len(self._passed) > self._limit:
+            self._passed.popitem(last=False)
+        return [PassBarrier(a.seat.member_id, a.call) for a in barrier.arrivals.values()]
+
+    def withdraw(self, member: Seat) -> list[Effect]:
+        """A member has left in good order: no open barrier can be full any more."""
+        effects: list[Effect] = []
+        for (name, _), barrier in self._open.items():
+            barrier.arrivals.pop(member.rank, None)
+            effects += [self._needs_leaver(arrival, name, member) for arrival in barrier.arrivals.values()]
+        self._open.clear()
+        return effects
+
+    def expire(self, now: float, whereabouts: Whereabouts) -> list[Effect]:
+        """Withdraws the arrivals whose time is up and tells each who is missing."""
+        effects: list[Effect] = []
+        for (name, round_), barrier in list(self._open.items()):
+            assert self._view is not None, "a barrier is of a view"
+            if barrier.earliest > now:
+                continue
+            due = [a for a in barrier.arrivals.values() if a.deadline <= now]
+            missing = [seat for seat in self._view.seats if seat.rank not in barrier.arrivals]
+            arrived = f"{len(barrier.arrivals)} of {len(self._view.seats)} members arrived"
+            listed = "; ".join(f"{seat.short_label}: {whereabouts(seat.rank)}" for seat in missing[:_NAMED])
+            more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            for arrival in due:
+                text = (
+                    f"barrier {name!r} (round {round_}) timed out after {arrival.timeout:g} s: {arrived}; "
+                    f"missing {listed}{more}"
+                )
+                ranks = tuple(seat.rank for seat in missing)
+                reason = ErrorReason.ERROR_REASON_TIMEOUT
+                effects.append(FailBarrier(arrival.seat.member_id, arrival.call, reason, text, ranks))
+                del barrier.arrivals[arrival.seat.rank]
+            barrier.earliest = min((a.deadline for a in barrier.arrivals.values()), default=float("inf"))
+            if not barrier.arrivals:
+                del self._open[name, round_]
+        return effects
+
+    def fail_all(self, verdict: Verdict) -> list[Effect]:
+        """The generation is void."""
+        effects: list[Effect] = [
+            FailBarrier(a.seat.member_id, a.call, verdict.reason, verdict.text, verdict.culprits)
+            for barrier in self._open.values()
+            for a in barrier.arrivals.values()
+        ]
+        self._open.clear()
+        return effects
+
+    def next_deadline(self) -> float:
+        """When `expire` is due, infinity for never."""
+        return min((barrier.earliest for barrier in self._open.values()), default=float("inf"))
+
+    @staticmethod
+    def _needs_leaver(arrival: _Arrival, name: str, gone: Seat) -> FailBarrier:
+        text = f"barrier {name!r} cannot be passed: {gone.label} left the job"
+        reason = ErrorReason.ERROR_REASON_PEER_LOST
+        return FailBarrier(arrival.seat.member_id, arrival.call, reason, text, (gone.rank,))

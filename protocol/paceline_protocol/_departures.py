@@ -1,0 +1,160 @@
+"""How members go, and what ends a view.
+
+A member that goes is remembered by how it went, for as long as its view is the last one: a line is over only when all
+its members are known to have ended. A view that is void is void for all of its members, by one verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from paceline_protocol._barriers import Barriers
+from paceline_protocol._events import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._refusals import SessionEnded
+from paceline_protocol._silence import Leases, Stragglers
+from paceline_protocol._values import Ending, ProtocolSettings, Verdict, View
+from paceline_protocol._verdict import Evidence
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["Departures", "rank_of"]
+
+
+class Departures:
+    """Ends sessions and views.
+
+    Args:
+        state: the job; changed here.
+        settings: the coordinator's settings.
+
+    Attributes:
+        leases: which members are silent for too long.
+        evidence: what is held against members of the live view.
+        stragglers: which members do not stop.
+        barriers: the named barriers of the view.
+        gone_meanwhile: how sessions ended while a view with them was being stored, by member id.
+    """
+
+    def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
+        self._state = state
+        self.leases = Leases(state)
+        self.evidence = Evidence(state, settings)
+        self.stragglers = Stragglers(state)
+        self.barriers = Barriers(state.view, settings.max_open_barriers)
+        self.gone_meanwhile: dict[str, Ending] = {}
+
+    def lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
+        """Ends the sessions of members that are gone, each with how it went; voids the view if one was in it."""
+        gone = {rank_of(session): ending for session, ending in lost if self._is_in_live_view(session)}
+        effects: list[Effect] = []
+        for rank, ending in gone.items():
+            effects += self.mark(rank, ending)
+        if gone:  # before the sessions end: a frozen member's stream still takes the verdict
+            effects += self.void(now, self.evidence.judge(now, {rank: ending.how for rank, ending in gone.items()}))
+        for session, ending in lost:
+            if session.standing is Standing.WAITING and session.holds_a_part and not ending.sure:
+                self._state.last_arrival = now  # it may be on its way back, like those whom a restart has cut off
+            effects += self.end(session, ending, SessionEnded(f"the session has ended: the member {ending.how}"))
+        return effects
+
+    def _is_in_live_view(self, session: Session) -> bool:
+        """True also for a member that may go: others may wait for it to write the last checkpoint with them."""
+        live = self._state.live
+        going = session.standing is Standing.DISMISSED and live is not None and session.generation == live.generation
+        return going or session.standing is Standing.IN_VIEW
+
+    def mark(self, rank: int, ending: Ending) -> list[Effect]:
+        """Remembers how a member of the view went."""
+        assert self._state.view is not None
+        self._state.endings[rank] = ending
+        return [StoreEnding(self._state.view.generation, rank, ending)]
+
+    def end(self, session: Session, ending: Ending, refusal: SessionEnded | None) -> list[Effect]:
+        """Forgets a session; `refusal` is None for an orderly end."""
+        del self._state.sessions[session.member_id]
+        effects: list[Effect] = []
+        view, rank = self._state.view, session.rank
+        of_view = view is not None and session.generation == view.generation
+        if of_view and rank is not None and rank not in self._state.endings:
+            effects += self.mark(rank, replace(ending, orderly=False))
+        if self._state.forming is not None:
+            self.gone_meanwhile[session.member_id] = ending
+        return [*effects, EndSession(session.member_id, refusal)]
+
+    def judge_if_ripe(self, now: float) -> list[Effect]:
+        if not self.evidence.is_ripe(now):
+            return []
+        verdict = self.evidence.judge(now, {})
+        effects = self.void(now, verdict)
+        if verdict.reason == ErrorReason.ERROR_REASON_PEER_LOST:
+            # In the next generation the same link would break again. The member at its end may be well: it comes back
+            # when it has links to all.
+            effects += self.evict(verdict.culprits, "was cut off from others")
+        return effects
+
+    def evict(self, ranks: Collection[int], how: str) -> list[Effect]:
+        """Ends the sessions of these members, unless none of the others may hold the line's state.
+
+        Each may still be alive: it finds out that its session has ended, and comes back as a newcomer.
+        """
+        view = self._state.view
+        if view is None or not self._state.is_elastic:
+            return []
+        parted, newcomers = set(ranks), set(view.newcomers)
+        rest = [session for session in self._state.present() if session.rank not in parted]
+        if not any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest):
+            return []
+        effects: list[Effect] = []
+        for rank in ranks:
+            session = self._state.session_of(rank)
+            if session is not None and session.generation == view.generation:
+                ending = Ending(how, orderly=False, sure=False)
+                refusal = SessionEnded(f"the session has ended: the member {ending.how}")
+                effects += self.end(session, ending, refusal)
+        return effects
+
+    def evict_stragglers(self, now: float) -> list[Effect]:
+        overdue, seconds = self.stragglers.overdue(now)
+        return self.evict([rank_of(session) for session in overdue], f"did not stop within {seconds:g} s")
+
+    def void(self, now: float, verdict: Verdict) -> list[Effect]:
+        """Ends the view. Every member is told the same verdict, now or when it resumes."""
+        view = self._state.live
+        assert view is not None, "one verdict for each generation"
+        self._state.verdict = verdict
+        if len(self._state.endings) < len(view.seats):
+            self._state.last_parting = now
+        self.evidence.clear()
+        effects: list[Effect] = [StoreVerdict(verdict)]
+        effects += self.barriers.fail_all(verdict)
+        for seat in view.seats:
+            session = self._state.sessions.get(seat.member_id)
+            if session is None:
+                continue
+            if session.standing is not Standing.DISMISSED:
+                session.standing = Standing.VOID
+            session.verdict = verdict
+            if session.lease_from is None:  # not seen since a restart: from now on nobody vouches for it
+                session.lease_from = session.heard
+                self.leases.began(session)
+            if session.stream is not None:
+                effects.append(PushVerdict(session.member_id, verdict))
+        return effects
+
+
+def rank_of(session: Session) -> int:
+    """The rank of a member of a view."""
+    assert session.rank is not None, "a member of a view has a rank"
+    return session.rank
+
+
+def _may_lead(view: View, newcomers: Collection[int], session: Session) -> bool:
+    """True if the line can go on from what this member holds, as far as it has said what that is.
+
+    A newcomer has yet to show that it has gone further; of others something may have spoiled the state.
+    """
+    met = session.met if session.has_met else None
+    if met is not None and (met.tag is None or not (met.holds_base or view.base is None)):
+        return False
+    return view.base is None or session.rank not in newcomers or (met is not None and met.tag != view.base)

@@ -1,0 +1,466 @@
+"""What happens to a job (events), and what is to be done about it (effects).
+
+Events are the inputs of `Membership.handle`, effects its outputs: orders to the shell. Both are plain values, so a test
+reads: given these events, expect exactly these effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline_protocol._refusals import Refused
+from paceline_protocol._values import (
+    Ending,
+    JobSettings,
+    Meet,
+    Process,
+    Progress,
+    Report,
+    Seat,
+    Share,
+    Tag,
+    Verdict,
+    View,
+)
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = [
+    "AddressRefused",
+    "BarrierEntered",
+    "DrainAsked",
+    "Effect",
+    "EndSession",
+    "Event",
+    "ExitReported",
+    "FailBarrier",
+    "FinishStored",
+    "FinishedLine",
+    "ForgetView",
+    "Heard",
+    "LeftJob",
+    "MetOthers",
+    "PassBarrier",
+    "PushCatchUp",
+    "PushDismissed",
+    "PushDrain",
+    "PushFinished",
+    "PushMisfit",
+    "PushMissing",
+    "PushRunning",
+    "PushSpare",
+    "PushStateLost",
+    "PushSummons",
+    "PushVerdict",
+    "PushView",
+    "PushWaiting",
+    "Registered",
+    "Reported",
+    "RestartAsked",
+    "Resumed",
+    "StoreEnding",
+    "StoreFailed",
+    "StoreFinished",
+    "StoreReached",
+    "StoreVerdict",
+    "StoreView",
+    "StreamEnded",
+    "Ticked",
+    "ViewStored",
+    "Welcome",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A worker asks to become a member. Refused by raising; then nothing has changed."""
+
+    member_id: str
+    token_sha256: bytes
+    stream: int
+    process: Process
+    address: str
+    settings: JobSettings
+    claimed_rank: int | None
+    generation_floor: int
+    former_member_id: str = ""
+    """Which member this process was before, empty for none."""
+    former_token_sha256: bytes = b""
+    """Hash of that member's token: the proof that this process was that member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A member takes its session up again on a new stream. Refused by raising; then nothing has changed."""
+
+    member_id: str
+    token_sha256: bytes
+    stream: int
+    generation: int
+    """The generation that it knows to be in, 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """A stream has ended without `LeftJob`. That is a suspicion, no more: the member may resume its session."""
+
+    member_id: str
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A heartbeat."""
+
+    member_id: str
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierEntered:
+    """A member arrives at a named barrier."""
+
+    member_id: str
+    call: int
+    generation: int
+    name: str
+    round: int
+    timeout: float
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A member saw something go wrong in its generation. `Membership` fills in `report.reporter`."""
+
+    member_id: str
+    generation: int
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReported:
+    """A launcher saw a process end."""
+
+    process: Process
+    exit_code: int
+    """Exit code, or the negated number of the signal that killed it."""
+    found_gone: bool = False
+    """True if nobody saw it end, but another process of its host found it gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddressRefused:
+    """Nobody listens at the address of a member whose stream has ended: it is dead."""
+
+    member_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftJob:
+    """A member leaves the job for good."""
+
+    member_id: str
+    cause: str
+    """Its own error, empty for an orderly end."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetOthers:
+    """A member has stopped in its generation, or a candidate is ready."""
+
+    member_id: str
+    met: Meet
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLine:
+    """A member saw the closing word complete, so all members have applied the last step."""
+
+    member_id: str
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """An operator wants members to leave at their next step boundary."""
+
+    member_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAsked:
+    """An operator says that the members of the last view are dead, or that a finished job shall start again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewStored:
+    """The view of this generation is durable."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStored:
+    """It is durable that the job is done after this step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """The view of this generation could not be stored."""
+
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed."""
+
+    slept: float = 0.0
+    """Seconds for which the coordinator itself did not run just before, at least."""
+
+
+Event = (
+    Registered
+    | Resumed
+    | StreamEnded
+    | Heard
+    | BarrierEntered
+    | Reported
+    | ExitReported
+    | AddressRefused
+    | LeftJob
+    | MetOthers
+    | FinishedLine
+    | DrainAsked
+    | RestartAsked
+    | FinishStored
+    | ViewStored
+    | StoreFailed
+    | Ticked
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer `Registered` or `Resumed`: the session is live."""
+
+    member_id: str
+    heartbeat_interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushWaiting:
+    """Tell a candidate what is being waited for."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushView:
+    """Tell a member that its view has formed."""
+
+    member_id: str
+    view: View
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushVerdict:
+    """Tell a member why its generation is void."""
+
+    member_id: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PushRunning:
+    """Tell a candidate that the line runs without it."""
+
+    member_id: str
+    view: View
+    ended: tuple[int, ...]
+    """Ranks of members that have ended: the candidate need not reach them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushSummons:
+    """Have a member ask the others to meet, in its next step word."""
+
+    member_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushCatchUp:
+    """Tell a member in a meeting what state to take, and who has it."""
+
+    member_id: str
+    generation: int
+    base: Tag
+    donors: tuple[tuple[Seat, tuple[Share, ...]], ...]
+    """The members that hold it, each with its shares."""
+    share: Share | None
+    """The share to take of a sharded state. None: all that it has not, or the step that it is prepared for."""
+    fingerprint: bytes = b""
+    """The fingerprint of the base; see `Meet.fingerprint`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushMisfit:
+    """Tell a member that its manifest is not the line's, and who has that one."""
+
+    member_id: str
+    donor: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class PushMissing:
+    """Ask a worker whether these processes of its host are still there."""
+
+    member_id: str
+    processes: tuple[Process, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushDrain:
+    """Tell a member to leave at its next step boundary."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushDismissed:
+    """Tell a member that it may go."""
+
+    member_id: str
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushSpare:
+    """Tell a member that the next view has no seat for it: it waits as a candidate."""
+
+    member_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushStateLost:
+    """Tell a member that nobody has all of the line's state any more, so that its own share is of no use."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushFinished:
+    """Tell a member that the line is done."""
+
+    member_id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassBarrier:
+    """Answer a member at a barrier: everyone is there."""
+
+    member_id: str
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailBarrier:
+    """Answer a member at a barrier: its arrival is withdrawn."""
+
+    member_id: str
+    call: int
+    reason: ErrorReason.ValueType
+    text: str
+    culprits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """End a session: forget its token and its waiters, and close its stream."""
+
+    member_id: str
+    refusal: Refused | None
+    """The error with which the stream ends; None for an end in good order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """Store the view durably, then tell `ViewStored`. Nobody may hear of the view before."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetView:
+    """Store that the view of this generation is over: all have gone, or it never began. Its number stays used."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnding:
+    """Store that a member of the view has gone. Nobody waits until that is durable."""
+
+    generation: int
+    rank: int
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFinished:
+    """Store that the job is done after this step, or that it is not (None)."""
+
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReached:
+    """Store how many steps a line that is over is known to have committed. Nobody waits until that is durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreVerdict:
+    """Store that the view is void. Nobody waits until that is durable: stopping must not wait for a disk."""
+
+    verdict: Verdict
+
+
+Effect = (
+    Welcome
+    | PushWaiting
+    | PushView
+    | PushVerdict
+    | PassBarrier
+    | FailBarrier
+    | EndSession
+    | StoreView
+    | ForgetView
+    | StoreEnding
+    | StoreFinished
+    | StoreReached
+    | StoreVerdict
+    | PushRunning
+    | PushSummons
+    | PushCatchUp
+    | PushMisfit
+    | PushMissing
+    | PushDrain
+    | PushDismissed
+    | PushSpare
+    | PushStateLost
+    | PushFinished
+)

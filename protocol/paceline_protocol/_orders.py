@@ -1,0 +1,281 @@
+"""What members are told between two generations: orders, donors of a state, and the sentence of the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paceline_protocol._events import (
+    Effect,
+    PushCatchUp,
+    PushMisfit,
+    PushMissing,
+    PushRunning,
+    PushSummons,
+    PushWaiting,
+)
+from paceline_protocol._job_state import JobState, Session
+from paceline_protocol._meeting import Meeting
+from paceline_protocol._policy import Decision
+from paceline_protocol._values import WHOLE, Seat, Share, View
+
+__all__ = ["Announcer", "Donor", "Donors", "Orders", "seat_of"]
+
+Donor = tuple[Seat, tuple[Share, ...]]
+"""A member that holds a state, with its shares of it."""
+
+_NAMED = 16
+"""Number of donors in an order. A state comes from all of them at once, and one of them suffices."""
+
+_LEAST = 2
+"""Number of donors for each part of a sharded state with many parts: one donor may be about to die. If each member
+holds a part of its own, all of them are named."""
+
+
+class Donors:
+    """The members that hold a state, of which each laggard is told a few, and other ones each time.
+
+    To name all of them in each order would make orders as long as the job is wide, and each laggard would dial all.
+
+    Args:
+        donors: these members, in any order.
+    """
+
+    def __init__(self, donors: Sequence[Session]) -> None:
+        by_share: dict[Share, list[Session]] = {}
+        for donor in donors:
+            for share in donor.met.shares or (WHOLE,) if donor.met is not None else ():
+                by_share.setdefault(share, []).append(donor)
+        self._all = dict.fromkeys(donors)
+        self._most = max(_LEAST, _NAMED // max(1, len(by_share)))
+        # A member without a stream may be dead.
+        attached = ([donor for donor in group if donor.stream is not None] or group for group in by_share.values())
+        self._groups = list(attached)
+        self._few = all(len(group) <= self._most for group in by_share.values())
+        self._everyone = tuple(map(_donor, donors)) if self._few else ()
+
+    def some(self, session: Session, turn: int) -> tuple[Donor, ...]:
+        """The donors that one member is told. Consecutive turns name other ones, until all have been named.
+
+        Args:
+            session: the member. If it holds some of the state itself, it is named too: that part it need not take.
+            turn: a number from 0, another one for each order.
+        """
+        if self._few:
+            return self._everyone
+        chosen = {session: None} if session in self._all else {}
+        for group in self._groups:
+            step = max(1, len(group) // self._most)  # far apart: neighbours share a host, and its fate
+            for place in range(min(self._most, len(group))):
+                chosen[group[(turn + place * step) % len(group)]] = None
+        return tuple(map(_donor, chosen))
+
+
+def seat_of(session: Session) -> Seat:
+    """A member's address as a seat. A candidate has no rank; it gets rank 0, which nobody looks at."""
+    rank = session.rank or 0
+    return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)
+
+
+def _donor(session: Session) -> Donor:
+    assert session.met is not None
+    return seat_of(session), session.met.shares
+
+
+_Missing = dict[tuple[str, str, int] | None, list[Seat]]
+"""Members by `Process.sight`: processes with the same one can tell whether they are still there."""
+
+
+class Orders:
+    """Gives orders to members, each once, and remembers which.
+
+    An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream, for
+    what it was told may have been lost with the old one. An order to take a state is about that state, not about its
+    donors: a donor that comes or goes changes no order. A laggard that got the state from none of its donors says so,
+    and is told others.
+
+    Args:
+        state: the job; `told_to_meet` of its sessions is read and written here.
+    """
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._summoned = ""  # the member that was asked to raise the flag in this generation
+        self._turns: dict[str, int] = {}  # by member: which donors it is told next
+        self._missing: _Missing = {}  # members that are not heard of, by the processes that could see them
+        self._donors: Donors | None = None  # of the meeting that is on
+
+    def forget(self, session: Session) -> None:
+        """Forgets what this member was told, so that it is told again."""
+        session.told_to_meet = None
+        if session.member_id == self._summoned:
+            self._summoned = ""
+
+    def clear(self) -> None:
+        """Forgets everything, because a new view has formed."""
+        self._summoned = ""
+        self._turns.clear()
+        for session in self._state.sessions.values():
+            session.told_to_meet, session.catching_up, session.promised = None, False, None
+
+    def give(self, decision: Decision) -> list[Effect]:
+        """What to tell members and candidates, now that the policy has decided."""
+        view = self._state.view
+        self._missing, self._donors = {}, None
+        if view is None or self._state.finished is not None:
+            return []
+        effects: list[Effect] = []
+        if self._state.is_elastic:
+            self._missing = self._not_heard_of(view)
+            effects += self._tell_candidates(view)
+            if self._missing:
+                stopped = (session for session in self._state.present() if session.has_met)
+                effects += self._ask_for_missing([*self._state.candidates(), *stopped])
+        if decision.summon:
+            effects += self._summon(view)
+        if decision.meeting is not None:
+            effects += self._tell_laggards(decision.meeting)
+        return effects
+
+    def give_one(self, session: Session, meeting: Meeting | None) -> list[Effect]:
+        """What to tell a member that has said something by which nothing has changed for the others.
+
+        Args:
+            session: the member.
+            meeting: what it still has to do something for, None if it has done what it was told to.
+        """
+        effects = self._ask_for_missing([session])
+        return effects + (self._tell_laggard(meeting, session) if meeting is not None else [])
+
+    def _tell_candidates(self, view: View) -> list[Effect]:
+        effects: list[Effect] = []
+        ended = tuple(sorted(self._state.endings))
+        for session in self._state.candidates():
+            if session.met is None or session.met.unproven:
+                order = (view.generation, ended)
+                if session.told_to_meet != order:
+                    session.told_to_meet = order
+                    effects.append(PushRunning(session.member_id, view, ended))
+            elif view.base is not None and session.met.manifest != view.manifest:
+                effects += self._misfit(session, self._state.present())
+        return effects
+
+    def _not_heard_of(self, view: View) -> _Missing:
+        silent = [view.seats[s.rank] for s in self._state.present() if s.stream is None and s.rank is not None]
+        silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
+        missing: _Missing = {}
+        for seat in sorted(silent, key=lambda seat: seat.rank):
+            # Without its start time another process could be taken for it.
+            if (sight := seat.process.sight) is not None and seat.process.start_ticks:
+                missing.setdefault(sight, []).append(seat)
+        return missing
+
+    def _ask_for_missing(self, sessions: Iterable[Session]) -> list[Effect]:
+        """Asks workers whether silent members of their host are gone: then the line need not wait for them."""
+        effects: list[Effect] = []
+        for session in sessions:
+            visible = self._missing.get(session.process.sight, ())
+            names = frozenset(seat.member_id for seat in visible)
+            if not names <= session.told_missing:
+                session.told_missing = names
+                effects.append(PushMissing(session.member_id, tuple(seat.process for seat in visible)))
+        return effects
+
+    def _summon(self, view: View) -> list[Effect]:
+        asked = self._state.sessions.get(self._summoned)
+        if asked is not None and asked.stream is not None:
+            return []
+        attached = next((session for session in self._state.present() if session.stream is not None), None)
+        if attached is None:
+            return []
+        self._summoned = attached.member_id
+        return [PushSummons(attached.member_id, view.generation)]
+
+    def _tell_laggards(self, meeting: Meeting) -> list[Effect]:
+        effects: list[Effect] = []
+        for session in meeting.misfits:
+            effects += self._misfit(session, list(meeting.donors))
+        for rank, member_id in enumerate(meeting.targets):
+            assert meeting.base is not None
+            self._state.sessions[member_id].promised = (meeting.base, len(meeting.targets), rank)
+        for session in meeting.laggards:
+            effects += self._tell_laggard(meeting, session)
+        return effects
+
+    def _tell_laggard(self, meeting: Meeting, session: Session) -> list[Effect]:
+        assert meeting.base is not None
+        share = meeting.targets.get(session.member_id) or _own_share(session)
+        order = (meeting.base, share)
+        if session.told_to_meet == order:
+            return []
+        session.told_to_meet, session.catching_up = order, True
+        if self._donors is None:
+            live = [donor for donor in meeting.donors if donor.met is not None and not donor.met.stored]
+            self._donors = Donors(live)
+        turn = self._turns.get(session.member_id, len(self._turns))
+        self._turns[session.member_id] = turn + 1
+        donors = self._donors.some(session, turn)
+        first = meeting.donors[0].met
+        fingerprint = first.fingerprint if first is not None else b""
+        return [PushCatchUp(session.member_id, session.generation, meeting.base, donors, share, fingerprint)]
+
+    def _misfit(self, session: Session, donors: list[Session]) -> list[Effect]:
+        view = self._state.view
+        donor = next((each for each in donors if each.stream is not None), None)
+        if donor is None or view is None or session.told_to_meet == donor.member_id:
+            return []
+        session.told_to_meet = donor.member_id
+        return [PushMisfit(session.member_id, seat_of(donor))]
+
+
+def _own_share(session: Session) -> Share | None:
+    """The share that a member keeps when it finishes a step that others have applied; None if the state is whole."""
+    met = session.met
+    return met.shares[0] if met is not None and met.node_size != 1 and met.shares else None
+
+
+_NEVER = float("inf")
+
+
+class Announcer:
+    """Decides who is told the sentence of the policy's decision, and when.
+
+    A newcomer hears it at once. The others hear a changed sentence at most once in `interval`: each arrival of W
+    workers changes it, and telling all of them each time would make W^2 messages.
+
+    Args:
+        interval: seconds between two rounds to all, at least.
+
+    Attributes:
+        announce_at: when the next round is due, infinity for never.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._last_round = -_NEVER
+        self.announce_at = _NEVER
+
+    def announce(self, now: float, reason: str, waiting: Iterable[Session], newcomer: Session | None) -> list[Effect]:
+        """What to send now that the sentence is `reason`.
+
+        Args:
+            now: the time, in seconds.
+            reason: the policy's sentence.
+            waiting: the members and candidates that wait.
+            newcomer: the one among them that has just come (back).
+        """
+        effects: list[Effect] = []
+        if newcomer is not None:
+            newcomer.told = reason
+            effects.append(PushWaiting(newcomer.member_id, reason))
+        due = self._last_round + self._interval
+        if now < due:
+            self.announce_at = due if any(session.told != reason for session in waiting) else _NEVER
+            return effects
+        others = [session for session in waiting if session.told != reason]
+        for session in others:
+            session.told = reason
+            effects.append(PushWaiting(session.member_id, reason))
+        if others:
+            self._last_round = now
+        self.announce_at = _NEVER
+        return effects

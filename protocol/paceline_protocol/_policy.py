@@ -1,0 +1,200 @@
+"""Decides when a view forms, of which workers, or why none forms yet.
+
+The first view of a line forms of candidates; that is decided here. `_meeting` decides about the others, which form of
+the members of the one before.
+
+A decision always has a sentence, which is told to waiting workers, logged, and shown by `paceline status`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from paceline_protocol._job_state import JobState, Session
+from paceline_protocol._meeting import Meeting, convene, way_out
+from paceline_protocol._seating import by_host
+from paceline_protocol._values import Tag, View
+
+__all__ = ["Decision", "decide", "spares"]
+
+_NAMED = 8
+"""Most missing ranks that are listed by number: the sentence is for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision of the policy.
+
+    Attributes:
+        members: the members of the view that is to form now, in rank order; None if none is.
+        reason: why, in a sentence.
+        again_at: when time alone may change the decision, in seconds; None if only an event can.
+        summon: True if a member of the live view is to ask the others to meet, because candidates are ready.
+        meeting: what the members of the last view are to do, if that view is over.
+    """
+
+    members: tuple[Session, ...] | None
+    reason: str
+    again_at: float | None = None
+    summon: bool = False
+    meeting: Meeting | None = None
+
+
+def decide(now: float, state: JobState, settle_time: float) -> Decision:
+    """Decides about the next view of a job.
+
+    Args:
+        now: the time, in seconds.
+        state: the job.
+        settle_time: seconds without an arrival after which fewer than `max_workers` suffice.
+    """
+    if state.forming is not None:
+        return Decision(None, f"generation {state.forming.generation} is being stored")
+    if state.finished is not None:
+        return Decision(None, f"the job is done: its last step was {state.finished}")
+    if state.view is not None and _is_over(state):
+        meeting = convene(state)
+        if meeting.lost:  # candidates that have some of it may be on their way back, if the coordinator is new
+            patient_until = state.last_arrival + state.view.settings.failure_timeout
+            if now < patient_until:
+                return Decision(None, f"{meeting.reason}, unless they come back soon", patient_until)
+        if meeting.over and state.returning():
+            # A former member has a new session, and is about to say what it holds: that may be the line's.
+            patient_until = state.last_arrival + state.view.settings.failure_timeout
+            if now < patient_until:
+                return Decision(None, "waiting for members that came back to say what they hold", patient_until)
+        if meeting.members and state.storage_trouble:
+            return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
+        reason = meeting.reason
+        if not meeting.members and not meeting.over:
+            reason = _with_way_out(state, state.view, reason)
+        return Decision(meeting.members or None, reason, meeting=meeting)
+    if state.live is not None:
+        return _running(state, state.live)
+    candidates = state.candidates()
+    if not candidates:
+        if state.view is not None:
+            return Decision(None, f"generation {state.view.generation} is void and no new worker is there")
+        return Decision(None, "no worker is there")
+    if state.storage_trouble:
+        return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
+    explicit = candidates[0].claimed_rank is not None
+    decision = _decide_explicit(candidates) if explicit else _decide_free(now, state, candidates, settle_time)
+    if decision.members is None and all(s.met is not None and s.met.leaving for s in candidates):
+        return _let_go(now, decision, candidates, _settled_at(state, candidates[0], settle_time))
+    return decision
+
+
+def _is_over(state: JobState) -> bool:
+    """True if the last view's members are to meet: one has stopped, or all have gone, or it is of a line and void."""
+    assert state.view is not None
+    present = state.present()
+    if any(session.has_met for session in present):
+        return True
+    return state.view.base is not None and (state.verdict is not None or not present)
+
+
+def _with_way_out(state: JobState, view: View, text: str) -> str:
+    """Adds what an operator can do if no member of the view is heard of: they may be dead, or train on unseen."""
+    present = state.present()
+    if not present or not all(session.is_silent for session in present):
+        return text
+    return f"{text}, but {way_out(state, [seat for seat in view.seats if seat.rank in {s.rank for s in present}])}"
+
+
+def _running(state: JobState, live: View) -> Decision:
+    there = len(live.seats) - len(state.endings)
+    text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
+    if live.lost:
+        text += f"; {live.lost}"
+    if live.base is None:
+        return Decision(None, f"{text}; a newcomer waits until it ends")
+    if state.candidates() and (reason := _with_way_out(state, live, text)) != text:
+        return Decision(None, reason)
+    fitting = _fitting(state, live)
+    ready = len(fitting)
+    if not ready:
+        return Decision(None, text)
+    if there >= live.settings.max_workers:
+        return Decision(None, f"{text}, as many as it takes")
+    if spares(state):
+        node = _node_size(fitting)
+        lacking = node - (there + ready) % node
+        spare = f"{ready} {_plural('spare', ready)} {'waits' if ready == 1 else 'wait'} for {lacking} more"
+        return Decision(None, f"{text}; {spare}, for members come in nodes of {node}")
+    return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will come in after this step", summon=True)
+
+
+def spares(state: JobState) -> list[Session]:
+    """Candidates that are ready and get no seat before others come, because members come in nodes."""
+    if (live := state.live) is None or not (fitting := _fitting(state, live)):
+        return []
+    there, most, node = len(live.seats) - len(state.endings), live.settings.max_workers, _node_size(fitting)
+    return fitting if there < most and min(there + len(fitting), most) // node * node <= there else []
+
+
+def _fitting(state: JobState, live: View) -> list[Session]:
+    return [s for s in state.ready() if s.met is not None and s.met.manifest == live.manifest]
+
+
+def _node_size(sessions: list[Session]) -> int:
+    met = sessions[0].met
+    return max(1, met.node_size) if met is not None else 1
+
+
+def _decide_explicit(candidates: list[Session]) -> Decision:
+    world = candidates[0].settings.max_workers
+    by_rank = {s.claimed_rank: s for s in candidates if s.claimed_rank is not None}
+    lacking = world - len(by_rank)
+    if not lacking:
+        return Decision(tuple(by_rank[rank] for rank in range(world)), f"all {world} ranks are there")
+    # Lazily, because the world is whatever number the first worker wrote.
+    named = list(itertools.islice((rank for rank in range(world) if rank not in by_rank), _NAMED))
+    more = f" and {lacking - len(named)} more" if lacking > len(named) else ""
+    return Decision(None, f"waiting for {_plural('rank', lacking)} {', '.join(map(str, named))}{more} of {world}")
+
+
+def _decide_free(now: float, state: JobState, candidates: list[Session], settle_time: float) -> Decision:
+    least, most = candidates[0].settings.min_workers, candidates[0].settings.max_workers
+    count = len(candidates)
+    if count < least:
+        lacking = least - count
+        return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
+    if count >= most:
+        chosen = sorted(candidates, key=_brings, reverse=True)[:most]
+        return Decision(tuple(by_host(chosen)), f"{most} workers are there, as many as a view takes")
+    settled_at = _settled_at(state, candidates[0], settle_time)
+    if now >= settled_at:
+        return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
+    if settled_at == _patient_until(state, candidates[0]):
+        text = f"{count} workers are there (at least {least}); former members of the job have time to come back"
+        return Decision(None, text, settled_at)
+    return Decision(
+        None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
+    )
+
+
+def _patient_until(state: JobState, candidate: Session) -> float:
+    return max(state.patient_until, state.restored_at + candidate.settings.failure_timeout)
+
+
+def _settled_at(state: JobState, candidate: Session, settle_time: float) -> float:
+    """When a view may form of fewer than `max_workers`. Candidates may have waited long, but members may return."""
+    return max(max(state.last_arrival, state.last_parting) + settle_time, _patient_until(state, candidate))
+
+
+def _let_go(now: float, decision: Decision, candidates: list[Session], settled_at: float) -> Decision:
+    """Dismisses candidates that all want to leave and are too few for a view, once no others are likely to come."""
+    if now < settled_at:
+        return replace(decision, again_at=settled_at)
+    return replace(decision, meeting=Meeting(decision.reason, dismissed=tuple(candidates)))
+
+
+def _brings(session: Session) -> Tag:
+    """The latest state that a candidate holds or can read. Candidates with the latest state get seats first."""
+    return (session.met.tag if session.met is not None else None) or Tag(0, 0)
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"

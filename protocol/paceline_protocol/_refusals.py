@@ -1,0 +1,55 @@
+"""What the protocol refuses, and why. The coordinator turns each into a gRPC status, and has refusals of its own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["BadRequest", "InvalidRank", "InvalidWorldSize", "RankTaken", "Refused", "SessionEnded", "SettingsDisagree"]
+
+
+class Refused(Exception):
+    """A request that is not carried out; the text says why, for people.
+
+    Attributes:
+        reason: what the other side makes its typed error from.
+    """
+
+    reason: ClassVar[ErrorReason.ValueType]
+
+
+class BadRequest(Refused):
+    """The request itself is wrong; sending it again does not help."""
+
+    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+
+
+class SessionEnded(Refused):
+    """The session has ended, was never there, or the token does not prove it."""
+
+    reason = ErrorReason.ERROR_REASON_SESSION_ENDED
+
+
+class RankTaken(Refused):
+    """Two live members claim one rank; the text names both hosts."""
+
+    reason = ErrorReason.ERROR_REASON_RANK_TAKEN
+
+
+class InvalidRank(Refused):
+    """The rank is outside the world."""
+
+    reason = ErrorReason.ERROR_REASON_INVALID_RANK
+
+
+class InvalidWorldSize(Refused):
+    """The world size is impossible."""
+
+    reason = ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE
+
+
+class SettingsDisagree(Refused):
+    """The member disagrees with its job; the text names the setting and both values."""
+
+    reason = ErrorReason.ERROR_REASON_SETTINGS_DISAGREE

@@ -1,0 +1,353 @@
+"""Who is silent, who does not stop, who has gone: everything that the coordinator concludes from time alone.
+
+`Leases` evict members that say nothing, `Stragglers` those whose session is alive and that do not stop. `Abandonment`
+lets an operator say in advance when a job without any connected member may begin anew. `Wakefulness` finds out whether
+the coordinator itself was asleep, for then the silence of others means nothing.
+"""
+
+from __future__ import annotations
+
+from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._values import View
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["Abandonment", "LOOK_AGAIN", "Leases", "Stragglers", "Wakefulness"]
+
+LOOK_AGAIN = 0.02
+"""Seconds between the look that finds a lease lapsed and the look that believes it: some rounds of the event loop."""
+
+
+_CANDIDATE_S = 10.0
+"""Seconds for which a candidate that has lost its stream keeps its place, unless it holds a share of a state that
+others may wait for. `failure_timeout` is its own to say: a day of it must not keep the places of others."""
+
+_OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
+
+
+class Leases:
+    """The leases of a job's sessions: how long each member may be silent.
+
+    A lease runs from the member's last message, from its stream's end, or from the end of a stall of the coordinator.
+    A lapse counts only at the second of two looks. Between them the shell takes in what was in its inbox, so that a
+    message that had arrived is never mistaken for silence.
+
+    Args:
+        state: the job; `lease_from` and `overdue_from` of its sessions are read and written here.
+    """
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._unseen_from: float | None = None
+        self._unseen = any(session.lease_from is None for session in state.sessions.values())
+        self._nobody_at = float("-inf")  # when last nobody of the line was heard
+        # Heartbeats only move leases on, so a look may come early but never late: no heartbeat has to touch this.
+        self.check_at = float("-inf") if state.sessions else float("inf")
+
+    def began(self, session: Session) -> None:
+        """Notes that a lease begins anew for another reason than a heartbeat."""
+        assert session.lease_from is not None
+        self.check_at = min(self.check_at, session.lease_from + _lease(session))
+
+    def renew_after_stall(self, now: float, slept: float) -> None:
+        """Begins leases anew if the coordinator did not run for longer than their heartbeat interval."""
+        for session in self._state.sessions.values() if slept else ():
+            if slept > session.settings.heartbeat_interval:
+                session.overdue_from = None
+                if session.lease_from is not None:
+                    session.lease_from = now
+                else:
+                    self._unseen_from = now
+
+    def lapsed(self, now: float) -> list[tuple[Session, str]]:
+        """The sessions to end because of silence, each with how it went; the caller ends them all."""
+        if now < self.check_at:
+            return []
+        self.check_at = float("inf")
+        lapsed: list[tuple[Session, str]] = []
+        unseen: list[Session] = []
+        vouched = somebody = False
+        for session in self._state.sessions.values():
+            if session.lease_from is None:
+                unseen.append(session)
+                continue
+            lease_from = session.lease_from
+            if session.standing is Standing.IN_VIEW and not session.has_met:
+                lease_from = max(lease_from, self._state.vouched_at)
+            if self._has_lapsed(now, session, lease_from):
+                lapsed.append((session, _how(now, session)))
+            else:
+                vouched |= session.standing is Standing.IN_VIEW
+                recently = now - session.heard < 2 * session.settings.heartbeat_interval
+                somebody |= session.standing in _OF_VIEW and session.stream is not None and recently
+        lapsed += self._lapsed_unseen(now, unseen, vouched)
+        if self._state.view is None or self._state.view.base is None:
+            return lapsed
+        if not somebody:
+            self._nobody_at = now
+        # While no member of a line is heard, this coordinator may be the one that is cut off, and they train on: to
+        # evict them would help nobody (I2). When the first is heard again, the others have time to come back, too.
+        due = [(s, how) for s, how in lapsed if s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]
+        if len(due) < len(lapsed):
+            self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
+        return due
+
+    def count_unseen(self, now: float) -> None:
+        """Begins the leases of members that have not been seen since the restart: nobody vouches for them any more."""
+        for session in self._state.sessions.values() if self._unseen else ():
+            if session.lease_from is None:
+                session.lease_from = now
+                self.began(session)
+        self._unseen = False
+
+    def whereabouts(self, now: float, rank: int) -> str:
+        """When a member of the view was last seen, for a list of who is missing."""
+        session = self._state.session_of(rank)
+        if session is None:
+            return "gone"
+        if session.lease_from is None:
+            return "not seen since the coordinator was started again"
+        if session.stream_ended is not None:
+            return f"disconnected {now - session.stream_ended:.1f} s ago"
+        return f"last heard {now - session.heard:.1f} s ago"
+
+    def _has_lapsed(self, now: float, session: Session, lease_from: float) -> bool:
+        due = lease_from + _lease(session)
+        if now < due:
+            session.overdue_from = None
+        elif session.overdue_from is None:
+            session.overdue_from = now
+            due = now + LOOK_AGAIN
+        elif now >= session.overdue_from + LOOK_AGAIN:
+            return True
+        else:
+            due = session.overdue_from + LOOK_AGAIN
+        self.check_at = min(self.check_at, due)
+        return False
+
+    def _lapsed_unseen(self, now: float, unseen: list[Session], vouched: bool) -> list[tuple[Session, str]]:
+        """Members of a stored view that nobody has seen since the restart.
+
+        As long as one member of the view is there, it vouches for them: it would report the end of its links. With
+        nobody there to vouch, all of them together have `failure_timeout` to come back.
+        """
+        if vouched or not unseen:
+            self._unseen_from = None
+            return []
+        if self._unseen_from is None:
+            self._unseen_from = now
+        timeout = unseen[0].settings.failure_timeout
+        if now < self._unseen_from + timeout:
+            self.check_at = min(self.check_at, self._unseen_from + timeout)
+            return []
+        how = f"was not seen again within {timeout:g} s after the coordinator was started again"
+        return [(session, how) for session in unseen]
+
+
+def _lease(session: Session) -> float:
+    """Seconds of silence that end the session."""
+    timeout = session.settings.failure_timeout
+    if session.standing is not Standing.WAITING or session.stream is not None or session.holds_a_part:
+        return timeout
+    return min(timeout, _CANDIDATE_S)
+
+
+def _how(now: float, session: Session) -> str:
+    if session.stream_ended is not None:
+        return f"lost its session and did not come back for {now - session.stream_ended:.1f} s"
+    return f"was silent for {now - session.heard:.1f} s"
+
+
+def _timeout(session: Session) -> float:
+    return session.settings.failure_timeout
+
+
+_NEVER = float("inf")
+
+
+class Stragglers:
+    """Members that do not stop although their generation is over.
+
+    A member learns that its generation has failed at its next collective, so those that compute stop a little later,
+    all at about the same time. Two clocks run:
+
+    - When half of the members of a line have stopped, the rest have `failure_timeout`; so have, at once, members that a
+      timeout is blamed on. A member that has not stopped by then hangs, although its session is alive: a data loader
+      that never returns, threads that died for want of memory.
+    - When one has stopped, all the others have its `step_timeout`, for a step may last that long: most of them may hang
+      together, at a dead disk. Before the first step of a line this is the only clock: members load data and models.
+      So it is while no failure is known: a member may evaluate between two steps, or this coordinator has forgotten
+      the verdict because it was killed.
+
+    The others go on without a member that has had its time. If it wakes up, it comes back as a newcomer.
+
+    Args:
+        state: the job; only read.
+    """
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._few = _Clock()
+        self._all = _Clock()
+
+    @property
+    def due_at(self) -> float:
+        """When members that have not stopped are evicted, infinity while nobody is waited for."""
+        return min(self._few.at, self._all.at)
+
+    def overdue(self, now: float) -> tuple[list[Session], float]:
+        """The members to evict now, and the seconds that they had. Must be asked after every event.
+
+        Args:
+            now: the time, in seconds.
+        """
+        late, stopped = self._late()
+        few = self._few_of(late, stopped)
+        timeout = late[0].settings.failure_timeout if late else _NEVER
+        patience = max([timeout, *(session.met.step_timeout for session in stopped if session.met is not None)])
+        if self._all.rings(now, patience if late and stopped else None):
+            return late, patience
+        return (few, timeout) if self._few.rings(now, timeout if few else None) else ([], 0.0)
+
+    def _late(self) -> tuple[list[Session], list[Session]]:
+        """The members that should stop and have not, and those that have."""
+        state = self._state
+        if (
+            state.view is None or state.finished is not None or not state.is_elastic
+        ):  # members of a job that is done leave
+            return [], []
+        if state.verdict is None and state.view.base is None:  # some have not reached their first step
+            return [], []
+        late: list[Session] = []
+        stopped: list[Session] = []
+        for session in state.present():
+            (stopped if session.has_met else late).append(session)
+        return late, stopped
+
+    def _few_of(self, late: list[Session], stopped: list[Session]) -> list[Session]:
+        """The late members that have only `failure_timeout`."""
+        view, verdict = self._state.view, self._state.verdict
+        if view is None or verdict is None:
+            return []
+        if view.base is not None and len(late) <= len(stopped):
+            return late
+        if verdict.reason != ErrorReason.ERROR_REASON_TIMEOUT:
+            return []
+        return [session for session in late if session.rank in verdict.culprits]  # they have had the time of a step
+
+    def renew_after_stall(self, slept: float) -> None:
+        """Adds the seconds for which the coordinator did not run: it has yet to read what members said meanwhile."""
+        if slept:
+            for clock in (self._few, self._all):
+                clock.renew(slept)
+
+
+class _Clock:
+    """A clock that rings when somebody has been waited for too long.
+
+    It looks twice: what they said may be in the inbox still, as for `leases`.
+
+    Attributes:
+        at: when it is to be looked at.
+    """
+
+    def __init__(self) -> None:
+        self.at = _NEVER
+        self._looked = False
+
+    def rings(self, now: float, timeout: float | None) -> bool:
+        """True if time is up. A timeout of None stops the clock, any other starts it unless it runs."""
+        if timeout is None:
+            self.at, self._looked = _NEVER, False
+            return False
+        self.at = min(self.at, now + timeout)
+        if now < self.at:
+            return False
+        self._looked = not self._looked
+        self.at = now + (LOOK_AGAIN if self._looked else timeout)  # again, should nobody be able to go on without them
+        return not self._looked
+
+    def renew(self, slept: float) -> None:
+        """Adds seconds that do not count."""
+        self.at += slept
+        self._looked = False
+
+
+class Abandonment:
+    """When the members of a job's last generation may be taken for dead, as an operator has allowed (--restart-after).
+
+    Silence proves nothing (I2): a machine that is cut off may train on. So by default a job whose state may be on a
+    silent machine waits for `paceline restart`. An operator who knows that silent machines do not come back, because
+    something else starts them anew, may tell the coordinator to do it.
+
+    Time counts while no member of the last generation has a stream: not before this process was started, and not while
+    it did not run, for then nobody could have come back.
+
+    Args:
+        restart_after: seconds without any of them after which they are taken for dead; None for never.
+    """
+
+    def __init__(self, restart_after: float | None) -> None:
+        self._restart_after = restart_after
+        self._generation = 0
+        self._since: float | None = None
+
+    def due_at(self, now: float, state: JobState) -> float | None:
+        """When the members are to be taken for dead; None as long as they are not. Must be asked after events.
+
+        Args:
+            now: the time, in seconds.
+            state: the job.
+        """
+        if self._restart_after is None:
+            return None
+        view = state.view
+        if view is None or not _is_deserted(state, view):
+            self._since = None
+            return None
+        if self._since is None or self._generation != view.generation:
+            self._generation, self._since = view.generation, now
+        # If no worker waits, nothing is gained by it, and a member that holds the state may still come back.
+        return self._since + self._restart_after if state.candidates() else None
+
+    def slept(self, seconds: float) -> None:
+        """Adds the seconds for which the coordinator did not run."""
+        if self._since is not None:
+            self._since += seconds
+
+    def done(self, state: JobState) -> str:
+        """Notes that the members are taken for dead; returns a sentence for the log."""
+        self._since = None
+        generation = state.view.generation if state.view is not None else state.generation
+        return (
+            f"no member of generation {generation} has been connected for {self._restart_after:g} s: all of them are "
+            "taken for dead (--restart-after)"
+        )
+
+
+def _is_deserted(state: JobState, view: View) -> bool:
+    """True if there is a line and no member of its last generation has a stream."""
+    if view.base is None or state.forming is not None or state.finished is not None:
+        return False
+    return all(session.stream is None for session in state.present())
+
+
+class Wakefulness:
+    """Measures for how long the coordinator itself did not run, against a pulse that the shell promises to keep.
+
+    The silence of a member counts only while the coordinator listened: a slow disk, a paused VM or a SIGSTOP would make
+    every member look silent.
+
+    Args:
+        now: time of construction, in seconds.
+        pulse: longest time between two calls of `awake` while the loop is not stalled, in seconds.
+    """
+
+    def __init__(self, now: float, pulse: float) -> None:
+        self._last = now
+        self.pulse = pulse
+
+    def awake(self, now: float) -> float:
+        """Notes that the coordinator runs; returns the seconds for which it did not run just before, 0 for none."""
+        gap = now - self._last
+        self._last = now
+        return gap if gap > 2 * self.pulse else 0.0

@@ -1,0 +1,298 @@
+"""The nouns of the protocol: processes, settings, tags, shares, members, views, verdicts. Nothing is decided here.
+
+Times are seconds on the coordinator's monotonic clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = [
+    "ProtocolSettings",
+    "Ending",
+    "JobSettings",
+    "Meet",
+    "Process",
+    "Progress",
+    "Report",
+    "Seat",
+    "Share",
+    "Tag",
+    "Verdict",
+    "View",
+    "WHOLE",
+    "lacking",
+    "share_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Identifies a process: which one, on which machine."""
+
+    host: str
+    pid: int
+    boot_id: str = ""
+    """The kernel's boot id, empty where unknown."""
+    start_ticks: int = 0
+    """Start of the process in clock ticks since boot, 0 where unknown."""
+    pid_namespace: int = 0
+    """Number of its pid namespace, 0 where unknown."""
+    node: str = ""
+    """Equal for processes that can share memory; empty for a process that shares none."""
+
+    @property
+    def sight(self) -> tuple[str, str, int] | None:
+        """Equal for processes that can see each other; None where that is not known."""
+        known = self.host and self.boot_id and self.pid_namespace
+        return (self.host, self.boot_id, self.pid_namespace) if known else None
+
+    def is_same(self, other: Process) -> bool:
+        """True if both are the same run of a process. A detail that one of them does not know matches anything.
+
+        A launcher tells of a process with the pid that it has in the launcher's pid namespace, which is the worker's
+        too; of a worker in a namespace of its own, as in a container, it knows no name that the worker knows.
+        """
+        details = (
+            (self.boot_id, other.boot_id),
+            (self.start_ticks, other.start_ticks),
+            (self.pid_namespace, other.pid_namespace),
+        )
+        alike = all(mine == theirs or not mine or not theirs for mine, theirs in details)
+        return alike and (self.host, self.pid) == (other.host, other.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The settings that all members of a job agree on."""
+
+    min_workers: int
+    max_workers: int
+    failure_timeout: float
+    """Seconds of silence after which a member counts as lost."""
+    tuning: str = ""
+    """Hash of the table by which members choose among schedules."""
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds between heartbeats: five may be lost or late before a member counts as silent."""
+        return self.failure_timeout / 6
+
+
+_TAG_NAME = re.compile(r"g([0-9]{1,20})-s([0-9]{1,20})", re.ASCII)
+
+
+class Tag(NamedTuple):
+    """Names a training state: the generation in which its last step was taken, and the number of that step.
+
+    Equal tags are equal bits. A step number alone names nothing: the same step may be taken in two generations, with
+    other bits. Tags are in the order of the training they name.
+    """
+
+    generation: int
+    step: int
+    """(0, 0) is the state before the first step, which every member makes for itself."""
+
+    def __str__(self) -> str:
+        """The name of a checkpoint's folder; names sort as tags do."""
+        return f"g{self.generation:08d}-s{self.step:010d}"
+
+    @classmethod
+    def parse(cls, name: str) -> Tag | None:
+        """The tag that a folder's name says, None if it says none."""
+        match = _TAG_NAME.fullmatch(name)
+        return None if match is None else cls(int(match[1]), int(match[2]))
+
+
+class Share(NamedTuple):
+    """One of the equal parts that a state is cut into. All parts of one cut together are the state."""
+
+    part: int
+    """Number of the part, from 0."""
+    parts: int
+    """Number of parts; 1 if the state is not sharded."""
+
+
+WHOLE = Share(0, 1)
+
+
+def share_of(rank: int, world: int, node_size: int) -> Share:
+    """The share that a rank holds.
+
+    Args:
+        rank: the rank.
+        world: number of ranks in the view.
+        node_size: number of ranks that hold one copy of the state between them: 1 if each holds it whole, 0 for all.
+    """
+    size = node_size or world
+    return Share(rank % size, size)
+
+
+def lacking(shares: Iterable[Share]) -> tuple[Share, ...]:
+    """The shares that are missing of the cut of which fewest are; none if the whole state is there."""
+    there = set(shares)
+    cuts = {share.parts for share in there} or {1}
+    lacks = [tuple(Share(part, parts) for part in range(parts) if Share(part, parts) not in there) for parts in cuts]
+    return min(lacks, key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """What a member tells the coordinator when it has stopped between steps, or is ready to enter its first view."""
+
+    generation: int
+    """The generation that it has stopped in, 0 for a candidate."""
+    tag: Tag | None
+    """The state that it holds, None if it holds none that is usable."""
+    holds_base: bool
+    """True if it got its generation's base, so that what it holds is the line's."""
+    leaving: bool = False
+    """True if it wants to leave."""
+    closed: bool = False
+    """True if no newcomer may be admitted now."""
+    node_size: int = 1
+    """Number of members that hold one copy of the state between them, 0 for all of a view; views have a multiple of
+    it."""
+    shares: tuple[Share, ...] = (WHOLE,)
+    """Its shares of that state. The one that it trains on comes first."""
+    prepared: Tag | None = None
+    """A step that others may have applied, and that this member can finish: it has all that it takes."""
+    stored: bool = False
+    """True if it holds nothing of the state yet, but can read all of it from a checkpoint."""
+    unproven: bool = False
+    """True for a candidate that has not yet shown that it can connect to all members: it gives what it holds, and gets
+    no seat."""
+    fingerprint: bytes = b""
+    """Hash of a state that the tag does not identify: (0, 0), which members make for themselves, and what a member
+    found on its disk, as long as its generation has no base."""
+    manifest: bytes = b""
+    """Hash of what the state consists of, and of the settings of the run."""
+    step_timeout: float = float("inf")
+    """Seconds for which it waits at most for members that compute and have not stopped."""
+
+    @property
+    def state(self) -> tuple[Tag | None, bytes]:
+        """Equal for two members exactly if the bits of their states are."""
+        return self.tag, self.fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a member was at its last heartbeat."""
+
+    operation: int = 0
+    """Number of the last collective that it entered, 0 for none."""
+    since: float = 0.0
+    """When it entered it, or left it if it is in none."""
+    inside: bool = False
+    """True while it waits inside."""
+    step: int = 0
+    """The last step whose word completed at it: all members of its generation were there then. 0 for none."""
+    step_at: float = 0.0
+    """When that word completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a member saw go wrong in its generation."""
+
+    reporter: int
+    """Rank of that member."""
+    reason: ErrorReason.ValueType
+    accused: int | None
+    """Rank at the other end; None when the member reports itself."""
+    operation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One member of a view, as it is stored."""
+
+    rank: int
+    member_id: str
+    token_sha256: bytes
+    """Only the hash is kept: the state file gives nobody's session away."""
+    process: Process
+    address: str
+    arrival: int
+    """Position in the order of arrival; the greater, the younger."""
+
+    @property
+    def label(self) -> str:
+        """Names the member in a sentence: rank, host and pid."""
+        return f"rank {self.rank} ({self.process.host}, pid {self.process.pid})"
+
+    @property
+    def short_label(self) -> str:
+        """Names the member in a list: rank and host."""
+        return f"rank {self.rank} ({self.process.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A generation with its members in rank order."""
+
+    generation: int
+    settings: JobSettings
+    explicit: bool
+    """True if the members claimed their ranks."""
+    seats: tuple[Seat, ...]
+    base: Tag | None = None
+    """The state that it starts from; None where members have no line, or have yet to compare what they hold."""
+    newcomers: tuple[int, ...] = ()
+    """Ranks that do not hold the base at the start."""
+    manifest: bytes = b""
+    """Hash that all members' `Meet.manifest` equals, once there is a base."""
+    lost: str = ""
+    """A sentence about steps that the job had trained before this line, and that are lost; empty if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a member of the view went."""
+
+    how: str
+    """Completes "rank 2 (host-b, pid 4711) ...": "left the job", "exited with code 1"."""
+    orderly: bool
+    """True if it said that it leaves and gave no error as the cause: that alone voids no generation."""
+    sure: bool = True
+    """True if it surely trains no more: it said so, or somebody saw it end. Silence proves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a generation is void: one verdict for each, the same for all its members."""
+
+    generation: int
+    reason: ErrorReason.ValueType
+    culprits: tuple[int, ...]
+    """Ranks, ascending."""
+    operation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolSettings:
+    """The coordinator's times and limits that decisions rest on. A job's own are in `JobSettings`."""
+
+    settle_time: float = 0.2
+    """Seconds without an arrival after which a view forms with fewer than `max_workers`."""
+
+    gather_time: float = 0.02
+    """Seconds for which reports gather before they are judged: neighbours of one death report within milliseconds."""
+
+    doubt_time: float = 0.1
+    """Seconds before a broken link between two members that both seem well is judged: the news that one of them died
+    may be a little behind. Well below the 0.5 s (`failure_timeout` / 6) for which members wait for the verdict."""
+
+    announce_interval: float = 0.5
+    """Least seconds between two rounds of `Waiting` to all candidates of a job: W arrivals would send W^2 messages."""
+
+    max_open_barriers: int = 1_000
+    """Named barriers that wait at one time in one job; as many passed names are remembered for repeats."""
