@@ -535,8 +535,8 @@ MUTANTS = (
     Mutant(
         "collectives are open between two steps",
         f"{ELASTIC}/step.py",
-        "        self._group.bar(BETWEEN_STEPS)",
-        '        self._group.bar("")',
+        "        self._group.ban_collectives(BETWEEN_STEPS)",
+        '        self._group.ban_collectives("")',
         ("unit/elastic/test_step_solo.py",),
     ),
     Mutant(

@@ -25,8 +25,7 @@ from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, Fr
 from paceline.links.grpc_kind import GrpcOutgoing, Outbox
 from paceline.links.registry import LinkKinds
 from paceline.links.shm import handover
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     LAYOUT,
@@ -35,6 +34,7 @@ from paceline.links.shm.layout import (
     SLOTS_AT,
     STAGING_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
 from paceline.links.tcp._tcp_incoming import TcpIncoming

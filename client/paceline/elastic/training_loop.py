@@ -102,7 +102,9 @@ class TrainingLoop:
         self._coordinator.open()
         mesh = self._coordinator.group.mesh
         if mesh.peers:
-            if self._coordinator.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
+            if (
+                self._coordinator.group.has_same_state
+            ):  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
             self._do(self._place.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
@@ -144,7 +146,7 @@ class TrainingLoop:
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
-        with_gradients = group.boarding
+        with_gradients = group.takes_piggybacks
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
@@ -154,7 +156,7 @@ class TrainingLoop:
             self._failed(error)
             return None
         step = self.guard.step = Step(number, attempt, group, self._state, self.guard, pending, digest, self._seed)
-        group.bar(BETWEEN_STEPS)
+        group.ban_collectives(BETWEEN_STEPS)
         return step
 
     def end(self, step: Step) -> None:
@@ -163,7 +165,7 @@ class TrainingLoop:
         Raises:
             StepOrderError: the block was not entered.
         """
-        self._coordinator.group.bar("")
+        self._coordinator.group.ban_collectives("")
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
@@ -207,7 +209,7 @@ class TrainingLoop:
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
-        self._coordinator.group.bar("")
+        self._coordinator.group.ban_collectives("")
         self._coordinator.offered.withdraw()
         self._saver.wait()
 
@@ -215,14 +217,14 @@ class TrainingLoop:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
         self._place.closed = True
-        barred = self._coordinator.group.barred
-        self._coordinator.group.bar("")
+        barred = self._coordinator.group.ban_reason
+        self._coordinator.group.ban_collectives("")
         try:
             self._say(self._place.meet())
             self.wait_until_ready()
         finally:
             self._place.closed = False
-            self._coordinator.group.bar(barred)
+            self._coordinator.group.ban_collectives(barred)
         if self._overtaken:
             return BlockOutcome.OVERTAKEN
         return BlockOutcome.PASSED if self._blocks.passed else BlockOutcome.AGAIN
@@ -305,7 +307,7 @@ class TrainingLoop:
         self._last_update = 0
         if view.base is not None:
             self._recovery.has_a_base()
-            self._coordinator.group.vouch()
+            self._coordinator.group.confirm_same_state()
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._recovery.read_a_checkpoint:
