@@ -64,16 +64,16 @@ MUTANTS = (
     Mutant(
         "calls that wait for a key leave no room for who sets it",
         f"{SERVER}/services/calls.py",
-        "CALL_BYTES + self._room if lasts else 0",
+        "self._spare if lasts else 0",
         "0",
         ("unit/server/test_budget.py",),
     ),
     Mutant(
-        "one payer's calls are all read before another's",
-        f"{SERVER}/services/calls.py",
-        "            self._lines.move_to_end(payer)\n",
+        "what comes of a request is not counted",
+        f"{SERVER}/services/paced.py",
+        "            call.take_message(len(message))\n",
         "",
-        ("unit/server/test_budget.py",),
+        ("security/test_budgets.py",),
     ),
     Mutant(
         "a worker for whose call there is no room gives up",
@@ -156,14 +156,14 @@ MUTANTS = (
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
-        "client/paceline/door_key.py",
+        "client/paceline/_door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
         ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
-        "client/paceline/door_key.py",
+        "client/paceline/_door_key.py",
         "return [_ProvesUnary(key), _ProvesStream(key)]",
         "return [_ProvesUnary(key)]",
         ("security/test_doors.py",),
@@ -179,14 +179,14 @@ MUTANTS = (
     Mutant(
         "a generation number that a member showed is used again",
         f"{PROTOCOL}/_lineage.py",
-        "        self.state.generation = max(self.state.generation, generation)\n        self.state.patient_until",
-        "        self.state.patient_until",
+        "        self._state.generation = max(self._state.generation, generation)\n        self._state.patient_until",
+        "        self._state.patient_until",
         ("unit/server/test_membership.py", "unit/server/test_old_copy.py"),
     ),
     Mutant(
         "the generation of a checkpoint that a candidate brings is used again",
         f"{PROTOCOL}/_lineage.py",
-        "self.state.generation = max(self.state.generation, *tags, 0)",
+        "self._state.generation = max(self._state.generation, *tags, 0)",
         "assert tags is not None",
         ("unit/server/test_old_copy.py",),
     ),
@@ -200,15 +200,15 @@ MUTANTS = (
     Mutant(
         "a member of another generation finishes the line",
         f"{PROTOCOL}/_lineage.py",
-        "if event.generation != session.generation or self.state.view is None or",
-        "if self.state.view is None or",
+        "if event.generation != session.generation or self._state.view is None or",
+        "if self._state.view is None or",
         ("unit/server/test_line.py",),
     ),
     Mutant(
         "a line whose members have yet to compare their states is finished",
         f"{PROTOCOL}/_lineage.py",
-        "self.state.view.base is None:\n            return []\n        if self.state.finishing is not",
-        "self.state.view.seats is None:\n            return []\n        if self.state.finishing is not",
+        "self._state.view.base is None:\n            return []\n        if self._state.finishing is not",
+        "self._state.view.seats is None:\n            return []\n        if self._state.finishing is not",
         ("unit/server/test_line.py",),
     ),
     Mutant(
@@ -492,14 +492,14 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0 is what newcomers are compared with, though it is one",
-        "client/paceline/parallel/agreement.py",
+        "client/paceline/parallel/_agreement.py",
         "reference = int(np.argmax(table[:, 2]))",
         "reference = 0",
         ("unit/parallel/test_agreement.py",),
     ),
     Mutant(
         "nobody knows who has agreed on a wrapper before",
-        "client/paceline/parallel/ddp.py",
+        "client/paceline/parallel/_synchronizer.py",
         "agreed_in=self._generation",
         "agreed_in=0",
         ("unit/parallel/test_agreement.py",),
@@ -577,10 +577,10 @@ MUTANTS = (
     ),
     Mutant(
         "a host that is silent at one of its addresses is taken for gone",
-        f"{SESSION}/address.py",
+        "client/paceline/_address.py",
         "None if None in said or not said else False",
         "False",
-        ("unit/session/test_address.py",),
+        ("unit/test_address.py",),
     ),
     Mutant(
         "workers of torchrun train alone, each for itself",

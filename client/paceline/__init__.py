@@ -58,12 +58,11 @@ if TYPE_CHECKING:
     from paceline.errors import Dismissed
     from paceline.group import Group
     from paceline.once import once_per_host
-    from paceline.parallel.ddp import DDP
-    from paceline.parallel.fsdp import FSDP
-    from paceline.parallel.module import Module
-    from paceline.parallel.parameter import Parameter
-    from paceline.parallel.sharding.pieces import load_sharded_state, sharded_state
-    from paceline.parallel.sharding.strategy import ShardingStrategy
+    from paceline.parallel._data_parallel import DDP
+    from paceline.parallel._fully_sharded import FSDP
+    from paceline.parallel._parameter import Module, Parameter
+    from paceline.parallel.sharding._holdings import load_sharded_state, sharded_state
+    from paceline.parallel.sharding._placement import ShardingStrategy
     from paceline.session.store import Store
     from paceline.work import Work
 
@@ -137,13 +136,13 @@ _HOME = {
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
     "once_per_host": "paceline.once",
-    "DDP": "paceline.parallel.ddp",
-    "FSDP": "paceline.parallel.fsdp",
-    "ShardingStrategy": "paceline.parallel.sharding.strategy",
-    "Module": "paceline.parallel.module",
-    "Parameter": "paceline.parallel.parameter",
-    "sharded_state": "paceline.parallel.sharding.pieces",
-    "load_sharded_state": "paceline.parallel.sharding.pieces",
+    "DDP": "paceline.parallel._data_parallel",
+    "FSDP": "paceline.parallel._fully_sharded",
+    "ShardingStrategy": "paceline.parallel.sharding._placement",
+    "Module": "paceline.parallel._parameter",
+    "Parameter": "paceline.parallel._parameter",
+    "sharded_state": "paceline.parallel.sharding._holdings",
+    "load_sharded_state": "paceline.parallel.sharding._holdings",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
     "Dismissed": "paceline.errors",

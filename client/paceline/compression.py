@@ -97,7 +97,7 @@ class Bf16:
     become infinite.
 
     Of an all_reduce, each element: at most (1/127 + W 2^-20) times the sum of the ranks' |x|, plus W 2^-133, and for a
-    mean a W-th of that. Derived in DESIGN.md, section 10.
+    mean a W-th of that. Derived in docs/decisions/021.
     """
 
     feedback: bool = False
@@ -134,7 +134,7 @@ class Int8:
     not taken for small numbers. For |x| up to 2^127, beyond which 127 times the scale may overflow.
 
     Of an all_reduce, each element: at most 1/126 of the sum of the ranks' m of its block, plus W 2^-118 and what
-    adding up W float32 may round, and for a mean a W-th of that. Derived in DESIGN.md, section 10. Small values
+    adding up W float32 may round, and for a mean a W-th of that. Derived in docs/decisions/021. Small values
     beside a large one are lost in a single call; with error feedback they arrive later.
 
     Args:

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["ENVIRONMENT", "LINKS", "MAX_STREAMS", "Config", "checked_timeout"]
+__all__ = ["ENVIRONMENT", "LINKS", "MAX_STREAMS", "Config", "checked_timeout", "know_link"]
 
 LINKS = ("shm", "tcp", "grpc")
-"""Kinds of links between processes, the best first: shared memory on one host, raw TCP, and what goes wherever gRPC
-goes."""
+"""Kinds of links between processes that members use by default, the best first: shared memory on one host, raw TCP, and
+what goes wherever gRPC goes."""
+
+_known_links = list(LINKS)
 
 MAX_STREAMS = 16
 """TCP connections of one link, for each direction."""
@@ -82,7 +84,7 @@ class Config:
     """TCP connections of one link in each direction, 1 to 16."""
 
     tuning: str = ""
-    """File with a table of schedules (`paceline.collectives.tuning`); all members of a job must have the same.
+    """File with a table of schedules (`paceline.collectives.choose`); all members of a job must have the same.
 
     Empty for Paceline's own table.
     """
@@ -93,8 +95,8 @@ class Config:
             if not value > 0:
                 raise ValueError(f"{name} must be above 0 s, not {value!r}")
         for kind in self.links:
-            if kind not in LINKS:
-                raise ValueError(f"links are of the kinds {', '.join(LINKS)}; there is no {kind!r}")
+            if kind not in _known_links:
+                raise ValueError(f"links are of the kinds {', '.join(_known_links)}; there is no {kind!r}")
         if not 1 <= self.tcp_streams <= MAX_STREAMS:
             raise ValueError(f"tcp_streams must be 1 to {MAX_STREAMS}, not {self.tcp_streams!r}")
 
@@ -134,6 +136,14 @@ class Config:
     def verdict_timeout(self) -> float:
         """Seconds to wait for the coordinator's verdict before a failure is raised as this member sees it."""
         return min(0.5, self.failure_timeout / 6)
+
+
+def know_link(name: str, *, known: bool = True) -> None:
+    """Makes a name valid, or invalid, in `Config.links`; `paceline.links.registry` calls this."""
+    if known and name not in _known_links:
+        _known_links.append(name)
+    elif not known:
+        _known_links.remove(name)
 
 
 _SECONDS = tuple(field.name for field in fields(Config) if isinstance(field.default, float))

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline.errors import SizeMismatch
-from paceline.parallel.module import Module
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Module, Parameter
 
 __all__ = ["Linear", "ReLU", "Sequential", "softmax_cross_entropy"]
 

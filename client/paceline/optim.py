@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import StepOrderError
-from paceline.parallel.module import HasParameters, parameters_of
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import HasParameters, Parameter, parameters_of
 
-__all__ = ["Adam", "Optimizer", "SGD"]
+__all__ = ["SGD", "Adam", "Optimizer"]
 
 _State = dict[str, Any]
 """The state of one parameter: arrays of the parameter's shape, and numbers."""

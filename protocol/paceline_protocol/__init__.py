@@ -1,305 +1,131 @@
-"""The protocol."""
+"""The protocol of elastic training: what the coordinator and the members of a job say, remember and decide.
+
+Everything here is a value or a function of (time, state, settings): no socket, clock, thread or file. `paceline_server`
+and `paceline` are the shells: they carry the messages (protobuf, `pacelinepb`), tell the time and perform what is
+decided. This package exports what both sides use, `paceline_protocol.coordinator` what only the coordinator uses.
+`docs/protocol.md` draws a death and a join; `tests/protocol/transcripts` has whole stories, line by line.
+
+Words
+    job         a training run, known by its name; its coordinator keeps it
+    worker      a process that takes part, or wants to; a member once it is in a view
+    view        the members of one generation, each with a rank
+    generation  number of a view; it never falls and is never used twice, not even after the coordinator has failed (I3)
+    seat        a member's rank in a view, and how to reach it
+    candidate   a worker in no view that waits for one; a newcomer in the first view that it is in
+    spare       a candidate without a seat in the next view, because members come in nodes that share one state
+    step        one update of the training state; applied at a member, committed once all members have applied it
+    step word   the message, summed over all members, with which they enter a step together
+    tag         (generation, step): names a training state; equal tags are equal bits
+    base        the state that a generation starts from; None in a first view, whose members compare what they brought
+    share       which part of a sharded state a member holds
+    manifest    hash of what the state consists of and of the run's settings: the same for all members
+    line        consecutive generations that carry one training state on; also lineage
+    meeting     the time between two generations: members have stopped, and each has said what state it holds
+    leader      a member whose state the line may go on from: it got its generation's base
+    laggard     a member that has to take the base before the next view forms; a donor gives it
+    prepared    said of a member that can finish a step which others may have applied
+    lease       how long a member may be silent; evicted: without its session, though it may be alive
+    void        said of a generation that is over because of a failure; its verdict says which, and who is to blame
+
+A worker, as the coordinator sees it (`Standing`)
+    WAITING     a candidate
+    IN_VIEW     a member of the live view
+    VOID        a member of a view that is void: it goes, or meets the others for the next one
+    DISMISSED   it wanted to leave, and may
+
+A member, as it sees itself (`Phase` of its `MemberState`)
+    MEETING     waits for the coordinator
+    TAKING      takes the base from others, or from a checkpoint
+    READY       holds the state and may begin a step
+    STEPPING    is inside a step
+
+What a member says (an event of the job: `Membership.handle` takes it)
+    Registered      a worker asks to become a member
+    Resumed         a member takes its session up again on a new stream
+    Heard           a heartbeat, with where the member is (`Progress`)
+    MetOthers       it has stopped in its generation, or is ready for its first one, and holds this state (`Meet`)
+    Reported        it saw something go wrong: a lost link, an exception, a timeout (`Report`)
+    FinishedLine    it saw the closing word complete, after the last step
+    LeftJob         it goes for good
+    BarrierEntered  it arrives at a named barrier
+
+What happens besides (events too)
+    StreamEnded     a member's stream has ended: a suspicion, no more
+    AddressRefused  and nobody listens at its address either: it is dead
+    ExitReported    a launcher saw a process end, or another worker of its host found it gone
+    DrainAsked      an operator wants members to leave at their next step boundary
+    RestartAsked    an operator says that the last members are dead, or that a finished job shall start again
+    ViewStored, FinishStored, StoreFailed    the storage has answered
+    Ticked          time has passed
+
+What the coordinator says to a member (an effect of an event)
+    Welcome         it is registered, or its session goes on
+    PushWaiting     what is waited for, in a sentence
+    PushView        a view has formed with it
+    PushVerdict     its generation is void, and why
+    PushRunning     the line trains without it: it is to connect to all members, and then to say what it holds
+    PushSummons     it is to raise the flag JOIN in its next step word: candidates are ready
+    PushCatchUp     it is to take a state, or its share of one, from these donors
+    PushMisfit      its manifest is not the line's: this member has that one
+    PushMissing     it is to look whether these processes of its host are still there
+    PushDrain       it is to leave after its step
+    PushDismissed   it may go
+    PushSpare       the next view has no seat for it
+    PushStateLost   nobody has all of the state any more: it is to go back to a checkpoint
+    PushFinished    the job is done
+    PassBarrier, FailBarrier    the answer to a barrier
+    EndSession      its session is over, and why
+
+What the coordinator has stored (effects too)
+    StoreView       a view, before anybody hears of it
+    ForgetView      that a line is over, or that a view never began
+    StoreVerdict, StoreEnding, StoreFinished, StoreReached    why a view is void; how a member went; that the job is
+                    done; how far it got
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from paceline_protocol._member import MemberState, MemberView, Phase, Take
+from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
+from paceline_protocol._values import (
+    WHOLE,
+    Ending,
+    JobSettings,
+    Meet,
+    Process,
+    Progress,
+    ProtocolSettings,
+    Report,
+    Seat,
+    Share,
+    Tag,
+    Verdict,
+    View,
+    share_of,
+)
 
-if TYPE_CHECKING:
-    from paceline_protocol._admission import has_been, is_loopback
-    from paceline_protocol._barriers import Barriers, Whereabouts
-    from paceline_protocol._departures import Departures, rank_of
-    from paceline_protocol._events import (
-        AddressRefused,
-        BarrierEntered,
-        DrainAsked,
-        Effect,
-        EndSession,
-        Event,
-        ExitReported,
-        FailBarrier,
-        FinishedLine,
-        FinishStored,
-        ForgetView,
-        Heard,
-        LeftJob,
-        MetOthers,
-        PassBarrier,
-        PushCatchUp,
-        PushDismissed,
-        PushDrain,
-        PushFinished,
-        PushMisfit,
-        PushMissing,
-        PushRunning,
-        PushSpare,
-        PushStateLost,
-        PushSummons,
-        PushVerdict,
-        PushView,
-        PushWaiting,
-        Registered,
-        Reported,
-        RestartAsked,
-        Resumed,
-        StoreEnding,
-        StoreFailed,
-        StoreFinished,
-        StoreReached,
-        StoreVerdict,
-        StoreView,
-        StreamEnded,
-        Ticked,
-        ViewStored,
-        Welcome,
-    )
-    from paceline_protocol._job_state import JobState, Session, Standing, restore
-    from paceline_protocol._lineage import Line
-    from paceline_protocol._meeting import Awaited, Meeting, convene, has_caught_up, names, way_out, what_is_lost
-    from paceline_protocol._member import Phase, Place, Take, ViewNews
-    from paceline_protocol._membership import Membership
-    from paceline_protocol._orders import Announcer, Donor, Donors, Orders, seat_of
-    from paceline_protocol._policy import Decision, decide, spares
-    from paceline_protocol._refusals import (
-        BadRequest,
-        InvalidRank,
-        InvalidWorldSize,
-        RankTaken,
-        Refused,
-        SessionEnded,
-        SettingsDisagree,
-    )
-    from paceline_protocol._seating import by_host, holds, seated
-    from paceline_protocol._silence import LOOK_AGAIN, Abandonment, Leases, Stragglers, Wakefulness
-    from paceline_protocol._step_word import WORD_SIZE, Flag, agrees, flags_of, word
-    from paceline_protocol._values import (
-        WHOLE,
-        Ending,
-        JobSettings,
-        Meet,
-        Process,
-        Progress,
-        ProtocolSettings,
-        Report,
-        Seat,
-        Share,
-        Tag,
-        Verdict,
-        View,
-        lacking,
-        share_of,
-    )
-    from paceline_protocol._verdict import Case, Evidence, cover, describe_exit, has_second_witness, judge
-
-_NAMES = {
-    "_values": [
-        "Ending",
-        "JobSettings",
-        "Meet",
-        "Process",
-        "Progress",
-        "ProtocolSettings",
-        "Report",
-        "Seat",
-        "Share",
-        "Tag",
-        "Verdict",
-        "View",
-        "WHOLE",
-        "lacking",
-        "share_of",
-    ],
-    "_refusals": [
-        "BadRequest",
-        "InvalidRank",
-        "InvalidWorldSize",
-        "RankTaken",
-        "Refused",
-        "SessionEnded",
-        "SettingsDisagree",
-    ],
-    "_events": [
-        "AddressRefused",
-        "BarrierEntered",
-        "DrainAsked",
-        "Effect",
-        "EndSession",
-        "Event",
-        "ExitReported",
-        "FailBarrier",
-        "FinishStored",
-        "FinishedLine",
-        "ForgetView",
-        "Heard",
-        "LeftJob",
-        "MetOthers",
-        "PassBarrier",
-        "PushCatchUp",
-        "PushDismissed",
-        "PushDrain",
-        "PushFinished",
-        "PushMisfit",
-        "PushMissing",
-        "PushRunning",
-        "PushSpare",
-        "PushStateLost",
-        "PushSummons",
-        "PushVerdict",
-        "PushView",
-        "PushWaiting",
-        "Registered",
-        "Reported",
-        "RestartAsked",
-        "Resumed",
-        "StoreEnding",
-        "StoreFailed",
-        "StoreFinished",
-        "StoreReached",
-        "StoreVerdict",
-        "StoreView",
-        "StreamEnded",
-        "Ticked",
-        "ViewStored",
-        "Welcome",
-    ],
-    "_job_state": ["JobState", "Session", "Standing", "restore"],
-    "_membership": ["Membership"],
-    "_policy": ["Decision", "decide", "spares"],
-    "_meeting": ["Awaited", "Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"],
-    "_seating": ["by_host", "holds", "seated"],
-    "_orders": ["Announcer", "Donor", "Donors", "Orders", "seat_of"],
-    "_verdict": ["Case", "Evidence", "cover", "describe_exit", "has_second_witness", "judge"],
-    "_silence": ["Abandonment", "LOOK_AGAIN", "Leases", "Stragglers", "Wakefulness"],
-    "_barriers": ["Barriers", "Whereabouts"],
-    "_admission": ["has_been", "is_loopback"],
-    "_departures": ["Departures", "rank_of"],
-    "_lineage": ["Line"],
-    "_member": ["Phase", "Place", "Take", "ViewNews"],
-    "_step_word": ["Flag", "WORD_SIZE", "agrees", "flags_of", "word"],
-}
 __all__ = [
-    "Abandonment",
-    "AddressRefused",
-    "Announcer",
-    "Awaited",
-    "BadRequest",
-    "BarrierEntered",
-    "Barriers",
-    "Case",
-    "Decision",
-    "Departures",
-    "Donor",
-    "Donors",
-    "DrainAsked",
-    "Effect",
-    "EndSession",
     "Ending",
-    "Event",
-    "Evidence",
-    "ExitReported",
-    "FailBarrier",
-    "FinishStored",
-    "FinishedLine",
-    "Flag",
-    "ForgetView",
-    "Heard",
-    "InvalidRank",
-    "InvalidWorldSize",
     "JobSettings",
-    "JobState",
-    "LOOK_AGAIN",
-    "Leases",
-    "LeftJob",
-    "Line",
     "Meet",
-    "Meeting",
-    "Membership",
-    "MetOthers",
-    "Orders",
-    "PassBarrier",
+    "MemberState",
+    "MemberView",
     "Phase",
-    "Place",
     "Process",
     "Progress",
     "ProtocolSettings",
-    "PushCatchUp",
-    "PushDismissed",
-    "PushDrain",
-    "PushFinished",
-    "PushMisfit",
-    "PushMissing",
-    "PushRunning",
-    "PushSpare",
-    "PushStateLost",
-    "PushSummons",
-    "PushVerdict",
-    "PushView",
-    "PushWaiting",
-    "RankTaken",
-    "Refused",
-    "Registered",
     "Report",
-    "Reported",
-    "RestartAsked",
-    "Resumed",
+    "STEP_WORD_SIZE",
     "Seat",
-    "Session",
-    "SessionEnded",
-    "SettingsDisagree",
     "Share",
-    "Standing",
-    "StoreEnding",
-    "StoreFailed",
-    "StoreFinished",
-    "StoreReached",
-    "StoreVerdict",
-    "StoreView",
-    "Stragglers",
-    "StreamEnded",
+    "StepFlag",
     "Tag",
     "Take",
-    "Ticked",
     "Verdict",
     "View",
-    "ViewNews",
-    "ViewStored",
     "WHOLE",
-    "WORD_SIZE",
-    "Wakefulness",
-    "Welcome",
-    "Whereabouts",
     "agrees",
-    "by_host",
-    "convene",
-    "cover",
-    "decide",
-    "describe_exit",
     "flags_of",
-    "has_been",
-    "has_caught_up",
-    "has_second_witness",
-    "holds",
-    "is_loopback",
-    "judge",
-    "lacking",
-    "names",
-    "rank_of",
-    "restore",
-    "seat_of",
-    "seated",
     "share_of",
-    "spares",
-    "way_out",
-    "what_is_lost",
-    "word",
+    "step_word",
 ]
-
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'paceline_protocol' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"paceline_protocol.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value

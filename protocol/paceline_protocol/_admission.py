@@ -1,6 +1,7 @@
-"""May this worker register, may this member report that? Pure: refuses by raising, changes nothing.
+"""Whether a worker may register, and whether a member may report what it reports.
 
-Refused by name of the difference, so that the user can tell which of two command lines is wrong.
+A refusal is an exception, and nothing has changed then. Its text names the difference, so that the user can
+tell which of two command lines is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["check", "check_report", "has_been", "is_loopback"]
 
 _LOOPBACK = ("127.", "[::1]:", "localhost:")
-"""How addresses begin that only their own machine reaches. A test of text: it is made for each pair of members."""
+"""Beginnings of addresses that only their own machine reaches. Only the text is looked at: each pair is checked."""
 
 _REPORTABLE = {
     ErrorReason.ERROR_REASON_PEER_LOST,
@@ -31,8 +32,8 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     """Checks a claim against itself and against the live and waiting members of its job.
 
     Returns:
-        The candidates without a stream that stand in the newcomer's way, with its rank or with other settings, and give
-        way to it: a worker that died before the first view and was started again must not find its own ghost there.
+        The candidates without a stream that have the newcomer's rank or other settings, and give way to it: a worker
+        that died before the first view and was started again must not be refused because of its own former session.
 
     Raises:
         InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.

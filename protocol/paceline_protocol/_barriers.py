@@ -1,4 +1,4 @@
-"""Named barriers of one generation. Pure: arrivals and times in, effects out.
+"""Named barriers of one generation.
 
 A barrier is (name, round). It passes when every member of the view is there. It fails for all when the generation is
 void or a member has left for good, and for one when its time is up: its arrival is withdrawn, the others wait on.
@@ -40,16 +40,20 @@ class _Barrier:
 
 
 class Barriers:
-    """The barriers of one view.
+    """The barriers of the latest view.
 
     Args:
-        view: its members.
+        view: the view that the job begins with, None for none.
         limit: barriers that may be open at one time, and passed names that are remembered.
     """
 
-    def __init__(self, view: View, limit: int) -> None:
-        self._view = view
+    def __init__(self, view: View | None, limit: int) -> None:
         self._limit = limit
+        self.begin(view)
+
+    def begin(self, view: View | None) -> None:
+        """Forgets all barriers, because a new view has formed or the old one is over."""
+        self._view = view
         self._open: dict[tuple[str, int], _Barrier] = {}
         # A member whose stream broke asks again and must learn that the barrier was passed meanwhile.
         self._passed: OrderedDict[str, int] = OrderedDict()
@@ -63,6 +67,7 @@ class Barriers:
             event: its arrival.
             left: members of the view that have left in good order: the barrier can never be full.
         """
+        assert self._view is not None, "a barrier is of a view"
         if event.round <= self._passed.get(event.name, -1):
             return [PassBarrier(seat.member_id, event.call)]
         for gone in left:
@@ -99,6 +104,7 @@ class Barriers:
         """Withdraws the arrivals whose time is up and tells each who is missing."""
         effects: list[Effect] = []
         for (name, round_), barrier in list(self._open.items()):
+            assert self._view is not None, "a barrier is of a view"
             if barrier.earliest > now:
                 continue
             due = [a for a in barrier.arrivals.values() if a.deadline <= now]

@@ -1,9 +1,7 @@
-"""What happens to a job: the inputs of `membership.Membership`. What is to be done about it is in `effects`.
+"""What happens to a job (events), and what is to be done about it (effects).
 
-Events carry facts, as plain values, so a test reads: given these events, expect exactly these effects.
-
-
-What is to be done about an event: the outputs of `membership.Membership`, orders to the shell as plain values.
+Events are the inputs of `Membership.handle`, effects its outputs: orders to the shell. Both are plain values, so a test
+reads: given these events, expect exactly these effects.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ class Registered:
     former_member_id: str = ""
     """Which member this process was before, empty for none."""
     former_token_sha256: bytes = b""
-    """What proves that it was."""
+    """Hash of that member's token: the proof that this process was that member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """A stream has ended without `leave`: suspicion, no more."""
+    """A stream has ended without `LeftJob`. That is a suspicion, no more: the member may resume its session."""
 
     member_id: str
     stream: int
@@ -132,7 +130,7 @@ class BarrierEntered:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A member saw something go wrong in its generation. `report.reporter` is filled in by the membership."""
+    """A member saw something go wrong in its generation. `Membership` fills in `report.reporter`."""
 
     member_id: str
     generation: int
@@ -147,19 +145,19 @@ class ExitReported:
     exit_code: int
     """Exit code, or the negated number of the signal that killed it."""
     found_gone: bool = False
-    """Nobody saw it end, but another process of its host found it gone."""
+    """True if nobody saw it end, but another process of its host found it gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressRefused:
-    """A member's stream has ended, and nobody listens at its address: together they tell of its death."""
+    """Nobody listens at the address of a member whose stream has ended: it is dead."""
 
     member_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeftJob:
-    """A member goes for good."""
+    """A member leaves the job for good."""
 
     member_id: str
     cause: str
@@ -176,7 +174,7 @@ class MetOthers:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLine:
-    """A member saw the closing word complete."""
+    """A member saw the closing word complete, so all members have applied the last step."""
 
     member_id: str
     generation: int
@@ -193,7 +191,7 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class RestartAsked:
-    """An operator swears that the members of the last view are dead; or that a finished job shall start again."""
+    """An operator says that the members of the last view are dead, or that a finished job shall start again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ class ViewStored:
 
 @dataclass(frozen=True, slots=True)
 class FinishStored:
-    """That the line is done after this step is durable."""
+    """It is durable that the job is done after this step."""
 
     step: int
 
@@ -223,7 +221,7 @@ class Ticked:
     """Time has passed."""
 
     slept: float = 0.0
-    """Seconds for which the coordinator itself surely did not run just before."""
+    """Seconds for which the coordinator itself did not run just before, at least."""
 
 
 Event = (
@@ -249,7 +247,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer `register` or `resume`."""
+    """Answer `Registered` or `Resumed`: the session is live."""
 
     member_id: str
     heartbeat_interval: float
@@ -292,7 +290,7 @@ class PushRunning:
 
 @dataclass(frozen=True, slots=True)
 class PushSummons:
-    """Have a member ask the others to meet."""
+    """Have a member ask the others to meet, in its next step word."""
 
     member_id: str
     generation: int
@@ -306,11 +304,11 @@ class PushCatchUp:
     generation: int
     base: Tag
     donors: tuple[tuple[Seat, tuple[Share, ...]], ...]
-    """Who has it, each with the shares that it holds."""
+    """The members that hold it, each with its shares."""
     share: Share | None
-    """What to take of a spread state; None: all that it has not, or the step that it is prepared for."""
+    """The share to take of a sharded state. None: all that it has not, or the step that it is prepared for."""
     fingerprint: bytes = b""
-    """Of the base; see `Meet.fingerprint`."""
+    """The fingerprint of the base; see `Meet.fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +321,7 @@ class PushMisfit:
 
 @dataclass(frozen=True, slots=True)
 class PushMissing:
-    """Ask a candidate whether these processes of its host are still there."""
+    """Ask a worker whether these processes of its host are still there."""
 
     member_id: str
     processes: tuple[Process, ...]
@@ -355,7 +353,7 @@ class PushSpare:
 
 @dataclass(frozen=True, slots=True)
 class PushStateLost:
-    """Tell a member that nobody has all of the line's state any more: its own part of it is of no use."""
+    """Tell a member that nobody has all of the line's state any more, so that its own share is of no use."""
 
     member_id: str
     reason: str
@@ -371,7 +369,7 @@ class PushFinished:
 
 @dataclass(frozen=True, slots=True)
 class PassBarrier:
-    """Answer an arrival: everyone is there."""
+    """Answer a member at a barrier: everyone is there."""
 
     member_id: str
     call: int
@@ -379,7 +377,7 @@ class PassBarrier:
 
 @dataclass(frozen=True, slots=True)
 class FailBarrier:
-    """Answer an arrival: it is withdrawn."""
+    """Answer a member at a barrier: its arrival is withdrawn."""
 
     member_id: str
     call: int
@@ -390,30 +388,30 @@ class FailBarrier:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """The session is no more: forget its token and its waiters, close its stream."""
+    """End a session: forget its token and its waiters, and close its stream."""
 
     member_id: str
     refusal: Refused | None
-    """How the stream ends; None: in good order, with `left`."""
+    """The error with which the stream ends; None for an end in good order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreView:
-    """Store the view durably, then say `ViewStored`. Nobody may hear of it before."""
+    """Store the view durably, then tell `ViewStored`. Nobody may hear of the view before."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetView:
-    """Store that the view of this generation is no more: all have gone, or it never began. Its number stays used."""
+    """Store that the view of this generation is over: all have gone, or it never began. Its number stays used."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEnding:
-    """Store that a member of the view has gone. Nobody waits for it."""
+    """Store that a member of the view has gone. Nobody waits until that is durable."""
 
     generation: int
     rank: int
@@ -422,21 +420,21 @@ class StoreEnding:
 
 @dataclass(frozen=True, slots=True)
 class StoreFinished:
-    """Store that the line is done (after that step), or is not (None)."""
+    """Store that the job is done after this step, or that it is not (None)."""
 
     step: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReached:
-    """Store how many steps a line that is over is known to have committed. Nobody waits for it."""
+    """Store how many steps a line that is over is known to have committed. Nobody waits until that is durable."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreVerdict:
-    """Store that the view is void. Nobody waits for it: stopping must not wait for a disk."""
+    """Store that the view is void. Nobody waits until that is durable: stopping must not wait for a disk."""
 
     verdict: Verdict
 

@@ -1,8 +1,4 @@
-"""From what was stored to a job that goes on. Pure.
-
-Members of the stored view are members again, without a stream; each proves itself by `resume` and its token. What was
-not stored is forgotten: candidates (they register anew) and barriers in progress (members enter them again).
-"""
+"""What the coordinator remembers of a job: its sessions, its last view and how far it got."""
 
 from __future__ import annotations
 
@@ -16,16 +12,16 @@ __all__ = ["JobState", "Session", "Standing", "restore"]
 
 
 class Standing(enum.Enum):
-    """What a session is to its job."""
+    """The part that a session plays in its job."""
 
     WAITING = "waiting"
     """A candidate: in no view yet."""
     IN_VIEW = "in view"
     """A member of the live view."""
     VOID = "void"
-    """A member of a view that is void: it has its verdict, and goes, or meets the others for the next view."""
+    """A member of a view that is void: it has the verdict, and goes, or meets the others for the next view."""
     DISMISSED = "dismissed"
-    """It wanted to leave and may: in no view any more."""
+    """It wanted to leave, and was told that it may: it is in no view any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +37,7 @@ class Session:
     generation_floor: int
     """The highest generation that it has seen evidence of."""
     arrival: int
-    """Place in the order of arrival."""
+    """Position in the order of arrival."""
     stream: int | None
     """Number of the stream that carries it, None while it has none: it is suspect then."""
     heard: float
@@ -53,11 +49,11 @@ class Session:
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""
     last_generation: int = 0
-    """The same, but kept when that view's line is over and the member is a newcomer again."""
+    """The same, but kept when that view's line is over and the member is a candidate again."""
     rank: int | None = None
     """Its rank in that view."""
     verdict: Verdict | None = None
-    """Why that view is void, None if it is not. The job may be a generation ahead of a member that has yet to go."""
+    """Why that view is void, None if it is not. The job may be a generation ahead of a member that has yet to leave."""
     progress: Progress = field(default_factory=Progress)
     stream_ended: float | None = None
     """When the stream ended, while it has none."""
@@ -66,19 +62,19 @@ class Session:
     told: str = ""
     """The sentence of the last `Waiting` that it was sent."""
     met: Meet | None = None
-    """What it said last about a meeting; it counts while `Meet.generation` is its generation."""
+    """Its last `Meet`, which counts while `Meet.generation` is its generation."""
     told_to_meet: object = None
     """The last order about a meeting that it was given; given once for each `Meet`."""
     told_missing: frozenset[str] = frozenset()
     """Members of its host that it was asked to look for."""
     catching_up: bool = False
-    """It was told to take the base, and has not said since what it holds: `met` may be less than that."""
+    """True if it was told to take the base and has not answered: it may hold more than `met` says."""
     promised: tuple[Tag, int, int] | None = None
-    """The seat that a meeting has in mind for it: to hold which state, among how many, at which rank."""
+    """The seat that it was promised in a meeting: for which state, among how many members, at which rank."""
     draining: str = ""
     """Why it was told to leave, empty if it was not."""
     came_back: bool = False
-    """It was a member of the last view, or the one before: it may bring what it holds of the state."""
+    """True if it was a member of the last view, or the one before: it may bring some of the state."""
 
     @property
     def has_met(self) -> bool:
@@ -87,7 +83,7 @@ class Session:
 
     @property
     def holds_a_part(self) -> bool:
-        """True if it has some of a spread state, which others may not have."""
+        """True if it holds a share of the state that others may not hold."""
         return self.met is not None and self.met.node_size != 1 and bool(self.met.shares)
 
     @property
@@ -98,11 +94,11 @@ class Session:
 
 @dataclass(slots=True)
 class JobState:
-    """All that decisions about a job rest on. `membership.Membership` alone changes it."""
+    """Everything that decisions about a job rest on. `Membership` alone changes it."""
 
     name: str
     sessions: dict[str, Session] = field(default_factory=dict)
-    """Live sessions by member id, in order of arrival. What has ended is not kept."""
+    """Live sessions by member id, in order of arrival."""
     generation: int = 0
     """The highest number given out or shown by a member; it never falls (I3)."""
     view: View | None = None
@@ -116,12 +112,12 @@ class JobState:
     last_arrival: float = float("-inf")
     """When the last candidate came (or came back)."""
     last_parting: float = float("-inf")
-    """When a member of a view last left by itself, or a view became void with members still there: they may come again,
-    as new ones."""
+    """When a member of a view last left by itself, or a view became void with members still there: they may come
+    again, as candidates."""
     storage_trouble: str = ""
     """Why the last view could not be stored, empty if it could."""
     finished: int | None = None
-    """The last step of the line that is done; None while there is something to do."""
+    """The last step of a job that is done; None while there is something to do."""
     finishing: int | None = None
     """The same, while it is being stored: nobody is told before it is durable."""
     reached: int | None = None
@@ -135,11 +131,11 @@ class JobState:
     """No view forms of fewer than `max_workers` candidates before: members of a generation that this coordinator has
     never heard of are on their way back."""
     vouched_at: float = float("-inf")
-    """When a step word last completed in the view: every member of it was alive then."""
+    """When a step word last completed in the view. Every member was alive then."""
 
     @property
     def is_at_rest(self) -> bool:
-        """True if nothing is left of the job but its number, and whether it is done."""
+        """True if nothing is left of the job but its last generation number, and whether it is done."""
         return not self.sessions and self.view is None and self.forming is None and self.finishing is None
 
     @property
@@ -148,18 +144,18 @@ class JobState:
         return self.view if self.verdict is None else None
 
     def candidates(self) -> list[Session]:
-        """Sessions that a view can be formed from: they wait and their stream is there; in order of arrival."""
+        """Candidates with a stream, in order of arrival: a view can be formed of them."""
         return [s for s in self.sessions.values() if s.standing is Standing.WAITING and s.stream is not None]
 
     @property
     def is_elastic(self) -> bool:
-        """True if the view is of a line: it has a base, or members that meet to find one."""
+        """True if the view belongs to a line: it has a base, or members that meet to find one."""
         if self.view is None:
             return False
         return self.view.base is not None or any(s.has_met for s in self.present())
 
     def present(self) -> list[Session]:
-        """The sessions of the view's members that are there, by rank."""
+        """The view's members whose sessions are alive and that were not let go, in rank order."""
         assert self.view is not None
         found = (self.sessions.get(seat.member_id) for seat in self.view.seats)
         return [session for session in found if session is not None and self.is_present(session)]
@@ -188,7 +184,7 @@ class JobState:
         return self.sessions.get(self.view.seats[rank].member_id)
 
     def concerned(self) -> list[Session]:
-        """Sessions that the job's settings bind: they wait, or are in the live view."""
+        """Sessions with which a newcomer's settings must agree: candidates, and members of the live view."""
         elastic = self.is_elastic
         idle = (Standing.DISMISSED,) if elastic else (Standing.DISMISSED, Standing.VOID)
         return [s for s in self.sessions.values() if s.standing not in idle]

@@ -1,36 +1,29 @@
-"""How a line goes on from one generation to the next (I2). Pure: a function of the job's state.
+"""How a line goes on from one generation to the next (I2).
 
 When a generation is over, its members *meet*: each says which state it holds. The rules:
 
-- A member *leads* if it holds the base of the generation that is over, or what came of it since. The next base is the
-  greatest tag among those who lead; nobody else counts, however great its tag: a zombie's may be another line's.
-- Everyone of the old generation takes the base inside the meeting, before the next view forms: so the death of whoever
-  gives it only repeats the meeting.
-- Newcomers are seated behind, and take the base when the view has formed. They speak for the line once a step was
-  applied there; before, only if one of those who gave them the base does.
-- Nobody leads, and all who might are known to have ended: the line is over. Else the others wait for them.
+- A member *leads* if it got the base of the generation that is over; it may have gone further since. The next base is
+  the greatest tag among the leaders. Nobody else counts, however great its tag: a zombie's may belong to another line.
+- All members of the old generation take the base inside the meeting, before the next view forms. So if the donor dies,
+  only the meeting is repeated.
+- Newcomers get the ranks behind the others, and take the base when the view has formed. They lead as soon as a step was
+  applied in that view; before, only together with a member that gave them the base.
+- If nobody leads, and all who might are known to have ended, the line is over. Otherwise the others wait for them.
 
-A view without a base is one whose members have yet to compare what they brought: there everybody leads.
+In a view without a base, whose members have yet to compare what they brought, everybody leads.
 
-A state may be *spread*: each member holds a share of it. Then, in addition:
+If the state is *sharded*, each member holds a share of it, and there are more rules:
 
-- A tag counts only if those who are there hold all of it between them (`shares.lacking`), candidates that were members
-  once included: equal tags are equal bits. What is lacking of the greatest tag is waited for if somebody silent may
-  have it; if all who had it are known to have ended, that state is lost. The state before the first step is never the
-  next best: whoever has seen a later one looks for it on a disk.
-- Whoever is prepared for a step that another has applied finishes it before anything else happens.
+- A tag counts only if those who are there hold all of its state between them (`lacking`); candidates that were members
+  once count too, for equal tags are equal bits. If a share of the greatest tag is missing, the meeting waits while
+  somebody silent may have it. If all who had it are known to have ended, that state is lost. The state before the first
+  step is never the next best: a member that has seen a later one looks for a checkpoint.
+- A member that is prepared for a step which another has applied finishes it before anything else happens.
 - The seats of the next view are given out first, and each member takes the share of its seat inside the meeting,
-  newcomers too; nobody drops what it had before the new generation runs. So whatever ends a meeting half way, all that
-  was there is there; and who leaves, or gets no seat, gives what it has until the view has formed.
+  newcomers too. Nobody drops what it had before the new generation runs. So whatever interrupts a meeting, no share is
+  lost. A member that leaves, or gets no seat, gives what it has until the view has formed.
 
-Source: the interleavings in DESIGN.md 10.3 and 10.4, each of which is a test.
-
-
-Whom does a meeting wait for? Pure: members are crossed off one by one, without looking at all others each time.
-
-Each of W members says that it has stopped, and then perhaps that it has taken the base. To convene the meeting anew
-whenever one of them says so would cost W^2 for each change of generation. As long as others are left, only the sentence
-changes. This rests on nothing else having changed since the meeting was convened: any other event convenes it anew.
+Each interleaving that these rules are for is a test.
 """
 
 from __future__ import annotations
@@ -50,31 +43,31 @@ _BEGINNING = Tag(0, 0)
 """The state before the first step, which members make for themselves."""
 
 _NAMED = 8
-"""So many members are listed; a sentence is for people."""
+"""Most members that are named: the sentence is for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What is to be done about the members of a generation that is over.
+    """What the members of a generation that is over are to do.
 
     Attributes:
         reason: why, in a sentence.
-        members: who forms the next view, in rank order; empty while none is to form.
+        members: the members of the next view, in rank order; empty while none can form.
         base: the state that the next view starts from.
         newcomers: ranks among `members` that do not hold it.
-        manifest: of the line.
-        laggards: who is to take the base before anything else happens.
-        misfits: whose manifest differs from the line's.
-        donors: who holds the base, or shares of it.
-        targets: the share that each member is to have, by member id, in rank order; none where laggards take all that
+        manifest: the line's manifest.
+        laggards: members that must take the base before anything else happens.
+        misfits: workers whose manifest differs from the line's.
+        donors: workers that hold the base, or shares of it.
+        targets: the share that each member is to have, by member id, in rank order; empty if laggards take all that
             they have not.
-        dismissed: who may go; at once if no view forms, else with the next view.
-        spares: who gets no seat, for members come in nodes.
-        over: the line is over; whoever holds a state of any kind may begin a new one.
-        lost: whose shares are of no use any more, for nobody has the rest.
+        dismissed: workers that may leave: at once if no view forms, otherwise with the next view.
+        spares: members that get no seat, because members come in nodes.
+        over: True if the line is over; any worker that holds a state may begin a new one.
+        lost: workers whose shares are of no use any more, because nobody has the rest.
         late: members that have yet to stop.
-        wording: of `reason` where it waits for `late` or for `laggards`, with {} for their names.
-        firm: no member leads with a greater tag than `base`.
+        wording: `reason` with {} in place of names, if it waits for `late` or for `laggards`.
+        firm: True if no member leads with a greater tag than `base`.
     """
 
     reason: str
@@ -96,7 +89,7 @@ class Meeting:
 
 
 def convene(state: JobState) -> Meeting:
-    """Decides about the generation after `state.view`, of which some member has met, or of which all have gone.
+    """Decides about the generation after `state.view`, of which a member has stopped, or all have gone.
 
     Args:
         state: the job.
@@ -137,7 +130,7 @@ def convene(state: JobState) -> Meeting:
 
 
 def has_caught_up(view: View, meeting: Meeting, session: Session, before: Meet) -> bool:
-    """True if a laggard holds what it was to take, and the rest of the meeting surely stays as it is.
+    """True if a laggard now holds what it was to take, and nothing else about the meeting can have changed.
 
     Args:
         view: of the generation that is over.
@@ -162,11 +155,11 @@ def has_caught_up(view: View, meeting: Meeting, session: Session, before: Meet) 
 
 
 def way_out(state: JobState, silent: Sequence[Seat]) -> str:
-    """Who is silent, and what an operator can do about it.
+    """Says which members are silent, and what an operator can do about it.
 
     Args:
         state: the job.
-        silent: who may hold the line's state and is not heard of.
+        silent: members that may hold the line's state and are not heard of.
     """
     names = ", ".join(seat.label for seat in silent)
     is_are, it_has = ("is", "it has") if len(silent) == 1 else ("are", "they have")
@@ -175,7 +168,7 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
 
 
 def what_is_lost(reached: int | None, base: Tag) -> str:
-    """What a line that begins at `base` does without, of what the job had trained; empty for nothing.
+    """Says which steps that the job had trained are lost to a line that begins at `base`; empty for none.
 
     Args:
         reached: how many steps the line before is known to have committed, None if there was none.
@@ -192,15 +185,15 @@ def what_is_lost(reached: int | None, base: Tag) -> str:
 
 
 def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> Meeting:
-    """Everyone of the old generation holds the base: who is in the next one?"""
+    """Decides who is in the next generation, once all of the old one hold the base."""
     staying = [session for session in present if not _met(session).leaving]
     all_leave = not staying
     fitting = [s for s in state.ready() if _met(s).manifest == meeting.manifest and not _met(s).leaving]
-    kept = staying if staying or view.explicit else present  # if all leave; where ranks are claimed they need who comes
+    kept = staying if staying or view.explicit else present  # with claimed ranks leavers need others in their place
     closed = any(_met(session).closed for session in present) and len(kept) >= _node_size(meeting)
     ready = [] if closed else _in_time(kept, fitting, meeting)
     if all_leave and (fitting or _is_to_be_kept(state, view, present, meeting)):
-        # Somebody must hold the base then: they leave at the step after.
+        # Somebody must hold the base then, so they leave one step later.
         donors = set(meeting.donors)
         staying = [session for session in present if session in donors or _node_size(meeting) != 1]
     if not staying:
@@ -211,7 +204,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     members = _in_order(view, staying, incoming, meeting)
     count, needed = len(members), most if view.explicit else least
     if (closed or (all_leave and not ready)) and not view.explicit:
-        needed = 1  # nobody may come in before those who are left have done what they are about
+        needed = 1  # nobody may come in until the members that are left have finished their block
     stays, comes, sits = set(staying), set(incoming), set(members)
     leaving = (*(session for session in present if session not in stays), *_going_candidates(state))
     if count < max(needed, 1):
@@ -229,14 +222,15 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
 
 
 def _going_candidates(state: JobState) -> list[Session]:
-    """Candidates that want to leave. They stay until the line is sure not to need their state."""
+    """Candidates that want to leave. They stay until the line surely does not need their state."""
     return [session for session in state.bringing() if _met(session).leaving]
 
 
 def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting) -> list[Session]:
-    """Newcomers that count now. Each that came while all take their shares would have the state cut anew, for ever.
+    """The newcomers that are admitted now.
 
-    They wait for the next step, unless somebody has gone to whom a seat was promised: then it is cut anew anyhow.
+    If each that came while members take their shares changed the seats, the state would be cut anew for ever. So they
+    wait for the next step, unless a member has gone that a seat was promised to: then the state is cut anew anyhow.
     """
     promised = [s for s in [*staying, *ready] if s.promised is not None and s.promised[0] == meeting.base]
     worlds = {session.promised[1] for session in promised if session.promised is not None}
@@ -245,7 +239,7 @@ def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting)
 
 
 def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int, meeting: Meeting) -> Meeting:
-    """No view forms yet. Who stays holds the base by now, and a notice to leave does not wait."""
+    """No view forms yet. Members that want to leave may, unless the others lack something that they hold."""
     node = max(1, _node_size(meeting))
     lacking_ = -(-max(needed, 1) // node) * node - len(there)
     of_node = f", in nodes of {node}" if node > 1 else ""
@@ -260,14 +254,14 @@ def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int,
 
 
 def _is_to_be_kept(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> bool:
-    """True if all leave a spread state, and the generation that is over can write no checkpoint of it any more."""
+    """True if all leave, the state is sharded, and the generation that is over can write no checkpoint any more."""
     node_size = _node_size(meeting)
     void = state.verdict is not None or len(present) < len(view.seats)
     return node_size != 1 and void and not view.explicit and len(present) >= node_size
 
 
 def _share_out(view: View, meeting: Meeting) -> Meeting:
-    """If the state is spread: does everyone have the share of its seat?"""
+    """Lets members take the shares of their seats, if the state is sharded and some have not."""
     base, world, node_size = meeting.base, len(meeting.members), _node_size(meeting)
     assert base is not None
     if node_size == 1:
@@ -299,7 +293,7 @@ def _incoming(view: View, staying: Sequence[Session], ready: Sequence[Session], 
 
 
 def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> Meeting:
-    """Nobody here holds the line's state. Whoever does may still be running, unless it is known to have ended."""
+    """Nobody here holds the line's state. A member that does may still be running, unless it is known to have ended."""
     silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
     if silent:
         return Meeting(f"generation {view.generation} cannot go on: {way_out(state, silent)}")
@@ -313,7 +307,7 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
 
 
 def _going(state: JobState, view: View) -> list[Session]:
-    """Who may go, and is there: it writes a checkpoint first, or has not heard of it yet, and goes on."""
+    """Members that may leave and are still there: they write a checkpoint first, or have not heard of it yet."""
     there = state.sessions.values()
     return [s for s in there if s.standing is Standing.DISMISSED and s.generation == view.generation]
 
@@ -321,19 +315,19 @@ def _going(state: JobState, view: View) -> list[Session]:
 def _whole_base(
     state: JobState, view: View, present: Sequence[Session], leaders: Sequence[Session]
 ) -> tuple[Tag, Session, bool] | Meeting:
-    """The greatest tag among those who lead of which all is there, and one who holds it; else what to wait for.
+    """The greatest tag of a leader whose state is there as a whole, and a member that holds it; else what to wait for.
 
-    With them comes whether no greater tag was named at all.
+    The third value is True if no leader named a greater tag.
     """
     lost = ""
     everyone = _bring(state, present)
-    prepared = {_met(session).prepared for session in leaders}  # these will lead with it, if anybody has applied it
+    prepared = {_met(session).prepared for session in leaders}  # these will lead with it, if any member has applied it
     held = [(_met(session).tag, session) for session in [*reversed(everyone), *reversed(leaders)]]
     leading = set(leaders)
     firsts = {tag: s for tag, s in held if tag is not None and (s in leading or tag in prepared)}
     for tag, first in sorted(firsts.items(), key=lambda item: item[0], reverse=True):
         if lost and view.base is None and tag == _BEGINNING:
-            break  # everyone can build it, and nobody shall who knows of more
+            break  # everyone can build it, but must not if a later state is known
         there = [s for s in everyone if _has_some(s, tag, _met(first).fingerprint)]
         lacks = _lacks([first, *there], tag)
         if not lacks:
@@ -345,7 +339,7 @@ def _whole_base(
 
 
 def _is_of_no_use(session: Session, everyone: Sequence[Session]) -> bool:
-    """True if nobody has the rest of what it holds, or could finish. What is whole a new line may begin with."""
+    """True if nobody has the rest of what it holds, or could finish. A whole state may begin a new line."""
     met = _met(session)
     states = [(met.tag, met.fingerprint), (met.prepared, b"")]
     return all(tag is None or _lacks([s for s in everyone if _has_some(s, tag, bits)], tag) for tag, bits in states)
@@ -358,7 +352,7 @@ def _has_some(session: Session, tag: Tag, fingerprint: bytes) -> bool:
 
 
 def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: Tag) -> str | None:
-    """Who may bring what is lacking, in words; None if nobody can."""
+    """Says which workers may bring what is missing; None if nobody can."""
     silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
     if silent:
         return way_out(state, silent)
@@ -378,12 +372,12 @@ def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: 
 
 
 def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
-    """All who have said what they hold: members, and candidates that may have been members once."""
+    """All workers that have said what they hold: members, and candidates that may have been members once."""
     return [*present, *state.bringing()]
 
 
 def _lacks(sessions: Sequence[Session], tag: Tag | None) -> tuple[Share, ...]:
-    """What these have not, between them, of a state; a checkpoint that one of them can read has everything."""
+    """The shares of a state that none of these holds; a checkpoint that one of them can read has all of them."""
     shares: list[Share] = []
     for session in sessions:
         met = _met(session)
@@ -414,7 +408,7 @@ def _leads(view: View, session: Session) -> bool:
 
 
 def _may_speak(view: View, leaders: Sequence[Session]) -> bool:
-    """False if newcomers alone hold the base: whoever gave it to them may have gone on without them.
+    """False if only newcomers hold the base: the members that gave it to them may have gone on without them.
 
     A newcomer takes the base from members that may not have heard of the new generation yet. If those lose the
     coordinator for long they go on in the old one, and commit. Not so once a step was applied in the new generation:
@@ -430,7 +424,7 @@ def _met(session: Session) -> Meet:
 
 
 def names(view: View, sessions: Collection[Session]) -> str:
-    """The first of these members, and how many more there are."""
+    """Names the first of these members, and says how many more there are."""
     first = islice(sessions, _NAMED)
     named = [view.seats[s.rank].short_label if s.rank is not None else s.process.host for s in first]
     more = len(sessions) - len(named)
@@ -442,7 +436,11 @@ def _with(meeting: Meeting, reason: str, **changes: object) -> Meeting:
 
 
 class Awaited:
-    """The members that a meeting waits for.
+    """The members that a meeting waits for, crossed off one by one without looking at all others each time.
+
+    Each of W members says that it has stopped, and then perhaps that it has taken the base. To convene the meeting anew
+    each time would cost W^2 for each change of generation. As long as others are waited for, only the sentence changes.
+    This rests on nothing else having changed since the meeting was convened: any other event convenes it anew.
 
     Args:
         view: of the generation that is over.
@@ -467,7 +465,7 @@ class Awaited:
         return session in self._left
 
     def cross_off(self, session: Session, before: Meet | None) -> str | None:
-        """Takes in what a member has said.
+        """Notes what a member has said.
 
         Args:
             session: the member.
@@ -478,7 +476,7 @@ class Awaited:
         """
         if session not in self._left or not session.has_met or session.is_silent:
             return None
-        if self.meeting.late or session.met != before:  # else nobody gave it the base, and it is still behind
+        if self.meeting.late or session.met != before:  # else nobody gave it the base, and it still lacks it
             if len(self._left) == 1 or not self._is_done(session, before):
                 return None
             del self._left[session]
@@ -487,5 +485,5 @@ class Awaited:
     def _is_done(self, session: Session, before: Meet | None) -> bool:
         if not self.meeting.late:
             return before is not None and has_caught_up(self._view, self.meeting, session, before)
-        # When half of the members have stopped the time begins that the others have: `stragglers` must see that.
+        # When half of the members have stopped, the time of the others begins to run: `Stragglers` must see that.
         return not 2 * (len(self._left) - 1) <= self._present < 2 * len(self._left)

@@ -1,6 +1,6 @@
-"""A member's place in its line: which state it holds, and what it may do next. Pure: no clock, no socket, no thread.
+"""The state machine of one member: which training state it holds, and what it may do next.
 
-These are the rules of I1 and I2 at the member's side; the coordinator's are in `paceline_server.meeting`:
+These are the rules of I1 and I2 at the member's side; the coordinator's are in `_meeting`:
 
 - A state is identified by its tag. An applied step gives it a new tag, an undone step does not.
 - After an interrupted update the member holds no usable state (`held` is None) until it has taken the base.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from paceline_protocol._values import WHOLE, Meet, Share, Tag, share_of
 
-__all__ = ["Phase", "Place", "Take", "ViewNews"]
+__all__ = ["Phase", "MemberState", "Take", "MemberView"]
 
 
 class Phase(enum.Enum):
@@ -42,8 +42,8 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ViewNews:
-    """The part of a view that a member's place depends on.
+class MemberView:
+    """The part of a view that a member's next action depends on.
 
     Attributes:
         generation: its number.
@@ -77,24 +77,24 @@ class Take:
     finish: bool = False
 
 
-class Place:
-    """The place of one member.
+class MemberState:
+    """What one member holds and is doing.
 
     Args:
         held: tag of the state that it starts with: Tag(0, 0) for a state it has built itself, or that of a checkpoint.
-        node_size: so many members hold one copy of the state between them: 1 where each holds it whole, 0 for all.
-        shares: what it holds of it.
-        stored: it holds nothing of it yet, for it is to be read from a checkpoint.
+        node_size: number of members that hold one copy of the state between them: 1 if each holds it whole, 0 for all.
+        shares: its shares of that state.
+        stored: True if it holds nothing of the state yet, and will read it from a checkpoint.
 
     Attributes:
-        generation: the one that it is in, or has stopped in; 0 for none.
-        held: the state that it holds; None for none that counts.
-        holds_base: it has got its generation's base.
-        phase: what it is about.
-        leaving: it wants to go.
-        closed: it is between two steps, where no newcomer may come in.
-        shares: what it holds of that state, the one that it trains on first; none where it is stored.
-        prepared: the step that it can finish if others have applied it; None if it need not.
+        generation: the generation that it is in, or has stopped in; 0 for none.
+        held: the tag of the state that it holds; None if it holds none that is usable.
+        holds_base: True if it got its generation's base.
+        phase: what it is doing.
+        leaving: True if it wants to leave.
+        closed: True while it is in a block between two steps, where no newcomer may be admitted.
+        shares: its shares of that state, the one that it trains on first; none while the state is only stored.
+        prepared: the step that it can finish if others have applied it; None for none.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Place:
         self.phase = Phase.MEETING
         self.leaving = False
         self.closed = False
-        self._take: Take | None = None  # what is being taken, or was last
-        self._in_view = False  # what is taken is the view's, not the meeting's
+        self._take: Take | None = None  # the state that it takes, or took last
+        self._in_view = False  # True if it takes the base of a view that has formed, False inside a meeting
 
     def meet(self, *, unproven: bool = False) -> Meet:
         """Stops the member for a meeting: after a step that was undone or asked for it, or to enter its first view."""
@@ -129,7 +129,7 @@ class Place:
             unproven,
         )
 
-    def formed(self, view: ViewNews) -> Meet | Take | None:
+    def formed(self, view: MemberView) -> Meet | Take | None:
         """Enters a view that has formed with this member; returns None if it may begin a step there."""
         if view.generation <= self.generation:
             return None if self.phase in (Phase.READY, Phase.STEPPING) else self.meet()

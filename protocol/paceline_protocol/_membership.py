@@ -1,17 +1,15 @@
-"""The state machine of one job: who is a member, which view is live, what ended it. Pure.
+"""The state machine of one job: who is a member, which view is live, what ended it.
 
-`Membership.handle(now, event)` changes the state and returns effects for the shell to perform, in order. It calls no
-clock, opens nothing and waits for nothing. It has three layers: `departures` (how members and views end), `line` (how
-views form), and here: who comes and goes, what is said, and the time. When a view forms is `policy`'s to say, who is to
-blame `verdict`'s, who is too silent `leases`', who may register `admission`'s, who is told that it waits `announcer`'s;
-barriers are `barriers`'.
+`Membership.handle(now, event)` changes the job's state and returns effects for the shell to perform, in order. Here
+members come, go and speak; `_departures` ends sessions and views, and `_lineage` forms the next ones.
 
 Rules that the transitions keep:
-- A generation number is used once, stored before anyone hears of it, and above any number that a member showed (I3).
-- A stream's end is suspicion. A session ends by `leave`, by its process's reported exit, or by silence.
-- A void view's members get its verdict, also when they resume. They go, or meet for the next one (`meeting`).
-- A line's last view is kept until all its members are known to have ended: whoever is silent may hold the state.
-- Nothing is kept of sessions that have ended, but for how the members of the last view went.
+- A generation number is used once, stored before anybody hears of it, and above any number that a member showed (I3).
+- The end of a stream is a suspicion. A session ends when its member leaves, when its process is reported to have ended,
+  or when it has been silent for too long.
+- The members of a void view get its verdict, also when they resume. They leave, or meet for the next view.
+- A line's last view is kept until all its members are known to have ended: a silent member may hold the state.
+- Nothing is kept of sessions that have ended, except how the members of the last view went.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline_protocol import _admission as admission
-from paceline_protocol._departures import rank_of
+from paceline_protocol._departures import Departures, rank_of
 from paceline_protocol._events import (
     AddressRefused,
     BarrierEntered,
@@ -48,7 +46,8 @@ from paceline_protocol._events import (
     Welcome,
 )
 from paceline_protocol._job_state import JobState, Session, Standing
-from paceline_protocol._lineage import Line
+from paceline_protocol._lineage import Lineage
+from paceline_protocol._policy import Decision
 from paceline_protocol._refusals import BadRequest, SessionEnded
 from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report
 from paceline_protocol._verdict import describe_exit
@@ -56,11 +55,9 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Membership"]
 
-_NEVER = float("inf")
 
-
-class Membership(Line):
-    """One job.
+class Membership:
+    """The state machine of one job.
 
     Args:
         state: the job as it is at the start: empty, or as it was stored. Owned by this object from then on.
@@ -68,17 +65,30 @@ class Membership(Line):
 
     Attributes:
         state: the job as it is; for reading.
-        decision: the policy's last word, with its sentence.
     """
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
-        super().__init__(state, settings)
+        self.state = state
+        self._departures = departures = Departures(state, settings)
+        self._leases, self._evidence = departures.leases, departures.evidence
+        self._stragglers, self._barriers = departures.stragglers, departures.barriers
+        self._lineage = Lineage(state, settings, departures)
         self._arrivals = max((session.arrival for session in state.sessions.values()), default=0)
+
+    @property
+    def decision(self) -> Decision:
+        """The policy's latest decision, with its sentence."""
+        return self._lineage.decision
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when there are workers and no view that goes on; None while there is one, or nobody."""
+        return self._lineage.waits_since
 
     # The interface to the shell ---------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """Takes an event in and returns what is to be done about it, in order.
+        """Handles an event; returns what is to be done about it, in order.
 
         Args:
             now: the time, in seconds.
@@ -109,28 +119,24 @@ class Membership(Line):
             case LeftJob():
                 return self._leave(now, event)
             case MetOthers():
-                return self._meet(now, event)
+                return self._lineage.meet(now, event)
             case FinishedLine():
-                return self._finish(now, event)
+                return self._lineage.finish(now, event)
             case FinishStored():
-                return self._finish_stored(now, event)
+                return self._lineage.finish_stored(now, event)
             case DrainAsked():
-                return self._drain(now, event)
+                return self._lineage.drain(now, event)
             case RestartAsked():
-                return self._restart(now)
+                return self._lineage.restart(now)
             case ViewStored():
-                return self._view_stored(now, event.generation)
+                return self._lineage.view_stored(now, event.generation)
             case StoreFailed():
-                return self._store_failed(now, event)
+                return self._lineage.store_failed(now, event)
 
     def next_deadline(self) -> float:
         """When the next `Ticked` is due at the latest, infinity for never."""
-        barriers = self._barriers.next_deadline() if self._barriers else _NEVER
-        settle = self.decision.again_at if self.decision.again_at is not None else _NEVER
-        # While a view is being stored nobody is told that he waits: a round that is due then waits for the disk.
-        announce = self._announcer.announce_at if self.state.forming is None else _NEVER
         watches = (self._evidence.judge_at, self._leases.check_at, self._stragglers.due_at)
-        return min(*watches, barriers, settle, announce, self._retry_at)
+        return min(*watches, self._barriers.next_deadline(), self._lineage.next_deadline())
 
     def find(self, process: Process) -> list[Session]:
         """The live sessions of a process."""
@@ -142,8 +148,8 @@ class Membership(Line):
         effects: list[Effect] = []
         for ghost in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
-            effects += self._end(ghost, Ending(text, orderly=False), SessionEnded(text))
-        effects += self._show(now, event.generation_floor, event.settings.failure_timeout)
+            effects += self._departures.end(ghost, Ending(text, orderly=False), SessionEnded(text))
+        effects += self._lineage.see_generation(now, event.generation_floor, event.settings.failure_timeout)
         seat_freed = self._came_back(now, event)
         effects += seat_freed
         self._arrivals += 1
@@ -167,48 +173,48 @@ class Membership(Line):
         effects.append(Welcome(session.member_id, session.settings.heartbeat_interval))
         if self.state.finished is not None:
             effects.append(PushFinished(session.member_id, self.state.finished))
-        return effects + self._reconsider(now, newcomer=session)
+        return effects + self._lineage.reconsider(now, newcomer=session)
 
     def _came_back(self, now: float, event: Registered) -> list[Effect]:
-        """A process whose session has ended, or is about to, is no silent member of the last view any more."""
+        """A process that registers anew is no silent member of the last view any more."""
         view = self.state.view
         ending = Ending("came back as a new member", orderly=False)
         session = self.state.sessions.get(event.former_member_id)
         if session is not None and admission.has_been(event, session):
-            return self._lose(now, [(session, ending)])
+            return self._departures.lose(now, [(session, ending)])
         for seat in view.seats if view is not None else ():
             known = self.state.endings.get(seat.rank)
             if known is not None and not known.sure and admission.has_been(event, seat):
-                return self._mark(seat.rank, ending)
+                return self._departures.mark(seat.rank, ending)
         return []
 
     def _resume(self, now: float, event: Resumed) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
         if session is None or session.token_sha256 != event.token_sha256:
             raise SessionEnded(self._why_unknown(event))
-        if superseded := self._show(now, event.generation, session.settings.failure_timeout):
-            return superseded + self._reconsider(now)  # this session is among those that have ended
+        if superseded := self._lineage.see_generation(now, event.generation, session.settings.failure_timeout):
+            return superseded + self._lineage.reconsider(now)  # this session is among those that have ended
         session.stream, session.stream_ended = event.stream, None
         session.heard = session.lease_from = now
         session.overdue_from = None
         self._leases.began(session)
-        self._trust_stored_view()
-        self._orders.forget(session)  # what it was told may be lost with the old stream
+        self._lineage.trust_stored_view()
+        self._lineage.tell_again(session)  # what it was told may be lost with the old stream
         effects: list[Effect] = [Welcome(session.member_id, session.settings.heartbeat_interval)]
         if self.state.finished is not None:
             effects.append(PushFinished(session.member_id, self.state.finished))
         drain = [PushDrain(session.member_id, session.draining)] if session.draining else []
         if session.standing is Standing.WAITING:
             self.state.last_arrival = now
-            return [*effects, *drain, *self._reconsider(now, newcomer=session)]
+            return [*effects, *drain, *self._lineage.reconsider(now, newcomer=session)]
         view = self.state.view
         if session.standing is Standing.DISMISSED:
-            return [*effects, self._may_go(session)]
+            return [*effects, self._lineage.may_go(session)]
         if view is not None and event.generation < session.generation == view.generation:
             effects.append(PushView(session.member_id, view, rank_of(session)))  # it was lost with the old stream
         if session.verdict is not None:
             effects.append(PushVerdict(session.member_id, session.verdict))
-        return [*effects, *drain, *self._reconsider(now)]
+        return [*effects, *drain, *self._lineage.reconsider(now)]
 
     def _why_unknown(self, event: Resumed) -> str:
         if self.state.verdict is not None and event.generation == self.state.verdict.generation:
@@ -227,17 +233,17 @@ class Membership(Line):
         session.stream = None
         session.stream_ended = session.lease_from = now
         self._leases.began(session)
-        return self._judge_if_ripe(now) + self._reconsider(now)
+        return self._departures.judge_if_ripe(now) + self._lineage.reconsider(now)
 
     def _exit_reported(self, now: float, event: ExitReported) -> list[Effect]:
         how = "is gone, as a worker on its host found" if event.found_gone else describe_exit(event.exit_code)
         ending = Ending(how, orderly=False)
-        effects = self._lose(now, [(session, ending) for session in self.find(event.process)])
+        effects = self._departures.lose(now, [(session, ending) for session in self.find(event.process)])
         for seat in self.state.view.seats if self.state.view is not None else ():
             known = self.state.endings.get(seat.rank)
             if known is not None and not known.sure and seat.process.is_same(event.process):
-                effects += self._mark(seat.rank, ending)  # it was only silent until now
-        return effects + self._reconsider(now)
+                effects += self._departures.mark(seat.rank, ending)  # it was only silent until now
+        return effects + self._lineage.reconsider(now)
 
     def _leave(self, now: float, event: LeftJob) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -247,27 +253,28 @@ class Membership(Line):
         if in_view or session.standing is Standing.VOID:
             self.state.last_parting = now
         if not in_view:
-            return self._end(session, Ending("left the job", orderly=True), None) + self._reconsider(now)
+            return self._departures.end(session, Ending("left the job", orderly=True), None) + self._lineage.reconsider(
+                now
+            )
         assert self.state.view is not None
         seat = self.state.view.seats[rank_of(session)]
         effects: list[Effect] = []
         if event.cause:
-            # Its reason is what the others must hear, not that its links have ended.
+            # The others must hear its error, not that its links have ended.
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
             text = f"{seat.label} raised {event.cause}"
             self._evidence.add(now, Report(seat.rank, raised, None, session.progress.operation, text))
             ending = Ending("left the job with an error", orderly=False)
-            effects += self._mark(seat.rank, ending)
-            effects += self._end(session, ending, None)
-            effects += self._void(now, self._evidence.judge(now, {}))
+            effects += self._departures.mark(seat.rank, ending)
+            effects += self._departures.end(session, ending, None)
+            effects += self._departures.void(now, self._evidence.judge(now, {}))
         else:
             ending = Ending("left the job", orderly=True)
-            effects += self._mark(seat.rank, ending)
-            effects += self._end(session, ending, None)
-            if self._barriers is not None:
-                effects += self._barriers.withdraw(seat)
-            effects += self._judge_if_ripe(now)
-        return effects + self._reconsider(now)
+            effects += self._departures.mark(seat.rank, ending)
+            effects += self._departures.end(session, ending, None)
+            effects += self._barriers.withdraw(seat)
+            effects += self._departures.judge_if_ripe(now)
+        return effects + self._lineage.reconsider(now)
 
     # What members say, and time ---------------------------------------------------------------------------------------
 
@@ -285,7 +292,7 @@ class Membership(Line):
         if session.verdict is not None:
             effects: list[Effect] = [PushVerdict(session.member_id, session.verdict)]
             parted = self._second_death(session, report)
-            return effects + parted + (self._reconsider(now) if parted else [])
+            return effects + parted + (self._lineage.reconsider(now) if parted else [])
         view = self.state.live
         if view is None or view.generation != session.generation:  # it was dismissed: its view is past
             return []
@@ -296,10 +303,10 @@ class Membership(Line):
         if report.operation > session.progress.operation:  # newer than its last heartbeat
             session.progress = Progress(report.operation, now, inside=True)
         self._evidence.add(now, replace(report, reporter=rank_of(session)))
-        return self._judge_if_ripe(now) + self._reconsider(now)
+        return self._departures.judge_if_ripe(now) + self._lineage.reconsider(now)
 
     def _second_death(self, session: Session, report: Report) -> list[Effect]:
-        """After the verdict: a link's end says something of a member only if its session's stream has ended too."""
+        """Evicts a member that dies after the verdict: a lost link counts then only if its stream has ended too."""
         view = self.state.view
         if view is None or view.generation != session.generation or report.accused is None:
             return []
@@ -308,14 +315,16 @@ class Membership(Line):
         other = self.state.session_of(report.accused)
         if other is None or other.stream is not None:
             return []
-        return self._part_with([report.accused], "was cut off from others")
+        return self._departures.evict([report.accused], "was cut off from others")
 
     def _address_refused(self, now: float, event: AddressRefused) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
         if session is None or session.stream is not None:
             return []
         how = "died: its session ended, and nobody listens at its address"
-        return self._lose(now, [(session, Ending(how, orderly=False, sure=False))]) + self._reconsider(now)
+        return self._departures.lose(
+            now, [(session, Ending(how, orderly=False, sure=False))]
+        ) + self._lineage.reconsider(now)
 
     def _heard(self, now: float, event: Heard) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -341,7 +350,6 @@ class Membership(Line):
         if (verdict := session.verdict) is not None:
             return [FailBarrier(event.member_id, event.call, verdict.reason, verdict.text, verdict.culprits)]
         assert view is not None
-        assert self._barriers is not None
         left = (view.seats[rank] for rank, ending in self.state.endings.items() if ending.orderly)
         return self._barriers.enter(now, view.seats[rank_of(session)], event, left)
 
@@ -349,9 +357,7 @@ class Membership(Line):
         self._leases.renew_after_stall(now, slept)
         self._stragglers.renew_after_stall(slept)
         lapsed = [(session, Ending(how, orderly=False, sure=False)) for session, how in self._leases.lapsed(now)]
-        effects = self._judge_if_ripe(now) + self._lose(now, lapsed)
-        if self._barriers is not None:
-            effects += self._barriers.expire(now, lambda rank: self._leases.whereabouts(now, rank))
-        if now >= self._retry_at:
-            self.state.storage_trouble, self._retry_at = "", _NEVER
-        return effects + self._reconsider(now)
+        effects = self._departures.judge_if_ripe(now) + self._departures.lose(now, lapsed)
+        effects += self._barriers.expire(now, lambda rank: self._leases.whereabouts(now, rank))
+        self._lineage.retry_storing(now)
+        return effects + self._lineage.reconsider(now)

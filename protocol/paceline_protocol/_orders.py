@@ -1,21 +1,4 @@
-"""From which members does a laggard take the state? Pure: a few of those that hold it, other ones for each laggard.
-
-To name all of them in each order would make an order as long as the job is wide, and each laggard would dial them all.
-
-
-What members are told about a meeting, each thing once. Pure; part of a job's membership.
-
-An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream: what it was
-told may have been lost with the old one. An order to take a state is about that state, not about who has it: a donor
-that comes or goes changes no order. A laggard that got it from none of the donors that it was named says so, and is
-named others.
-
-
-Who is told the waiting sentence, and when? Pure; part of a job's membership.
-
-A newcomer hears it at once. The others hear a changed sentence at most once in `announce_interval`: each arrival of W
-workers changes it, and telling all of them each time would make W^2 messages.
-"""
+"""What members are told between two generations: orders, donors of a state, and the sentence of the decision."""
 
 from __future__ import annotations
 
@@ -38,18 +21,20 @@ from paceline_protocol._values import WHOLE, Seat, Share, View
 __all__ = ["Announcer", "Donor", "Donors", "Orders", "seat_of"]
 
 Donor = tuple[Seat, tuple[Share, ...]]
-"""A member that holds a state, with the shares that it holds."""
+"""A member that holds a state, with its shares of it."""
 
 _NAMED = 16
-"""So many donors are named in an order. A state comes from all of them at once, and one of them suffices."""
+"""Number of donors in an order. A state comes from all of them at once, and one of them suffices."""
 
 _LEAST = 2
-"""So many are named for each part of a spread state if there are more parts than fit: one may be about to die. Where
-each member holds a part of its own all of them are named."""
+"""Number of donors for each part of a sharded state with many parts: one donor may be about to die. If each member
+holds a part of its own, all of them are named."""
 
 
 class Donors:
-    """The members that hold a state.
+    """The members that hold a state, of which each laggard is told a few, and other ones each time.
+
+    To name all of them in each order would make orders as long as the job is wide, and each laggard would dial all.
 
     Args:
         donors: these members, in any order.
@@ -69,7 +54,7 @@ class Donors:
         self._everyone = tuple(map(_donor, donors)) if self._few else ()
 
     def some(self, session: Session, turn: int) -> tuple[Donor, ...]:
-        """The donors that are named to one member. Consecutive turns name other ones, until all have been named.
+        """The donors that one member is told. Consecutive turns name other ones, until all have been named.
 
         Args:
             session: the member. If it holds some of the state itself, it is named too: that part it need not take.
@@ -86,7 +71,7 @@ class Donors:
 
 
 def seat_of(session: Session) -> Seat:
-    """Where a member is reached; a candidate has no rank, and is as good as any."""
+    """A member's address as a seat. A candidate has no rank; it gets rank 0, which nobody looks at."""
     rank = session.rank or 0
     return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)
 
@@ -101,7 +86,12 @@ _Missing = dict[tuple[str, str, int] | None, list[Seat]]
 
 
 class Orders:
-    """Remembers what was ordered.
+    """Gives orders to members, each once, and remembers which.
+
+    An order is given again when its receiver has said something new (`Meet`), or has come back on a new stream, for
+    what it was told may have been lost with the old one. An order to take a state is about that state, not about its
+    donors: a donor that comes or goes changes no order. A laggard that got the state from none of its donors says so,
+    and is told others.
 
     Args:
         state: the job; `told_to_meet` of its sessions is read and written here.
@@ -109,26 +99,26 @@ class Orders:
 
     def __init__(self, state: JobState) -> None:
         self._state = state
-        self._summoned = ""  # who was asked to raise the flag in this generation
-        self._turns: dict[str, int] = {}  # by member: which of the donors it is named next
-        self._missing: _Missing = {}  # members that are not heard of, by who could tell
+        self._summoned = ""  # the member that was asked to raise the flag in this generation
+        self._turns: dict[str, int] = {}  # by member: which donors it is told next
+        self._missing: _Missing = {}  # members that are not heard of, by the processes that could see them
         self._donors: Donors | None = None  # of the meeting that is on
 
     def forget(self, session: Session) -> None:
-        """What this member was told is to be told again."""
+        """Forgets what this member was told, so that it is told again."""
         session.told_to_meet = None
         if session.member_id == self._summoned:
             self._summoned = ""
 
     def clear(self) -> None:
-        """A new view has formed."""
+        """Forgets everything, because a new view has formed."""
         self._summoned = ""
         self._turns.clear()
         for session in self._state.sessions.values():
             session.told_to_meet, session.catching_up, session.promised = None, False, None
 
     def give(self, decision: Decision) -> list[Effect]:
-        """What to tell whom, now that the policy has decided."""
+        """What to tell members and candidates, now that the policy has decided."""
         view = self._state.view
         self._missing, self._donors = {}, None
         if view is None or self._state.finished is not None:
@@ -174,12 +164,13 @@ class Orders:
         silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
         missing: _Missing = {}
         for seat in sorted(silent, key=lambda seat: seat.rank):
-            if (sight := seat.process.sight) is not None and seat.process.start_ticks:  # else any may seem to be it
+            # Without its start time another process could be taken for it.
+            if (sight := seat.process.sight) is not None and seat.process.start_ticks:
                 missing.setdefault(sight, []).append(seat)
         return missing
 
     def _ask_for_missing(self, sessions: Iterable[Session]) -> list[Effect]:
-        """Who is not heard of may be gone, which its host knows: a line need not wait for it then."""
+        """Asks workers whether silent members of their host are gone: then the line need not wait for them."""
         effects: list[Effect] = []
         for session in sessions:
             visible = self._missing.get(session.process.sight, ())
@@ -237,7 +228,7 @@ class Orders:
 
 
 def _own_share(session: Session) -> Share | None:
-    """What it keeps, if it has a part of a spread state, and is to finish the step that others have applied."""
+    """The share that a member keeps when it finishes a step that others have applied; None if the state is whole."""
     met = session.met
     return met.shares[0] if met is not None and met.node_size != 1 and met.shares else None
 
@@ -246,10 +237,13 @@ _NEVER = float("inf")
 
 
 class Announcer:
-    """Remembers what the candidates of a job were told.
+    """Decides who is told the sentence of the policy's decision, and when.
+
+    A newcomer hears it at once. The others hear a changed sentence at most once in `interval`: each arrival of W
+    workers changes it, and telling all of them each time would make W^2 messages.
 
     Args:
-        interval: least seconds between two rounds to all.
+        interval: seconds between two rounds to all, at least.
 
     Attributes:
         announce_at: when the next round is due, infinity for never.

@@ -1,8 +1,9 @@
-"""When does a view form, of whom, and why not yet? Pure: a function of (now, state, settle time).
+"""Decides when a view forms, of which workers, or why none forms yet.
 
-The first view of a line forms of candidates, here; the others form of the members of the one before, in `meeting`.
+The first view of a line forms of candidates; that is decided here. `_meeting` decides about the others, which form of
+the members of the one before.
 
-A decision always has a sentence: the same one serves the waiting workers, the log, `status` and the tests.
+A decision always has a sentence, which is told to waiting workers, logged, and shown by `paceline status`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from paceline_protocol._values import Tag, View
 __all__ = ["Decision", "decide", "spares"]
 
 _NAMED = 8
-"""So many missing ranks are listed by number; a sentence is for people."""
+"""Most missing ranks that are listed by number: the sentence is for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy wants.
+    """A decision of the policy.
 
     Attributes:
-        members: who forms the next view, in rank order; None while none is to form.
+        members: the members of the view that is to form now, in rank order; None if none is.
         reason: why, in a sentence.
         again_at: when time alone may change the decision, in seconds; None if only an event can.
-        summon: a member of the live view is to ask the others to meet, for candidates are ready.
-        meeting: what the members of the last view are to do, if it is over.
+        summon: True if a member of the live view is to ask the others to meet, because candidates are ready.
+        meeting: what the members of the last view are to do, if that view is over.
     """
 
     members: tuple[Session, ...] | None
@@ -86,7 +87,7 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
 
 
 def _is_over(state: JobState) -> bool:
-    """True if the members of the last view are to meet: one has, or it is of a line and void, or they have all gone."""
+    """True if the last view's members are to meet: one has stopped, or all have gone, or it is of a line and void."""
     assert state.view is not None
     present = state.present()
     if any(session.has_met for session in present):
@@ -95,7 +96,7 @@ def _is_over(state: JobState) -> bool:
 
 
 def _with_way_out(state: JobState, view: View, text: str) -> str:
-    """Adds what an operator can do if nobody of the view is heard of: it may train on out of sight, or be dead."""
+    """Adds what an operator can do if no member of the view is heard of: they may be dead, or train on unseen."""
     present = state.present()
     if not present or not all(session.is_silent for session in present):
         return text
@@ -126,7 +127,7 @@ def _running(state: JobState, live: View) -> Decision:
 
 
 def spares(state: JobState) -> list[Session]:
-    """Who is ready and gets no seat in the line that runs before others come, for members come in nodes."""
+    """Candidates that are ready and get no seat before others come, because members come in nodes."""
     if (live := state.live) is None or not (fitting := _fitting(state, live)):
         return []
     there, most, node = len(live.seats) - len(state.endings), live.settings.max_workers, _node_size(fitting)

@@ -10,7 +10,7 @@ __all__ = ["BadRequest", "InvalidRank", "InvalidWorldSize", "RankTaken", "Refuse
 
 
 class Refused(Exception):
-    """A call that is not carried out; the text says why, for people.
+    """A request that is not carried out; the text says why, for people.
 
     Attributes:
         reason: what the other side makes its typed error from.

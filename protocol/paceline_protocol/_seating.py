@@ -1,7 +1,7 @@
-"""Who sits where in a line's next generation: little of a spread state moves, and a host's members share a node. Pure.
+"""Gives out the seats of a line's next generation: little of a sharded state moves, and members of a host share a node.
 
-A node holds one copy of the state between its members. Where it is of one host, that host's death leaves other copies
-whole, and what travels inside the node stays on the host.
+A node is a group of members that hold one copy of the state between them. If all are on one host, the death of that
+host leaves the other copies whole, and what members of the node send each other stays on the host.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from paceline_protocol._values import Share, Tag
 __all__ = ["by_host", "holds", "seated"]
 
 _Node = list[Session | None]
-"""Its seats: at index p sits who holds part p."""
+"""The seats of one node: the member at index p holds part p."""
 
 
 def holds(session: Session, base: Tag, share: Share) -> bool:
-    """True if it has this share of that state."""
+    """True if the member has this share of that state."""
     met = session.met
     return met is not None and met.tag == base and share in met.shares
 
 
 def by_host(sessions: Iterable[Session]) -> list[Session]:
-    """Those of one host side by side: hosts in the order in which they first come, and so on each host."""
+    """Sorts members by host: hosts in the order in which they first occur, and members of a host as they are."""
     return [session for there in _hosts(sessions).values() for session in there]
 
 
@@ -34,17 +34,17 @@ def seated(
 ) -> list[Session]:
     """The members that get a seat, in the order of their ranks.
 
-    Where the state is whole that is the order in which they are given. Else who was promised a seat keeps it, for it
-    may be taking what is held there. Who holds a part gets a seat where it is held, those of one host in one node if
-    they can. What seats are left go to the others: to a node of their own host, and as far as they are a node between
-    them to one of their own.
+    If each member holds the whole state, that is the order in which they are given. Otherwise a member that was
+    promised a seat keeps it, for it may be taking the share of that seat. A member that holds a share gets a seat for
+    it, in the node of its host if possible. The other members get the seats that are left: first in nodes that have
+    members of their host, then, if there are enough of them on a host, in a node of their own.
 
     Args:
-        staying: who may sit, members before newcomers.
-        incoming: newcomers: they get what seats are left.
-        base: the state.
-        node_size: see `shares.share_of`; so many seats there are, or a multiple of it.
-        most: no more seats than this.
+        staying: members of the generation before.
+        incoming: newcomers; they get the seats that are left.
+        base: the tag of the state.
+        node_size: see `share_of`; the number of seats is a multiple of it.
+        most: number of seats at most.
     """
     world = min(len(staying) + len(incoming), most)
     world -= world % max(1, node_size)
@@ -64,10 +64,10 @@ class _Table:
     """The seats of all nodes.
 
     Attributes:
-        nodes: in the order of ranks.
-        size: seats in a node.
-        held: by which hosts which parts are held.
-        free: seats that nobody has.
+        nodes: the nodes, in the order of their ranks.
+        size: number of seats in a node.
+        held: pairs of a host and a part that one of its members has a seat for.
+        free: number of seats that nobody has.
     """
 
     def __init__(self, nodes: int, size: int) -> None:
@@ -76,16 +76,16 @@ class _Table:
         self.held: set[tuple[str, int]] = set()
         self.free = nodes * size
         self._full = [0] * size
-        """For each part: so many nodes, from the first, have somebody there."""
+        """For each part, the number of nodes, from the first, whose seat for it is taken."""
 
     def sit(self, node: _Node, part: int, session: Session) -> None:
-        """Gives a seat."""
+        """Gives a member a seat."""
         node[part] = session
         self.held.add((_host(session), part))
         self.free -= 1
 
     def first(self, parts: Collection[int]) -> _Node | None:
-        """The first node where nobody has one of these parts."""
+        """The first node whose seats for these parts are all free."""
         for part in parts:
             while self._full[part] < len(self.nodes) and self.nodes[self._full[part]][part] is not None:
                 self._full[part] += 1
@@ -93,13 +93,13 @@ class _Table:
         return next((self.nodes[n] for n in later if all(self.nodes[n][part] is None for part in parts)), None)
 
     def begun(self) -> list[tuple[_Node, list[str]]]:
-        """The nodes that have some members, and lack some, with the hosts of those that they have."""
+        """The nodes that are filled in part, each with the hosts of its members."""
         there = [(node, list(_hosts(session for session in node if session is not None))) for node in self.nodes]
         return [(node, hosts) for node, hosts in there if hosts and None in node]
 
 
 def _keep_promises(table: _Table, group: Sequence[Session], base: Tag, room: int) -> list[Session]:
-    """Gives so many the seats that they were promised, and returns whom it has not seated."""
+    """Gives members the seats that they were promised, at most `room` of them; returns those without one."""
     left: list[Session] = []
     for session in group:
         base_, world, rank = session.promised or (base, 0, 0)
@@ -145,7 +145,7 @@ def _seat_holders(table: _Table, group: Sequence[Session], base: Tag, room: int)
 
 
 def _chosen(table: _Table, members: Sequence[Session], newcomers: Sequence[Session]) -> list[Session]:
-    """Who gets the seats that are free: members first; among equals who goes with a node, or makes up one."""
+    """Chooses members for the free seats: former members first, then those that can sit with others of their host."""
     homes = {host for _, hosts in table.begun() for host in hosts}
     many = {s for there in _hosts([*members, *newcomers]).values() for s in there[: _whole(there, table.size)]}
 
@@ -156,7 +156,7 @@ def _chosen(table: _Table, members: Sequence[Session], newcomers: Sequence[Sessi
 
 
 def _seat_others(table: _Table, chosen: Iterable[Session]) -> None:
-    """Seats those who hold no part: in nodes of their own host, in nodes that a host fills, and then side by side."""
+    """Seats members without a share: with others of their host, in nodes that a host fills, and then in any seat."""
     left = dict.fromkeys(chosen)
     hosts = _hosts(left)
     for node, homes in table.begun():
@@ -179,13 +179,13 @@ def _seat_others(table: _Table, chosen: Iterable[Session]) -> None:
 
 
 def _parts(session: Session, base: Tag, parts: int) -> list[int]:
-    """Which parts it has of a state that is cut into so many, the one that it trains on first."""
+    """The parts that a member has of a state that is cut into this many, the one that it trains on first."""
     met = session.met
     return [share.part for share in met.shares if share.parts == parts] if met is not None and met.tag == base else []
 
 
 def _whole(there: Sequence[Session], size: int) -> int:
-    """How many of these fill nodes between them."""
+    """The number of these members that fill whole nodes."""
     return len(there) - len(there) % size
 
 
@@ -197,5 +197,5 @@ def _hosts(sessions: Iterable[Session]) -> dict[str, list[Session]]:
 
 
 def _host(session: Session) -> str:
-    """What a member dies with, as far as is known: the node on which it shares memory, else the host."""
+    """The machine that a member runs on, as far as is known: the node on which it shares memory, else the host."""
     return session.process.node or session.process.host

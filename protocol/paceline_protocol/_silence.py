@@ -1,37 +1,8 @@
-"""Who has been silent for too long? Pure; part of a job's membership.
+"""Who is silent, who does not stop, who has gone: everything that the coordinator concludes from time alone.
 
-A member's lease runs from its last message, from its stream's end, or from the end of a stall of the coordinator.
-A lapse counts only at the second of two looks: between them the shell takes in what was in its inbox, so that a message
-that had arrived is never mistaken for silence.
-
-
-Which members do not stop though their generation is over? Pure; part of a job's membership.
-
-A member learns that its generation has failed at its next collective, so those that compute stop a little later, all
-at about the same time. Two clocks run:
-
-- When half of the members of a line have stopped, the rest have `failure_timeout`; so have, at once, members that a
-  timeout is blamed on. Who has not stopped by then hangs, however well its session heartbeats: a data loader that never
-  returns, threads that died for want of memory.
-- When one has stopped, all the others have its `step_timeout`, for a step may last that long: most of them may hang
-  together, at a dead disk. Before the first step of a line this is the only clock: members load data and models. So it
-  is while no failure is known: a member may evaluate between two steps, or this coordinator has forgotten the verdict
-  that it was killed over.
-
-The others go on without a member that has had its time; if it wakes up, it comes back as a new member.
-
-
-When may the members of a generation be taken for dead, as an operator has allowed (--restart-after)? Pure.
-
-Silence proves nothing (I2): a machine that is cut off may train on. So by default a job whose state may be on a silent
-machine waits for an operator's `paceline restart`. Where whoever runs the coordinator knows that silent machines do not
-come back, because something else starts them anew, the coordinator may say it in the operator's place.
-
-
-Was the coordinator itself asleep? Pure: the shell says at which times it ran.
-
-Silence of a member counts only while the coordinator listened. A slow disk, a paused VM or a SIGSTOP makes every member
-look silent; whoever was asleep judges nobody.
+`Leases` evict members that say nothing, `Stragglers` those whose session is alive and that do not stop. `Abandonment`
+lets an operator say in advance when a job without any connected member may begin anew. `Wakefulness` finds out whether
+the coordinator itself was asleep, for then the silence of others means nothing.
 """
 
 from __future__ import annotations
@@ -47,14 +18,18 @@ LOOK_AGAIN = 0.02
 
 
 _CANDIDATE_S = 10.0
-"""For how long at most a candidate that has lost its stream keeps its place, unless it holds a part of a state that
+"""Seconds for which a candidate that has lost its stream keeps its place, unless it holds a share of a state that
 others may wait for. `failure_timeout` is its own to say: a day of it must not keep the places of others."""
 
 _OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
 
 
 class Leases:
-    """The leases of a job's sessions.
+    """The leases of a job's sessions: how long each member may be silent.
+
+    A lease runs from the member's last message, from its stream's end, or from the end of a stall of the coordinator.
+    A lapse counts only at the second of two looks. Between them the shell takes in what was in its inbox, so that a
+    message that had arrived is never mistaken for silence.
 
     Args:
         state: the job; `lease_from` and `overdue_from` of its sessions are read and written here.
@@ -69,12 +44,12 @@ class Leases:
         self.check_at = float("-inf") if state.sessions else float("inf")
 
     def began(self, session: Session) -> None:
-        """A lease begins anew for another reason than a heartbeat."""
+        """Notes that a lease begins anew for another reason than a heartbeat."""
         assert session.lease_from is not None
         self.check_at = min(self.check_at, session.lease_from + _lease(session))
 
     def renew_after_stall(self, now: float, slept: float) -> None:
-        """Lets all leases start anew if the coordinator slept for longer than their heartbeat interval."""
+        """Begins leases anew if the coordinator did not run for longer than their heartbeat interval."""
         for session in self._state.sessions.values() if slept else ():
             if slept > session.settings.heartbeat_interval:
                 session.overdue_from = None
@@ -84,7 +59,7 @@ class Leases:
                     self._unseen_from = now
 
     def lapsed(self, now: float) -> list[tuple[Session, str]]:
-        """Sessions to end for silence, each with how it went; the caller ends them all."""
+        """The sessions to end because of silence, each with how it went; the caller ends them all."""
         if now < self.check_at:
             return []
         self.check_at = float("inf")
@@ -109,15 +84,15 @@ class Leases:
             return lapsed
         if not somebody:
             self._nobody_at = now
-        # While nobody of a line is heard it is this coordinator that is cut off, perhaps, and they train on: to evict
-        # them would help nobody (I2). And who is heard first after that shall not be alone: the others have their time.
+        # While no member of a line is heard, this coordinator may be the one that is cut off, and they train on: to
+        # evict them would help nobody (I2). When the first is heard again, the others have time to come back, too.
         due = [(s, how) for s, how in lapsed if s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]
         if len(due) < len(lapsed):
             self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
         return due
 
     def count_unseen(self, now: float) -> None:
-        """From now on nobody vouches for members that have not been seen since the restart."""
+        """Begins the leases of members that have not been seen since the restart: nobody vouches for them any more."""
         for session in self._state.sessions.values() if self._unseen else ():
             if session.lease_from is None:
                 session.lease_from = now
@@ -190,7 +165,20 @@ _NEVER = float("inf")
 
 
 class Stragglers:
-    """Watches one job.
+    """Members that do not stop although their generation is over.
+
+    A member learns that its generation has failed at its next collective, so those that compute stop a little later,
+    all at about the same time. Two clocks run:
+
+    - When half of the members of a line have stopped, the rest have `failure_timeout`; so have, at once, members that a
+      timeout is blamed on. A member that has not stopped by then hangs, although its session is alive: a data loader
+      that never returns, threads that died for want of memory.
+    - When one has stopped, all the others have its `step_timeout`, for a step may last that long: most of them may hang
+      together, at a dead disk. Before the first step of a line this is the only clock: members load data and models.
+      So it is while no failure is known: a member may evaluate between two steps, or this coordinator has forgotten
+      the verdict because it was killed.
+
+    The others go on without a member that has had its time. If it wakes up, it comes back as a newcomer.
 
     Args:
         state: the job; only read.
@@ -203,11 +191,11 @@ class Stragglers:
 
     @property
     def due_at(self) -> float:
-        """When members that have not stopped by then are given up, infinity while nobody is waited for."""
+        """When members that have not stopped are evicted, infinity while nobody is waited for."""
         return min(self._few.at, self._all.at)
 
     def overdue(self, now: float) -> tuple[list[Session], float]:
-        """The members that are given up now, and the seconds that they had. To be asked after every event.
+        """The members to evict now, and the seconds that they had. Must be asked after every event.
 
         Args:
             now: the time, in seconds.
@@ -223,9 +211,11 @@ class Stragglers:
     def _late(self) -> tuple[list[Session], list[Session]]:
         """The members that should stop and have not, and those that have."""
         state = self._state
-        if state.view is None or state.finished is not None or not state.is_elastic:  # those of a job that is done go
+        if (
+            state.view is None or state.finished is not None or not state.is_elastic
+        ):  # members of a job that is done leave
             return [], []
-        if state.verdict is None and state.view.base is None:  # some are still at what comes before the steps
+        if state.verdict is None and state.view.base is None:  # some have not reached their first step
             return [], []
         late: list[Session] = []
         stopped: list[Session] = []
@@ -234,7 +224,7 @@ class Stragglers:
         return late, stopped
 
     def _few_of(self, late: list[Session], stopped: list[Session]) -> list[Session]:
-        """Those of the late ones that have `failure_timeout` only."""
+        """The late members that have only `failure_timeout`."""
         view, verdict = self._state.view, self._state.verdict
         if view is None or verdict is None:
             return []
@@ -245,14 +235,14 @@ class Stragglers:
         return [session for session in late if session.rank in verdict.culprits]  # they have had the time of a step
 
     def renew_after_stall(self, slept: float) -> None:
-        """The coordinator did not run for so many seconds: what the members said meanwhile is yet to be read."""
+        """Adds the seconds for which the coordinator did not run: it has yet to read what members said meanwhile."""
         if slept:
             for clock in (self._few, self._all):
                 clock.renew(slept)
 
 
 class _Clock:
-    """Rings once somebody has been waited for too long.
+    """A clock that rings when somebody has been waited for too long.
 
     It looks twice: what they said may be in the inbox still, as for `leases`.
 
@@ -265,7 +255,7 @@ class _Clock:
         self._looked = False
 
     def rings(self, now: float, timeout: float | None) -> bool:
-        """Whether time is up; None for a timeout stops the clock, and any other starts it unless it runs."""
+        """True if time is up. A timeout of None stops the clock, any other starts it unless it runs."""
         if timeout is None:
             self.at, self._looked = _NEVER, False
             return False
@@ -277,16 +267,20 @@ class _Clock:
         return not self._looked
 
     def renew(self, slept: float) -> None:
-        """What ran meanwhile does not count."""
+        """Adds seconds that do not count."""
         self.at += slept
         self._looked = False
 
 
 class Abandonment:
-    """Watches one job.
+    """When the members of a job's last generation may be taken for dead, as an operator has allowed (--restart-after).
 
-    Time counts while no member of the last generation has had a stream, as far as this process has seen: neither before
-    it was started nor while it did not run, for then nobody could have come back.
+    Silence proves nothing (I2): a machine that is cut off may train on. So by default a job whose state may be on a
+    silent machine waits for `paceline restart`. An operator who knows that silent machines do not come back, because
+    something else starts them anew, may tell the coordinator to do it.
+
+    Time counts while no member of the last generation has a stream: not before this process was started, and not while
+    it did not run, for then nobody could have come back.
 
     Args:
         restart_after: seconds without any of them after which they are taken for dead; None for never.
@@ -298,7 +292,7 @@ class Abandonment:
         self._since: float | None = None
 
     def due_at(self, now: float, state: JobState) -> float | None:
-        """When its members are to be taken for dead; None as long as nothing is to be done. To be asked after events.
+        """When the members are to be taken for dead; None as long as they are not. Must be asked after events.
 
         Args:
             now: the time, in seconds.
@@ -312,16 +306,16 @@ class Abandonment:
             return None
         if self._since is None or self._generation != view.generation:
             self._generation, self._since = view.generation, now
-        # Without anybody who waits nothing is gained, and whoever held the state may still come back with it.
+        # If no worker waits, nothing is gained by it, and a member that holds the state may still come back.
         return self._since + self._restart_after if state.candidates() else None
 
     def slept(self, seconds: float) -> None:
-        """The coordinator did not run for so long."""
+        """Adds the seconds for which the coordinator did not run."""
         if self._since is not None:
             self._since += seconds
 
     def done(self, state: JobState) -> str:
-        """They are taken for dead. Returns a sentence for the log."""
+        """Notes that the members are taken for dead; returns a sentence for the log."""
         self._since = None
         generation = state.view.generation if state.view is not None else state.generation
         return (
@@ -331,14 +325,17 @@ class Abandonment:
 
 
 def _is_deserted(state: JobState, view: View) -> bool:
-    """True if there is a line that nobody of its last generation is here for."""
+    """True if there is a line and no member of its last generation has a stream."""
     if view.base is None or state.forming is not None or state.finished is not None:
         return False
     return all(session.stream is None for session in state.present())
 
 
 class Wakefulness:
-    """Measures stalls against a pulse that the shell promises to keep.
+    """Measures for how long the coordinator itself did not run, against a pulse that the shell promises to keep.
+
+    The silence of a member counts only while the coordinator listened: a slow disk, a paused VM or a SIGSTOP would make
+    every member look silent.
 
     Args:
         now: time of construction, in seconds.
@@ -350,7 +347,7 @@ class Wakefulness:
         self.pulse = pulse
 
     def awake(self, now: float) -> float:
-        """The coordinator runs at `now`: returns the seconds for which it surely did not run before, 0 for none."""
+        """Notes that the coordinator runs; returns the seconds for which it did not run just before, 0 for none."""
         gap = now - self._last
         self._last = now
         return gap if gap > 2 * self.pulse else 0.0

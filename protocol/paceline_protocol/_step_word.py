@@ -1,4 +1,4 @@
-"""The step word: one small message with which all members of a view enter a step together. Pure.
+"""The step word: one small message with which all members of a view enter a step together.
 
 It completes at a member only when every member has entered the step. So a member that applies a step knows that all
 others have entered it, and when the next word completes, that all have applied it (I1). The word carries what all
@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["Flag", "WORD_SIZE", "agrees", "flags_of", "word"]
+__all__ = ["StepFlag", "STEP_WORD_SIZE", "agrees", "flags_of", "step_word"]
 
 _DIGITS = 3 + 8
 """Digits of 4 bits: 3 of the step, 8 of the digest. Sums of their squares are exact in float32 for 70,000 members."""
@@ -25,11 +25,11 @@ _SHIFTS = range(0, 4 * _DIGITS, 4)
 
 _FLAGS = 3
 
-WORD_SIZE = _FLAGS + 2 * _DIGITS
+STEP_WORD_SIZE = _FLAGS + 2 * _DIGITS
 """Numbers in a word."""
 
 
-class Flag(enum.IntFlag):
+class StepFlag(enum.IntFlag):
     """What a member asks of all members."""
 
     JOIN = 1
@@ -40,16 +40,16 @@ class Flag(enum.IntFlag):
     """The member still writes its part of a checkpoint."""
 
 
-def word(flags: Flag, step: int, digest: int) -> list[float]:
-    """One member's word: `WORD_SIZE` numbers. The words of all members are summed, number by number."""
+def step_word(flags: StepFlag, step: int, digest: int) -> list[float]:
+    """One member's word: `STEP_WORD_SIZE` numbers. The words of all members are summed, number by number."""
     asked, both = int(flags), (step & 0xFFF) | digest << 12  # 3 digits of the step, 8 of the digest
     digits = [both >> shift & 15 for shift in _SHIFTS]
     return [*(asked >> n & 1 for n in range(_FLAGS)), *digits, *[digit * digit for digit in digits]]
 
 
-def flags_of(sums: Sequence[float]) -> Flag:
+def flags_of(sums: Sequence[float]) -> StepFlag:
     """The flags that at least one member has set."""
-    return Flag(sum((sums[n] > 0) << n for n in range(_FLAGS)))
+    return StepFlag(sum((sums[n] > 0) << n for n in range(_FLAGS)))
 
 
 def agrees(sums: Sequence[float], world: int) -> bool:

@@ -1,4 +1,4 @@
-"""The coordinator's nouns: processes, settings, sessions, views, verdicts. Values only; nothing is decided here.
+"""The nouns of the protocol: processes, settings, tags, shares, members, views, verdicts. Nothing is decided here.
 
 Times are seconds on the coordinator's monotonic clock unless a name says otherwise.
 """
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Which process on which machine."""
+    """Identifies a process: which one, on which machine."""
 
     host: str
     pid: int
@@ -44,16 +44,16 @@ class Process:
     pid_namespace: int = 0
     """Number of its pid namespace, 0 where unknown."""
     node: str = ""
-    """Alike for processes that can share memory, empty where it shares none."""
+    """Equal for processes that can share memory; empty for a process that shares none."""
 
     @property
     def sight(self) -> tuple[str, str, int] | None:
-        """Whose processes this one can see: those for which this is equal. None where it is not known."""
+        """Equal for processes that can see each other; None where that is not known."""
         known = self.host and self.boot_id and self.pid_namespace
         return (self.host, self.boot_id, self.pid_namespace) if known else None
 
     def is_same(self, other: Process) -> bool:
-        """True if both are one incarnation, as far as both know: what one of them does not know matches anything.
+        """True if both are the same run of a process. A detail that one of them does not know matches anything.
 
         A launcher tells of a process with the pid that it has in the launcher's pid namespace, which is the worker's
         too; of a worker in a namespace of its own, as in a container, it knows no name that the worker knows.
@@ -69,7 +69,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """What all members of a job agree on."""
+    """The settings that all members of a job agree on."""
 
     min_workers: int
     max_workers: int
@@ -80,7 +80,7 @@ class JobSettings:
 
     @property
     def heartbeat_interval(self) -> float:
-        """Seconds between heartbeats: five may be lost or late before silence is believed."""
+        """Seconds between heartbeats: five may be lost or late before a member counts as silent."""
         return self.failure_timeout / 6
 
 
@@ -110,31 +110,31 @@ class Tag(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One of the parts that a state is cut into; all parts together, and of one cut, are the state."""
+    """One of the equal parts that a state is cut into. All parts of one cut together are the state."""
 
     part: int
-    """From 0."""
+    """Number of the part, from 0."""
     parts: int
-    """How many there are; 1 where the state is whole."""
+    """Number of parts; 1 if the state is not sharded."""
 
 
 WHOLE = Share(0, 1)
 
 
 def share_of(rank: int, world: int, node_size: int) -> Share:
-    """What a rank is to hold.
+    """The share that a rank holds.
 
     Args:
         rank: the rank.
-        world: ranks in the view.
-        node_size: so many ranks hold one copy of the state between them: 1 where each holds it whole, 0 for all ranks.
+        world: number of ranks in the view.
+        node_size: number of ranks that hold one copy of the state between them: 1 if each holds it whole, 0 for all.
     """
     size = node_size or world
     return Share(rank % size, size)
 
 
 def lacking(shares: Iterable[Share]) -> tuple[Share, ...]:
-    """What is not there of the cut that lacks least; nothing if the state is there."""
+    """The shares that are missing of the cut of which fewest are; none if the whole state is there."""
     there = set(shares)
     cuts = {share.parts for share in there} or {1}
     lacks = [tuple(Share(part, parts) for part in range(parts) if Share(part, parts) not in there) for parts in cuts]
@@ -194,15 +194,15 @@ class Progress:
     step: int = 0
     """The last step whose word completed at it: all members of its generation were there then. 0 for none."""
     step_at: float = 0.0
-    """When."""
+    """When that word completed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a member saw go wrong."""
+    """What a member saw go wrong in its generation."""
 
     reporter: int
-    """Its rank."""
+    """Rank of that member."""
     reason: ErrorReason.ValueType
     accused: int | None
     """Rank at the other end; None when the member reports itself."""
@@ -221,16 +221,16 @@ class Seat:
     process: Process
     address: str
     arrival: int
-    """Place in the order of arrival; the greater, the younger."""
+    """Position in the order of arrival; the greater, the younger."""
 
     @property
     def label(self) -> str:
-        """The member in a sentence: rank, host and pid."""
+        """Names the member in a sentence: rank, host and pid."""
         return f"rank {self.rank} ({self.process.host}, pid {self.process.pid})"
 
     @property
     def short_label(self) -> str:
-        """The member in a list: rank and host."""
+        """Names the member in a list: rank and host."""
         return f"rank {self.rank} ({self.process.host})"
 
 
@@ -250,7 +250,7 @@ class View:
     manifest: bytes = b""
     """Hash that all members' `Meet.manifest` equals, once there is a base."""
     lost: str = ""
-    """What the job had trained before this line began and nobody held any more, in a sentence; empty for nothing."""
+    """A sentence about steps that the job had trained before this line, and that are lost; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +260,14 @@ class Ending:
     how: str
     """Completes "rank 2 (host-b, pid 4711) ...": "left the job", "exited with code 1"."""
     orderly: bool
-    """True if it said so and gave no cause: this alone voids nothing."""
+    """True if it said that it leaves and gave no error as the cause: that alone voids no generation."""
     sure: bool = True
-    """True if the process is known to be out of the line: it said so, or was seen to end. Silence proves nothing."""
+    """True if it surely trains no more: it said so, or somebody saw it end. Silence proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What ended a generation; one for each, the same for all its members."""
+    """Why a generation is void: one verdict for each, the same for all its members."""
 
     generation: int
     reason: ErrorReason.ValueType

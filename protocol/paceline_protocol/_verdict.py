@@ -1,18 +1,12 @@
-"""Who is to blame for the end of a generation? Pure: evidence in, one verdict out.
+"""Who is to blame for the end of a generation.
 
-Kinds of evidence are weighed in the order of cause and effect: a member that raised an error closes its links, so
-"the link ended" says little once "it raised" is known, and a timeout says least of all.
+`judge` weighs the evidence, and `Evidence` gathers it until it is time to judge. Kinds of evidence are weighed in the
+order of cause and effect: a member that raised an error closes its links, so "the link ended" says little once "it
+raised" is known, and a timeout says least of all.
 
-A `PEER_LOST` report is an undirected edge: it says that a link ended, not at which end. Blaming the accused would blame
-the three sound members that one bad network card accuses; so it goes to the smallest set that covers all edges.
-Refuses to defend against lies: members are trusted to report what they saw.
-
-
-The reports about one generation, gathered until they are judged. Pure; part of a job's membership.
-
-`verdict` weighs them; this says when. Reports gather for a moment because one death makes several, and the one that
-names the cause may come second. A second witness ends the wait; a broken link between two members that both seem well
-prolongs it, for the news of a death may be on its way.
+A `PEER_LOST` report is an undirected edge: it says that a link ended, not at which end. To blame the accused would
+blame the three sound members that one bad network card accuses, so the blame goes to a small set of members that covers
+all edges. Members are trusted to report what they saw: there is no defence against lies.
 """
 
 from __future__ import annotations
@@ -53,10 +47,10 @@ class Case:
 
 
 def has_second_witness(case: Case) -> bool:
-    """True if every lost link has an end that is suspect or has left: nothing more needs to be waited for.
+    """True if each lost link has an end that is suspect or has left, so that no more evidence is needed.
 
-    One link without such an end, and it is better to wait: when two members die at once, news of the second may be on
-    its way, and until then whoever reported its link looks as guilty as it.
+    If one link has no such end it is better to wait: when two members die at once, news of the second may be on its
+    way, and until then the member that reported its link looks as guilty as it.
     """
     known = case.suspects | case.left
     lost = [report for report in case.reports if report.reason == _LOST]
@@ -90,8 +84,9 @@ def judge(now: float, case: Case) -> Verdict:
 def cover(edges: Set[frozenset[int]], suspects: Set[int], age: Mapping[int, int]) -> frozenset[int]:
     """The members to blame for broken links: every edge has an end among them.
 
-    Suspects first; then, one by one, whoever has the most broken links left; among equals the youngest, for it has the
-    least to lose. Greedy: not always the smallest set, but exact for pairs and stars, which is what bad hosts make.
+    Suspects first; then, one by one, the member with the most broken links left; among equals the youngest, for it has
+    the least to lose. That is greedy: not always the smallest set, but exact for pairs and stars, as bad hosts make
+    them.
 
     Args:
         edges: pairs of ranks.
@@ -122,7 +117,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def _directly(case: Case, reports: list[Report]) -> Verdict:
-    """The first report's accused is to blame, or its reporter if it accuses nobody else; its text says who and what."""
+    """Blames the member that the first report accuses, or its reporter if it accuses nobody else."""
     first = reports[0]
     culprit = first.reporter if first.accused is None else first.accused
     return _verdict(case, first, {culprit}, first.text)
@@ -169,9 +164,9 @@ def _broken(seat: Seat, neighbours: Set[int], suspect: bool) -> str:
 
 
 def _timeout(now: float, case: Case, report: Report) -> Verdict:
-    """Blames those who have not entered the operation; if all have, whom the reporter waited for."""
+    """Blames the members that have not entered the operation; if all have, the one that the reporter waited for."""
     progress = case.progress or {}
-    # A reporter is inside its operation, whatever its last heartbeat said.
+    # A member that reports is inside its operation, whatever its last heartbeat said.
     inside = {r.reporter for r in case.reports if r.operation >= report.operation}
     late = {r for r, p in progress.items() if p.operation < report.operation and r not in inside}
     if not late:
@@ -199,7 +194,11 @@ _REPORTS_PER_MEMBER = 4
 
 
 class Evidence:
-    """What is held against members of the live view.
+    """The reports about the live view, gathered until they are judged.
+
+    Reports gather for a moment because one death makes several, and the one that names the cause may come second. A
+    second witness ends the wait. A broken link between two members that both seem well prolongs it, for news of a death
+    may be on its way.
 
     Args:
         state: the job.
@@ -214,7 +213,7 @@ class Evidence:
         self.judge_at = _NEVER
 
     def add(self, now: float, report: Report) -> None:
-        """Takes a report in."""
+        """Adds a report."""
         view = self._state.live
         assert view is not None, "reports are about the live view"
         if len(self._reports) >= _REPORTS_PER_MEMBER * len(view.seats):
@@ -251,7 +250,7 @@ class Evidence:
         return judge(now, self._case(gone))
 
     def clear(self) -> None:
-        """The view is over: nothing is held against anybody."""
+        """Forgets all reports, because the view is over."""
         self._reports = []
         self._first_at = self.judge_at = _NEVER
 
@@ -264,7 +263,7 @@ class Evidence:
             reports=tuple(self._reports),
             gone=gone,
             left={rank for rank, ending in self._state.endings.items() if ending.orderly},
-            # Not seen since a restart is suspect too: there is no stream.
+            # A member that was not seen since a restart is suspect too: it has no stream.
             suspects={rank for rank, session in sessions if session is not None and session.stream is None},
             progress={rank: session.progress for rank, session in sessions if session is not None},
         )

@@ -15,7 +15,8 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from paceline_protocol import (
+from paceline_protocol import Process, View
+from paceline_protocol.coordinator import (
     Abandonment,
     AddressRefused,
     Effect,
@@ -26,7 +27,6 @@ from paceline_protocol import (
     Heard,
     JobState,
     Membership,
-    Process,
     PushRunning,
     PushView,
     Registered,
@@ -39,7 +39,6 @@ from paceline_protocol import (
     StoreView,
     StreamEnded,
     Ticked,
-    View,
     Welcome,
     has_been,
     restore,

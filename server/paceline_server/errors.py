@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline_protocol import (
+from paceline_protocol.coordinator import (
     BadRequest,
     InvalidRank,
     InvalidWorldSize,

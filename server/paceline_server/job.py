@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from paceline_protocol import Abandonment, Membership
+from paceline_protocol.coordinator import Abandonment, Membership
 from paceline_server.pages import ViewPages
 from paceline_server.storeroom import Storeroom
 

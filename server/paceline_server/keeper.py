@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from paceline_protocol import (
+from paceline_protocol.coordinator import (
     Event,
     FinishStored,
     ForgetView,

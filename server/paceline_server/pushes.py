@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_protocol import (
+from paceline_protocol.coordinator import (
     FailBarrier,
     PassBarrier,
     PushCatchUp,

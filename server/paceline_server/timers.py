@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from paceline_protocol import Event, Ticked, Wakefulness
+from paceline_protocol.coordinator import Event, Ticked, Wakefulness
 from paceline_server.job import Job
 
 __all__ = ["Timers"]

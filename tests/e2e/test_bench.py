@@ -12,9 +12,8 @@ import pytest
 
 from paceline.cli.bench.jobs import COLLECTIVES
 from paceline.cli.bench.peers import PEERS
-from paceline.collectives.choose import choose
-from paceline.collectives.programs import SCHEDULES
-from paceline.collectives.tuning import load_rules
+from paceline.collectives.choose import choose, load_rules
+from paceline.collectives.schedules import SCHEDULES
 from support.command import command, wait_until_gone
 from support.peers import descendants, need_peers
 

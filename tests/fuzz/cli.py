@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
+from paceline._address import parse_endpoint
 from paceline.cli.bench.jobs import parse_sizes
 from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.lines import LineSplitter
 from paceline.cli.launcher.worker import Worker
 from paceline.demo.progress import Progress
-from paceline.session.address import parse_endpoint
 
 __all__ = ["SEEDS", "address", "news", "progress", "sizes"]
 

@@ -9,6 +9,7 @@ import pytest
 from paceline_server import Coordinator, ServerSettings, StateUnusable
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.storage.memory import MemoryStorage
+from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -199,7 +200,7 @@ def test_the_secret_is_new_when_the_job_begins_anew() -> None:
         async with running(MemoryStorage()) as channel:
             before = await pair(channel)
             caller = before[0].caller
-            await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=caller, key="kept", value=b"1"))
+            await StoreServiceStub(channel).Set([store_pb2.SetRequest(caller=caller, key="kept", value=[b"1"])])
             for session in before:
                 await session.leave()
             anew = await pair(channel)
@@ -308,7 +309,7 @@ def test_a_second_register_ends_the_stream() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
-        ({"protocol_version": 9}, "VERSION", "version 9 of the protocol, the coordinator version 4"),
+        ({"protocol_version": 9}, "VERSION", f"version 9 of the protocol, the coordinator version {PROTOCOL_VERSION}"),
         ({"job": "a\nb"}, "BAD_REQUEST", "must be printable"),
         ({"least": 0}, "INVALID_WORLD_SIZE", "min_workers must be 1 or more"),
         ({"rank": 2}, "INVALID_RANK", "rank 2 is outside the world of 2"),

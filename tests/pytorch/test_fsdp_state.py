@@ -14,7 +14,7 @@ import paceline
 from paceline import checkpoint
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.group import Group
-from paceline.parallel.optimizer import standing_for
+from paceline.parallel._optimizer_state import standing_for
 from paceline.testing import run_ranks
 from support.torch_models import assert_close, data, loss_of, net, rows_of, wrap
 

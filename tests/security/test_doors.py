@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from paceline._door_key import METADATA, DoorKey
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline._rpc import error_from_status
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.door_key import METADATA, DoorKey
-from paceline.session.wire import error_from_status
 from paceline.testing import coordinator
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import admin_pb2, peer_pb2

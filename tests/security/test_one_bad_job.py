@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline_protocol import Event, Membership, Ticked
+from paceline_protocol.coordinator import Event, Membership, Ticked
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
 from paceline_server.storeroom import Storeroom

@@ -14,7 +14,8 @@ from simulation.process import RaisedByUser
 from simulation.state import Spoiled, is_all
 
 from paceline import errors
-from paceline_protocol import JobState, PushCatchUp, PushStateLost, Share, Standing, Tag, View, share_of
+from paceline_protocol import Share, Tag, View, share_of
+from paceline_protocol.coordinator import JobState, PushCatchUp, PushStateLost, Standing
 from paceline_server.errors import BadRequest, Refused
 
 if TYPE_CHECKING:

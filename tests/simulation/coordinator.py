@@ -10,7 +10,8 @@ from simulation.disk import JOB, Disk, DiskStorage
 from simulation.loop import Loop
 from simulation.network import COORDINATOR, Context, refusal
 
-from paceline_protocol import (
+from paceline_protocol import Seat, View
+from paceline_protocol.coordinator import (
     Effect,
     Event,
     ForgetView,
@@ -20,12 +21,10 @@ from paceline_protocol import (
     PushFinished,
     PushStateLost,
     PushView,
-    Seat,
     StoreEnding,
     StoreFinished,
     StoreVerdict,
     StoreView,
-    View,
     Welcome,
 )
 from paceline_server.dispatcher import Dispatcher

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from simulation.network import COORDINATOR
 
-from paceline_protocol import DrainAsked
+from paceline_protocol.coordinator import DrainAsked
 
 if TYPE_CHECKING:
     from simulation.process import Process

@@ -47,9 +47,9 @@ class Mesh:
         thread: Any,
         patience: float,
         credentials: Any,
-        ways: Any,
+        kinds: Any,
     ) -> None:
-        self.process: Process = ways
+        self.process: Process = kinds
         self.generation = generation
         self.rank = rank
         self.peers = tuple(peers)
@@ -268,7 +268,7 @@ class Group:
     """A member's group: as much of `paceline.Group` as the steps use."""
 
     def __init__(self, mesh: Any, config: Any) -> None:
-        self.process: Process = mesh._ways if isinstance(mesh, NoMesh) else mesh.process
+        self.process: Process = mesh._kinds if isinstance(mesh, NoMesh) else mesh.process
         self.process.group = self
         self.mesh = mesh
         self.recorder = FlightRecorder(1)

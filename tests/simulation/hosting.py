@@ -6,7 +6,8 @@ from collections import Counter
 
 from simulation.broken import Broken
 
-from paceline_protocol import JobState, PushCatchUp, View, share_of
+from paceline_protocol import View, share_of
+from paceline_protocol.coordinator import JobState, PushCatchUp
 
 __all__ = ["Hosting"]
 

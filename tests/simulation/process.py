@@ -17,15 +17,15 @@ from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
 
 from paceline import errors
+from paceline._address import Endpoint
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.session import CoordinatedSession
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
-from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
-from paceline_protocol import Place, Share, Tag
+from paceline_protocol import MemberState, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -52,7 +52,7 @@ class _Door:
 
     def __init__(self, process: Process) -> None:
         self.window = _Window()
-        self.ways = process
+        self.kinds = process
 
     def on_exhausted(self, tell: Any) -> None:
         pass
@@ -241,7 +241,7 @@ class Process:
     # What it holds ----------------------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemberState | None:
         """Its place in the line; None before its steps begin."""
         line = self.session._line if self.session is not None else None
         return line._place if line is not None else None

@@ -15,7 +15,8 @@ from simulation.process import Process
 from simulation.standins import installed
 from simulation.world import Shape, World
 
-from paceline_protocol import RestartAsked, Tag
+from paceline_protocol import Tag
+from paceline_protocol.coordinator import RestartAsked
 
 __all__ = ["Outcome", "replay", "run"]
 

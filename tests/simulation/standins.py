@@ -19,10 +19,10 @@ from simulation.network import COORDINATOR, Stream, refusal, unavailable
 from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
 from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
 
-from paceline import _wait
+from paceline import _rpc, _wait
 from paceline.elastic import coordination, recovery, saver, session, steps, waiting
 from paceline.links import fault
-from paceline.session import control, generations, line_side, mail, member, membership, view, wire
+from paceline.session import control, generations, line_side, mail, member, membership, view
 from paceline_protocol import Process as Identity
 from paceline_server import dispatcher, timers
 from paceline_server.errors import Refused
@@ -195,7 +195,7 @@ def installed(world: World) -> Iterator[None]:
         (_wait.Latch, "wait", _wait_for),
         (_wait.Latch, "set", _set),
         (waiting, "random", chance),
-        (wire, "random", chance),
+        (_rpc, "random", chance),
         (control, "open_stream", calls.open_stream),
         (control, "CoordinatorChannel", _Channel),
         (control, "check_tls", _nothing),

@@ -9,7 +9,10 @@ from simulation.broken import Broken
 from simulation.runner import run
 from simulation.world import Shape
 
-from paceline_protocol import Effect, Line, Meet, Session, _meeting, decide
+from paceline_protocol import Meet, _meeting
+from paceline_protocol._lineage import Lineage
+from paceline_protocol._policy import decide
+from paceline_protocol.coordinator import Effect, Session
 
 CROWD = Shape(members=(5, 8), faults=(3, 8))
 SPREAD = Shape(members=(3, 5), faults=(2, 7), node_size=0)
@@ -21,20 +24,20 @@ SHAPES = [CROWD, SPREAD, Shape(members=(4, 6), faults=(2, 7), node_size=2)]
 def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]) -> Counter[str]:
     """Runs schedules; how often members were crossed off, by what they were waited for."""
     seen: Counter[str] = Counter()
-    real = Line._cross_off
+    real = Lineage._cross_off
 
-    def cross_off(line: Line, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
+    def cross_off(line: Lineage, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
         effects = real(line, now, session, before)
         if effects is not None:
             caught = session.catching_up
             session.catching_up = False  # it has been told to take the base, again, only after this was decided
-            anew = decide(now, line.state, line._settings.settle_time)
+            anew = decide(now, line._state, line._settings.settle_time)
             session.catching_up = caught
             _compare(line, anew, session)
             seen["late" if anew.meeting is not None and anew.meeting.late else "again" if caught else "laggard"] += 1
         return effects
 
-    def _compare(line: Line, anew: object, session: Session) -> None:
+    def _compare(line: Lineage, anew: object, session: Session) -> None:
         crossed = line.decision
         same = (crossed.reason, crossed.members, crossed.again_at, crossed.summon)
         other = (anew.reason, anew.members, anew.again_at, anew.summon)  # type: ignore[attr-defined]
@@ -47,7 +50,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]
         if (before.base, before.manifest, before.targets) != (meeting.base, meeting.manifest, meeting.targets):
             raise Broken("another base, or other seats")
 
-    monkeypatch.setattr(Line, "_cross_off", cross_off)
+    monkeypatch.setattr(Lineage, "_cross_off", cross_off)
     for shape in shapes:
         for seed in seeds:
             run(seed, shape)

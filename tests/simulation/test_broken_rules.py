@@ -17,23 +17,20 @@ from simulation.world import Shape
 from paceline.elastic.step import Step
 from paceline_protocol import (
     WHOLE,
-    JobState,
     Meet,
+    MemberState,
+    MemberView,
     Phase,
-    Place,
-    Session,
     Share,
-    StoreView,
     Tag,
     Take,
     View,
-    ViewNews,
-    ViewStored,
     _lineage,
     _meeting,
     _policy,
     _seating,
 )
+from paceline_protocol.coordinator import JobState, Session, StoreView, ViewStored
 from paceline_server.job import Job
 from paceline_server.keeper import Keeper, Kept
 
@@ -87,7 +84,7 @@ def test_a_line_is_lost_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal steps of two generations are not equal states."""
 
-    def formed(place: Place, view: ViewNews) -> Meet | Take | None:
+    def formed(place: MemberState, view: MemberView) -> Meet | Take | None:
         if place.held is not None and view.base is not None and place.held.step == view.base.step:
             view = replace(view, base=place.held, newcomers=frozenset())
         return honest(place, view)
@@ -95,8 +92,8 @@ def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_step(items: Any, key: Any = None, reverse: bool = False) -> Any:
         return sorted(items, key=key and (lambda item: item[0].step), reverse=reverse)
 
-    honest = Place.formed
-    monkeypatch.setattr(Place, "formed", formed)
+    honest = MemberState.formed
+    monkeypatch.setattr(MemberState, "formed", formed)
     monkeypatch.setattr(Meet, "state", property(lambda met: met.tag and met.tag.step))
     monkeypatch.setattr(_meeting, "sorted", by_step, raising=False)
     assert found(300, APART).startswith(("I1", "I2", "I5", "two lines"))
@@ -125,7 +122,7 @@ def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.Mo
 
 
 def test_a_view_is_entered_with_something_newer_than_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formed(place: Place, view: ViewNews) -> Meet | Take | None:
+    def formed(place: MemberState, view: MemberView) -> Meet | Take | None:
         effect = honest(place, view)
         newer = place.held is not None and view.base is not None and place.held > view.base
         if isinstance(effect, Meet) and newer and view.generation == place.generation:
@@ -133,8 +130,8 @@ def test_a_view_is_entered_with_something_newer_than_its_base(monkeypatch: pytes
             return None
         return effect
 
-    honest = Place.formed
-    monkeypatch.setattr(Place, "formed", formed)
+    honest = MemberState.formed
+    monkeypatch.setattr(MemberState, "formed", formed)
     assert found(500, AWAY, first=165).startswith(("I1", "I5", "two lines", "mismatch", "liveness"))
 
 
@@ -155,7 +152,7 @@ def test_a_step_is_applied_that_not_all_gave_to(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_interrupted_update_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Place, "spoiled", lambda place: None)
+    monkeypatch.setattr(MemberState, "spoiled", lambda place: None)
     assert found(500, first=55).startswith(("I5", "I6"))
 
 
@@ -191,32 +188,34 @@ def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_did_not_see_the_second_word_complete_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Place, "prepare", lambda place, step: None)
+    monkeypatch.setattr(MemberState, "prepare", lambda place, step: None)
     assert found(1000, NODES, first=320).startswith(("I1", "I2", "two lines", "liveness"))
 
 
 def test_who_is_prepared_finishes_a_step_that_nobody_has_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is one of a generation that others are not prepared for."""
-    honest = Place.catch_up
+    honest = MemberState.catch_up
 
-    def catch_up(place: Place, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False) -> Take | None:
+    def catch_up(
+        place: MemberState, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False
+    ) -> Take | None:
         if place.prepared is not None and base.step == place.prepared.step:
             place.prepared = base
         return honest(place, generation, base, share, own=own)
 
-    monkeypatch.setattr(Place, "catch_up", catch_up)
+    monkeypatch.setattr(MemberState, "catch_up", catch_up)
     assert found(1000, NODES, first=295).startswith(("I1", "I5", "two lines"))
 
 
 def test_shares_are_dropped_as_soon_as_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all have taken theirs."""
-    honest = Place.took
+    honest = MemberState.took
 
-    def took(place: Place) -> Meet | None:
+    def took(place: MemberState) -> Meet | None:
         place.shares = ()
         return honest(place)
 
-    monkeypatch.setattr(Place, "took", took)
+    monkeypatch.setattr(MemberState, "took", took)
     assert found(3000, SPREAD).startswith(("I1", "I2", "I5", "liveness"))
 
 
@@ -243,7 +242,7 @@ def test_a_tag_counts_of_which_a_part_is_missing(monkeypatch: pytest.MonkeyPatch
 def test_who_holds_a_part_goes_on_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been let go meanwhile, and goes with its part of what came after."""
     may = property(lambda place: place.phase is Phase.MEETING and place.holds_base)
-    monkeypatch.setattr(Place, "may_go_on", may)
+    monkeypatch.setattr(MemberState, "may_go_on", may)
     assert found(4000, replace(SPREAD, away=True)).startswith(("I1", "I2", "I6"))
 
 

@@ -19,7 +19,9 @@ from paceline.elastic.training_loop import TrainingLoop
 from paceline.session import line_side
 from paceline.session.generations import Generations
 from paceline.session.mail import Letter, ViewCame
-from paceline_protocol import JobState, Stragglers, ViewStored, _lineage
+from paceline_protocol import _lineage
+from paceline_protocol._silence import Stragglers
+from paceline_protocol.coordinator import JobState, ViewStored
 from paceline_server.keeper import Keeper
 
 
@@ -69,7 +71,7 @@ def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_older_copy_of_the_coordinators_state_is_taken_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lineage.Line, "_show", lambda line, now, generation, failure_timeout: [])
+    monkeypatch.setattr(_lineage.Lineage, "see_generation", lambda line, now, generation, failure_timeout: [])
     assert found(400, replace(FORGETFUL, faults=(3, 7))).startswith(("refused", "mismatch"))
 
 

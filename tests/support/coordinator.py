@@ -16,20 +16,17 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from paceline_protocol import (
+from paceline_protocol import JobSettings, Process, Progress, Report
+from paceline_protocol.coordinator import (
     BarrierEntered,
     Effect,
     Event,
     FinishStored,
     Heard,
-    JobSettings,
     JobState,
     LeftJob,
     Membership,
-    Process,
-    Progress,
     Registered,
-    Report,
     Reported,
     Resumed,
     StoreFinished,

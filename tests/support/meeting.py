@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline_protocol import Ending, JobSettings, JobState, Meet, Process, Seat, Session, Standing, Tag, View
+from paceline_protocol import Ending, JobSettings, Meet, Process, Seat, Tag, View
+from paceline_protocol.coordinator import JobState, Session, Standing
 
 __all__ = ["BASE", "SILENT", "SURE", "job", "names"]
 

@@ -12,27 +12,21 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_protocol import (
+from paceline_protocol import JobSettings, Meet, Process, Report, Seat, Tag, View
+from paceline_protocol.coordinator import (
     Effect,
     Event,
     ExitReported,
-    JobSettings,
     JobState,
-    Meet,
     Membership,
     MetOthers,
-    Process,
     PushCatchUp,
     PushView,
-    Report,
     Reported,
-    Seat,
     Session,
     Standing,
     StoreView,
-    Tag,
     Ticked,
-    View,
     ViewStored,
 )
 from paceline_server.pages import ViewPages

@@ -28,7 +28,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.nowhere import NoMesh
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline.session.identity import process_identity
 from paceline_protocol import Share
 

@@ -13,7 +13,7 @@ from paceline.elastic.state import TrainState
 from paceline.group import Group
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 

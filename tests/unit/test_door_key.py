@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from paceline import door_key
-from paceline.door_key import WINDOW, DoorKey
+from paceline import _door_key as door_key
+from paceline._door_key import WINDOW, DoorKey
 from pacelinepb.v1 import peer_pb2
 
 SECRET = bytes(range(32))

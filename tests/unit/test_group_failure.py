@@ -42,7 +42,7 @@ def outcomes(world: int, fn: Any, tamper: Any = None, at: int = 0, segment: int 
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    with mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", segment):
+    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", segment):
         for thread in threads:
             thread.start()
         for thread in threads:

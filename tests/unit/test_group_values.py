@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives.choose import choose, only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
 from paceline.group import Group
@@ -36,7 +36,7 @@ NUMPY = {
 @contextmanager
 def segments_of(nbytes: Any) -> Any:
     """Small segments, so that small arrays are cut as large ones are."""
-    with mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", nbytes):
+    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", nbytes):
         yield
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from paceline.arrays import Array, address_of, as_bytes, copy_bytes, from_bytes
+from paceline.arrays import Array, as_bytes, copy_bytes, from_bytes
 from paceline.collectives import blame
 from paceline.collectives.arithmetic import Arithmetic
+from paceline.collectives.choose import nodes_of
 from paceline.collectives.exchange import Disagreement, Exchange, History
-from paceline.collectives.nodes import nodes_of
 from paceline.collectives.program import Area, Do, Move, Program
 from paceline.errors import PacelineError
 from paceline.links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh
@@ -117,7 +116,6 @@ class Engine:
         areas, out_bytes = (base, out, scratch), as_bytes(out)
         base_bytes = out_bytes if base is out else as_bytes(base)
         data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
-        addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}
         self._program = program
@@ -125,20 +123,13 @@ class Engine:
             self._at = move
             do, peer, part, n, own_area, own_lo, to_area, to_lo = move
             if do is Do.SEND:
-                lend, address = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH, 0
+                lend = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH
                 if scale and own_area is Area.BASE:
                     assert arithmetic is not None
                     payload = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n]))
                 else:
                     payload = data[own_area][own_lo * size : (own_lo + n) * size]
-                    if lend:
-                        start = addresses[own_area]
-                        if start is None:
-                            start = addresses[own_area] = address_of(data[own_area])
-                            if base is out:
-                                addresses = [start, start]
-                        address = start + own_lo * size
-                exchange.send(peer, self._frame(call, part, payload, address), deadline, lend=lend)
+                exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
                 continue
             place = data[to_area][to_lo * size : (to_lo + n) * size] if do is Do.STORE else None
             if first is None:
@@ -187,7 +178,7 @@ class Engine:
             self._at = move
             if move.do is Do.SEND:
                 if move.part or not exchange.mark(move.peer, call.operation, deadline):
-                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING, 0), deadline)
+                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING), deadline)
                 continue
             found = exchange.recv(move.peer, deadline) if move.part else exchange.await_mark(move.peer, deadline)
             if found != call.operation:
@@ -199,10 +190,10 @@ class Engine:
         signature = self.sign("barrier").encode()
         return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
-    def _frame(self, call: Call, part: int, payload: memoryview, address: int) -> Frame:
+    def _frame(self, call: Call, part: int, payload: memoryview) -> Frame:
         signature = b"" if part else call.signature
         part += call.phase * PHASE
-        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload, address)
+        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
 
     def _check(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> None:
         """Believes a frame that is the one due, and no other (I4)."""
@@ -218,7 +209,7 @@ class Engine:
     def _settle(self, deadline: float) -> None:
         """Returns when nobody reads this rank's arrays any more."""
         for peer in sorted(self._exchange.lent):
-            self._at = _moving(Do.SEND, peer, _SETTLING)
+            self._at = _wait_for(Do.SEND, peer, _SETTLING)
             self._exchange.settle(peer, deadline)
 
     def sign(
@@ -240,7 +231,7 @@ class Engine:
             peer: who sends it.
             asked: kind and detail, which must agree.
         """
-        self._at = _moving(Do.STORE, peer, 0)
+        self._at = _wait_for(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)
         if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
             self._refuse(call, peer, 0, len(frame.payload), frame)
@@ -349,7 +340,6 @@ class Engine:
         raise self.mesh.fault.error() from None
 
 
-@lru_cache(maxsize=1024)
-def _moving(do: Do, peer: int, part: int) -> Move:
-    """What is being done, as blame needs it."""
+def _wait_for(do: Do, peer: int, part: int) -> Move:
+    """A move that no program has, so that a failure says what this member waited for."""
     return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

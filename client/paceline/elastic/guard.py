@@ -13,7 +13,7 @@ from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.errors import DivergenceError, StepOrderError
-from paceline_protocol import Place
+from paceline_protocol import MemberState
 
 __all__ = ["StateGuard"]
 
@@ -41,7 +41,7 @@ class StateGuard:
         self,
         coordinator: JobCoordinator,
         state: TrainState,
-        place: Place,
+        place: MemberState,
         saver: Saver,
         recovery: StateRecovery,
         blocks: FinishedBlocks,

@@ -9,18 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
+from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
 from paceline._allocator import keep_frame_memory
 from paceline._fork import check_process
 from paceline._interrupt import quiet_interrupt
 from paceline._loop import loop_thread
-from paceline.collectives.choose import RULES, Rules
-from paceline.collectives.tuning import load_rules
+from paceline.collectives.choose import RULES, Rules, load_rules
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.elastic.session import CoordinatedSession, Session, SoloSession
 from paceline.elastic.torchrun_world import join_torchruns_world
 from paceline.errors import InvalidRank, InvalidWorldSize
-from paceline.session.address import DEFAULT_PORT, Endpoint, parse_endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
 

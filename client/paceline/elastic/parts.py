@@ -33,10 +33,10 @@ from paceline.elastic.foreign import (
     view,
 )
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.parallel.fsdp import FSDP
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.resharding import Holding
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._holdings import Holding
+from paceline.parallel.sharding._sharded_model import ShardedModel
 
 __all__ = ["as_trained", "check_fit", "opaque", "StatePart", "part_of", "trains", "write_in_place"]
 
@@ -146,12 +146,8 @@ class _Model(StatePart):
         return {path: p for path, p in self.parameters().items() if _is_spread(p)}
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
-        if isinstance(self._model, FSDP):
-            self._model._expire()
-            for unit in self._model._tree():
-                if unit.is_fresh and any(array is not None for array in arrays.values()):
-                    for flat in unit.flats:
-                        flat.given = True
+        if isinstance(self._model, ShardedModel):
+            self._model.will_load(values=any(array is not None for array in arrays.values()))
         super().write(held, arrays)
 
     def parameters(self) -> dict[str, Any]:
@@ -369,7 +365,7 @@ def part_of(name: str, thing: Any) -> StatePart:
 def _is_spread(parameter: Any) -> bool:
     """True if the parameter, or the piece that is trained in its place, belongs to a wrapper that shards."""
     owner = getattr(parameter, "_owner", None)
-    return isinstance(owner, FSDP) and owner.spreads
+    return isinstance(owner, ShardedModel) and owner.spreads
 
 
 def _values(leaf: Leaf) -> NDArray[Any]:

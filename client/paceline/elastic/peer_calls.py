@@ -18,6 +18,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from paceline._grpc import aio, grpc
+from paceline._rpc import CHANNEL_OPTIONS, call_options, error_from_status
 from paceline.credentials import Credentials
 from paceline.elastic.offer import Content, Description
 from paceline.elastic.parcel import borrow, unpack
@@ -28,7 +29,6 @@ from paceline.links.grpc_knock import Knocker, knock
 from paceline.links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
 from paceline.links.shm.segment import Attached, SegmentError
 from paceline.session.identity import process_identity
-from paceline.session.wire import CHANNEL_OPTIONS, call_options, error_from_status
 from paceline_protocol import Share, Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub

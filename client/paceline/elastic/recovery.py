@@ -26,8 +26,8 @@ from paceline.errors import (
     UnsupportedOp,
 )
 from paceline.links.fault import Suspicion
-from paceline.parallel.parameter import Parameter
-from paceline_protocol import Meet, Place, Share, Tag, Take
+from paceline.parallel._parameter import Parameter
+from paceline_protocol import Meet, MemberState, Share, Tag, Take
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["StateRecovery"]
@@ -68,7 +68,7 @@ class StateRecovery:
         read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
     """
 
-    def __init__(self, coordinator: JobCoordinator, place: Place, state: TrainState, saver: Saver) -> None:
+    def __init__(self, coordinator: JobCoordinator, place: MemberState, state: TrainState, saver: Saver) -> None:
         self._coordinator = coordinator
         self._place = place
         self._state = state

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from paceline.checkpoint.pieces import Shard
 from paceline.elastic.parts import StatePart
 from paceline.errors import UnsupportedOp
-from paceline.parallel.fsdp import FSDP
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.resharding import Holding, Move, holding, places_of
-from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._holdings import Holding, Move, holding, places_of
+from paceline.parallel.sharding._placement import ShardingStrategy
+from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline_protocol import Share
 
 __all__ = ["ShardedState"]
@@ -31,7 +31,7 @@ class ShardedState:
     def __init__(self, parts: Mapping[str, StatePart], things: Mapping[str, Any]) -> None:
         self._parts = parts
         self._things = things
-        self._models = [thing for thing in things.values() if isinstance(thing, FSDP)]
+        self._models = [thing for thing in things.values() if isinstance(thing, ShardedModel)]
         self._optimizers = [thing for thing in things.values() if isinstance(thing, OptimizerState)]
 
     @property
@@ -43,8 +43,8 @@ class ShardedState:
                 joins later could not know.
         """
         sizes: set[int] = set()
-        for part in (part for model in self._models for part in model._parts() if part.spreads):
-            size = part._intra_node_size
+        for part in (part for model in self._models for part in model.parts() if part.spreads):
+            size = part.intra_node_size
             hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
             if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
                 raise UnsupportedOp(
@@ -60,8 +60,8 @@ class ShardedState:
 
     @property
     def agreed(self) -> list[int]:
-        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.agreed`."""
-        return [unit.agreed for model in self._models for unit in model._tree()]
+        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.fingerprint`."""
+        return [unit.fingerprint for model in self._models for unit in model.units()]
 
     @property
     def share(self) -> Share:
@@ -129,4 +129,4 @@ class ShardedState:
 def _moves(parameter: Parameter) -> bool:
     """True if the parameter is sharded over several ranks, now or when others join."""
     owner = parameter._owner
-    return isinstance(owner, FSDP) and owner.group.size != 1
+    return isinstance(owner, ShardedModel) and owner.group.size != 1

@@ -22,8 +22,8 @@ from paceline.elastic.reshard_plan import ReshardPlan, fill
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.sharded_state import ShardedState
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.parallel.optimizer import standing_for
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._optimizer_state import standing_for
+from paceline.parallel._parameter import Parameter
 from paceline_protocol import WHOLE, Share
 
 __all__ = ["Gate", "TrainState"]

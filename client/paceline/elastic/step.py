@@ -23,9 +23,9 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
 from paceline.work import Work
-from paceline_protocol import Flag, agrees, flags_of
+from paceline_protocol import StepFlag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["BETWEEN_STEPS", "PendingStepWord", "Step", "StepRunner"]
@@ -116,7 +116,7 @@ class Step:
         self.applied = False
         self.rank, self.world = group.rank, group.size
         self.generation = group.generation
-        self.flags = Flag(0)
+        self.flags = StepFlag(0)
         self.cause: BaseException | None = None
         self.spoiled = False
         self.entered = self.left = False

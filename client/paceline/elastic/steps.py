@@ -19,7 +19,7 @@ from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
 from paceline.elastic.training_loop import TrainingLoop
 from paceline.errors import StepOrderError
-from paceline_protocol import Place, Tag
+from paceline_protocol import MemberState, Tag
 
 __all__ = ["make_loop", "run_steps"]
 
@@ -65,7 +65,13 @@ def make_loop(
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
     return TrainingLoop(
-        coordinator, state, total, seed, manifest, saver, Place(held, state.node_size, state.shares(), stored=stored)
+        coordinator,
+        state,
+        total,
+        seed,
+        manifest,
+        saver,
+        MemberState(held, state.node_size, state.shares(), stored=stored),
     )
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from paceline._address import Endpoint, knock, parse_endpoint
 from paceline._loop import loop_thread
 from paceline.elastic.session import CoordinatedSession, Session
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidWorldSize, OrphanedError
-from paceline.session.address import Endpoint, knock, parse_endpoint
 
 __all__ = ["join_rank_0", "join_torchruns_world", "next_world"]
 
@@ -40,11 +40,11 @@ _KNOCK_S = 1.5
 """Seconds to knock at an address: 1 s for an answer, the rest to resolve the name."""
 
 _worlds = 0
-"""The worlds that this process has been in."""
+"""The worlds that this process has joined."""
 
 
 def next_world() -> int:
-    """Counts another world that all ranks enter, and returns its number, from 1."""
+    """Counts another world that all ranks join; returns its number, from 1."""
     global _worlds
     _worlds += 1
     return _worlds
@@ -100,12 +100,12 @@ def join_rank_0(
     is knocked at again instead.
 
     Args:
-        join: `paceline.join` without the coordinator's address.
-        store: torch's, in which rank 0 sets the address.
-        rank: of this process.
-        seconds: to wait for a rank 0 that does not answer, or that torchrun starts again.
-        number: of `next_world`.
-        cleanup: at its end rank 0's coordinator ends.
+        join: `paceline.join` with all arguments but the coordinator's address.
+        store: torch's store, in which rank 0 gives the address.
+        rank: this process's rank.
+        seconds: how long to wait for a rank 0 that does not answer, or that torchrun starts again.
+        number: the world's number, from `next_world`.
+        cleanup: ends rank 0's coordinator.
     """
     join = functools.partial(join, coordinator_returns=False)
     key = _ADDRESS_KEY.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number)
@@ -145,5 +145,5 @@ def join_rank_0(
 
 
 def _is_silent(address: str) -> bool:
-    """Returns True if an address neither answers nor refuses: its host is off, out of reach, or slow."""
+    """True if an address neither answers nor refuses: its host is off, out of reach, or slow."""
     return loop_thread().run(knock(parse_endpoint(address), _KNOCK_S)) is None

@@ -30,7 +30,7 @@ from paceline.elastic.waiting import MeetingWait, await_finish
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
 from paceline.session import mail as letters
-from paceline_protocol import WHOLE, Flag, Meet, Phase, Place, Tag, Take, ViewNews, word
+from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["TrainingLoop"]
@@ -67,7 +67,7 @@ class TrainingLoop:
         seed: int,
         manifest: bytes,
         saver: Saver,
-        place: Place,
+        place: MemberState,
     ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
@@ -104,7 +104,7 @@ class TrainingLoop:
         if mesh.peers:
             if self._coordinator.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
-            self._do(self._place.formed(ViewNews(mesh.generation, mesh.rank, None, frozenset())))
+            self._do(self._place.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._meeting_wait.as_candidate()
 
@@ -148,11 +148,13 @@ class TrainingLoop:
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
-            errand = PendingStepWord(group, word(self._flags(), number, digest), number, with_gradients=with_gradients)
+            errand = PendingStepWord(
+                group, step_word(self._flags(), number, digest), number, with_gradients=with_gradients
+            )
         except PacelineError as error:
             self._failed(error)
             return None
-        step = self.guard.step = Step(number, attempt, group, self._state, self.guard, errand, digest, self._seed)
+        step = self.guard.step = Step(number, attempt, group, self._state, self.guard, pending, digest, self._seed)
         group.bar(BETWEEN_STEPS)
         return step
 
@@ -172,10 +174,10 @@ class TrainingLoop:
             # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
-            self._saver.heard(writing=bool(step.flags & Flag.WRITES))
+            self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
         if not step.applied:
             self._failed(step.cause, meet=not over)
-        elif step.flags & (Flag.JOIN | Flag.LEAVE) and not over:
+        elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
             self._place.leaving = bool(self._coordinator.mail.draining)
             self._say(self._place.meet())
@@ -184,7 +186,7 @@ class TrainingLoop:
         """Commits the last step by a closing word, and ends the job."""
         group = self._coordinator.group
         try:
-            group.all_reduce(np.array(word(Flag(0), 0, 0)), label="closing")
+            group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._place.held, self._state, group)
         except CheckpointFailed:
@@ -284,7 +286,7 @@ class TrainingLoop:
         if view.generation <= self._place.generation:
             return
         world = len(view.mesh.peers) if view.mesh is not None else 0
-        order = self._place.formed(ViewNews(view.generation, view.rank, view.base, view.newcomers, world or 1))
+        order = self._place.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
         if view.mesh is None:
             self._say(self._place.meet())
             return
@@ -379,16 +381,16 @@ class TrainingLoop:
 
     # Around a step ----------------------------------------------------------------------------------------------------
 
-    def _flags(self) -> Flag:
-        mail, flags = self._coordinator.mail, Flag.WRITES if self._saver.is_writing else Flag(0)
+    def _flags(self) -> StepFlag:
+        mail, flags = self._coordinator.mail, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
         if not mail.connected:
             return flags
         if (
             mail.summoned == self._place.generation or self._meeting_wait.went_on
         ):  # again for a meeting that did not happen
-            flags |= Flag.JOIN
+            flags |= StepFlag.JOIN
         if mail.draining:
-            flags |= Flag.LEAVE
+            flags |= StepFlag.LEAVE
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:

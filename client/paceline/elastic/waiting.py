@@ -18,7 +18,7 @@ from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.session.mail import JobDone, Letter, Lost, News
-from paceline_protocol import Meet, Phase, Place
+from paceline_protocol import Meet, MemberState, Phase
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["await_finish", "ReachTests", "MeetingWait"]
@@ -45,7 +45,7 @@ class MeetingWait:
         went_on: True if such a meeting did not take place, so that it is still to be held.
     """
 
-    def __init__(self, coordinator: JobCoordinator, place: Place, say: Callable[[Meet], None]) -> None:
+    def __init__(self, coordinator: JobCoordinator, place: MemberState, say: Callable[[Meet], None]) -> None:
         self.planned = self.went_on = False
         self._coordinator = coordinator
         self._place = place

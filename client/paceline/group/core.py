@@ -1,10 +1,12 @@
-"""What all calls of a group have in common: who its members are, when a call is refused, and how it is issued."""
+"""What all calls of a group have in common: its members, what binds it to one generation, and how a call is issued."""
 
 from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Literal, TypeVar, overload
 
@@ -13,33 +15,82 @@ import numpy.typing as npt
 
 from paceline.arrays import Array
 from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.engine import Call
+from paceline.collectives.engine import Call, Engine
+from paceline.collectives.mailbox import Mailbox
 from paceline.collectives.passenger import Passenger
-from paceline.collectives.tasks.task import Chooser, Task, barrier_task
+from paceline.collectives.tasks import Chooser, Task, barrier_task
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
-from paceline.group.binding import Binding
 from paceline.links.base import Mesh, Peer
 from paceline.recorder import FlightRecorder
-from paceline.work import Progress, Work
+from paceline.work import Lane, Progress, Work
 
-__all__ = ["GroupCore", "labelled"]
+__all__ = ["Binding", "GroupCore", "labelled"]
+
+
+class Binding:
+    """A group in one generation.
+
+    Args:
+        mesh: this member's links to the group's members.
+        name: the group's name; "" for the whole view.
+        label: what its members must agree on, for signatures.
+        recorder: remembers operations.
+
+    Attributes:
+        mesh: as given.
+        name: as given.
+        engine: runs collectives.
+        lane: keeps their order.
+        stale: True once the group has gone on without it.
+        parts: how many parts have been made, by name.
+    """
+
+    def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder) -> None:
+        self.mesh = mesh
+        self.name = name
+        self.engine = Engine(mesh, partial(recorder.find, mesh.generation, name), label)
+        self.lane = Lane(self.engine.abort, exclusive=mesh.size > 1)
+        self.stale = False
+        self.parts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._mailbox: Mailbox | None = None
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Messages between the members, made when first used."""
+        with self._lock:
+            if self._mailbox is None:
+                self._mailbox = Mailbox(self.mesh)
+            return self._mailbox
+
+    def end_lane(self, deadline: float) -> None:
+        """Ends what is under way; the links are the caller's to close. Idempotent."""
+        self.lane.close(deadline)
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+    def abandon(self) -> None:
+        """The group goes on without this; its links end with its mesh."""
+        self.stale = True
+        self.end_lane(monotonic())
+
 
 T = TypeVar("T")
 
 _LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
 
 
-class LineMarks:
-    """What the owner of a group has said of its members' training; shared by all its parts.
+class _OwnerState:
+    """What the owner of a group (the session, the loop over steps) has set; all parts of the group share it.
 
     Attributes:
-        barred: why no collective may be called now, empty if it may.
-        vouched: the last generation of which it is known that all members hold the same state.
-        passenger: numbers that wait for a bucket of gradients to ride in.
-        boarded: the last generation in which somebody asked for a passenger.
+        barred: why no collective may be called now; empty if it may.
+        vouched: the last generation whose members are all known to hold the same state.
+        passenger: numbers that wait to travel in the next bucket of gradients.
+        boarded: the last generation in which a reducer asked for a passenger.
         most: members that another generation may have at most; None if all have as many as this one.
-        share: what this member's gradients count beside the others', unless somebody says otherwise.
+        share: weight of this member's gradients relative to the others'.
     """
 
     def __init__(self) -> None:
@@ -71,7 +122,7 @@ class GroupCore:
         self._lock = threading.Lock()
         self.recorder = recorder if recorder is not None else FlightRecorder()
         self.on_abort: Callable[[BaseException], None] | None = None
-        self._line = LineMarks()
+        self._owner = _OwnerState()
         self._bound = Binding(mesh, name, label, self.recorder)
 
     @property
@@ -112,64 +163,64 @@ class GroupCore:
     @property
     def vouched(self) -> bool:
         """True if all members are known to hold the same state (`session.steps` has seen to it)."""
-        return self._line.vouched == self.generation
+        return self._owner.vouched == self.generation
 
     def vouch(self) -> None:
         """All members of this generation hold the same state: for whoever owns the group."""
-        self._line.vouched = self.generation
+        self._owner.vouched = self.generation
 
     @property
     def is_elastic(self) -> bool:
         """True if the job lets members come and go: another generation may have more or fewer."""
-        return self._line.most is not None
+        return self._owner.most is not None
 
     @property
     def most_members(self) -> int:
         """So many members any generation has at most."""
-        return self.size if self._line.most is None else self._line.most
+        return self.size if self._owner.most is None else self._owner.most
 
     def make_elastic(self, most: int) -> None:
         """The job lets members come and go, up to so many: for whoever owns the group."""
-        self._line.most = most
+        self._owner.most = most
 
     def take_along(self, passenger: Passenger) -> None:
         """Has numbers ride in the next bucket of gradients: for whoever owns the group, on all ranks alike."""
-        self._line.passenger = passenger
+        self._owner.passenger = passenger
 
     def leave_behind(self, passenger: Passenger) -> bool:
         """They are not to ride any more; False if they are on their way, or were."""
-        waits = self._line.passenger is passenger
-        self._line.passenger = None
+        waits = self._owner.passenger is passenger
+        self._owner.passenger = None
         return waits
 
     @property
     def boarding(self) -> bool:
         """True if somebody has asked for a passenger in this generation."""
-        return self._line.boarded == self.generation
+        return self._owner.boarded == self.generation
 
     def board(self) -> Passenger | None:
         """The passenger that waits, if there is one; given out once."""
-        self._line.boarded = self.generation
-        passenger, self._line.passenger = self._line.passenger, None
+        self._owner.boarded = self.generation
+        passenger, self._owner.passenger = self._owner.passenger, None
         return passenger
 
     @property
     def share(self) -> float:
         """What this member's gradients count now beside the others': its share of a step's samples, else 1."""
-        return self._line.share
+        return self._owner.share
 
     def count(self, share: float) -> None:
         """From now on this member's gradients count so much: for whoever owns the group."""
-        self._line.share = share
+        self._owner.share = share
 
     def bar(self, reason: str) -> None:
         """Refuses every collective, on parts too, until called with an empty reason: for whoever owns the group."""
-        self._line.barred = reason
+        self._owner.barred = reason
 
     @property
     def barred(self) -> str:
         """Why no collective may be called now; empty if any may."""
-        return self._line.barred
+        return self._owner.barred
 
     def global_rank(self, rank: int) -> int:
         """The rank in the view of the member with this rank in the group.
@@ -234,8 +285,8 @@ class GroupCore:
         if bound.stale:
             text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
             raise StaleGeneration(text, generation=bound.mesh.generation)
-        if self._line.barred and calls:
-            raise StepOrderError(self._line.barred)
+        if self._owner.barred and calls:
+            raise StepOrderError(self._owner.barred)
         try:
             bound.mesh.fault.check()
         except PacelineError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from paceline.links.checksum import checksum
@@ -71,7 +71,6 @@ class Frame:
         part: number of the frame within (operation, sender, receiver), from 0.
         signature: the operation in words, in part 0 only.
         payload: elements as bytes. A sent payload is copied before `Link.send` returns.
-        address: where the payload lies in this process, if its sender knows; it does not travel.
     """
 
     kind: FrameKind
@@ -80,7 +79,6 @@ class Frame:
     part: int
     signature: bytes
     payload: bytes | memoryview
-    address: int = field(default=0, compare=False)
 
 
 def encode(frame: Frame) -> bytes:

@@ -14,15 +14,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from paceline import errors
+from paceline._address import is_refused, parse_endpoint
 from paceline._grpc import aio, grpc
+from paceline._rpc import backoff, duration, error_from_status, is_transient
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline.session.address import is_refused, parse_endpoint
 from paceline.session.channel import CoordinatorChannel
 from paceline.session.handshake import check_tls
 from paceline.session.listener import Listener
 from paceline.session.stream import SessionStream, open_stream
-from paceline.session.wire import backoff, duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 

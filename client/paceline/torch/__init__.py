@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:
+    from paceline.torch._local_training import DiLoCo, LocalSGD
     from paceline.torch.backend import ProcessGroup, Store
     from paceline.torch.data import ElasticDataLoader
     from paceline.torch.ddp import DDP
-    from paceline.torch.diloco import DiLoCo
     from paceline.torch.fsdp import FSDP
-    from paceline.torch.local_sgd import LocalSGD
     from paceline.torch.stream import ElasticStreamLoader
 
 __all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", "LocalSGD", "ProcessGroup", "Store"]
@@ -29,10 +28,10 @@ __all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", 
 _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
-    "DiLoCo": "paceline.torch.diloco",
+    "DiLoCo": "paceline.torch._local_training",
     "ElasticDataLoader": "paceline.torch.data",
     "ElasticStreamLoader": "paceline.torch.stream",
-    "LocalSGD": "paceline.torch.local_sgd",
+    "LocalSGD": "paceline.torch._local_training",
     "ProcessGroup": "paceline.torch.backend",
     "Store": "paceline.torch.backend",
 }

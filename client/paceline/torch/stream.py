@@ -22,7 +22,7 @@ from paceline.elastic.parts import StatePart, opaque
 from paceline.elastic.sampler import share_out
 from paceline.elastic.step import Step
 from paceline.errors import UnsupportedOp
-from paceline.torch.fetching import Fetcher, sow
+from paceline.torch._fetching import Fetcher, sow
 
 __all__ = ["ElasticStreamLoader"]
 

@@ -15,7 +15,7 @@ from paceline.checkpoint import Shard, ShardedSaver, load_sharded, save_sharded
 from paceline.checkpoint import sharded_saving as module
 from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.group import Group
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline.testing import run_ranks
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]

@@ -12,7 +12,7 @@ from paceline.cli.bench.jobs import COLLECTIVES, Job, plan
 from paceline.cli.bench.measure import paceline_recipe
 from paceline.cli.bench.peers import check_peer, mpirun_command, peer_recipe
 from paceline.cli.output import UsageError
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 
 runner = CliRunner()
 

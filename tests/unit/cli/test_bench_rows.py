@@ -10,8 +10,7 @@ from paceline.cli.bench.command import Table, link_name, tuned_rules
 from paceline.cli.bench.jobs import Job, Row, make_row
 from paceline.cli.bench.measure import Measured, Turn
 from paceline.cli.bench.plot import lines_of
-from paceline.collectives.choose import RULES, Rule, choose
-from paceline.collectives.tuning import dump_rules, parse_rules
+from paceline.collectives.choose import RULES, Rule, choose, dump_rules, parse_rules
 
 
 def row(collective: str, schedule: str | None, size: int, seconds: float, link: str = "shm") -> Row:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.messages import Assembler, Message, to_frames
+from paceline.collectives.mailbox import Assembler, Message, to_frames
 from paceline.collectives.program import SEGMENT_BYTES
 from paceline.links.frame import Frame, FrameKind
 

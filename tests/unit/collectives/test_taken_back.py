@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.arithmetic import arithmetic
+from paceline.collectives.arithmetic import arithmetic, reduction
 from paceline.collectives.engine import Call, Engine
-from paceline.collectives.ops import reduction
-from paceline.collectives.programs import all_reduce_program
+from paceline.collectives.program import all_reduce_program
 from paceline.errors import PacelineError
 from paceline.links.base import Link, LinkEnded, Peer, Purpose
 from paceline.links.fault import Fault

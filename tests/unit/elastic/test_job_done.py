@@ -12,7 +12,7 @@ from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.training_loop import TrainingLoop
 from paceline.errors import Dismissed, StepOrderError
-from paceline_protocol import Place, Tag
+from paceline_protocol import MemberState, Tag
 
 
 def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[TrainingLoop, list[int]]:
@@ -20,7 +20,7 @@ def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> t
 
     A former member (`generation` 0) has the peers of its last view, and a worker that was in none has none.
     """
-    state, place = TrainState(), Place(Tag(2, step - 1))
+    state, place = TrainState(), MemberState(Tag(2, step - 1))
     state.step = step
     port: Any = SimpleNamespace(job="job", group=SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers)))
     line = TrainingLoop(port, state, total, 0, b"", Saver(None, None), place)

@@ -17,7 +17,7 @@ from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.session.mail import CaughtOut, Tried, ViewCame
-from paceline_protocol import Meet, Phase, Place, Tag
+from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -47,7 +47,7 @@ class TwoPort(NullCoordinator):
 def line_that_holds(held: Tag) -> tuple[TwoPort, TrainingLoop, Any]:
     port = TwoPort()
     state = paceline.TrainState(notes={"seen": np.zeros(1)})
-    place = Place(held)
+    place = MemberState(held)
     return port, TrainingLoop(port, state, 9, 0, b"", Saver(None, None), place), place
 
 

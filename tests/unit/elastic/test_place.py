@@ -2,18 +2,18 @@
 
 import pytest
 
-from paceline_protocol import WHOLE, Meet, Phase, Place, Share, Tag, Take, ViewNews
+from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, Share, Tag, Take
 
 START = Tag(0, 0)
 
 
-def news(generation: int, base: Tag | None, *newcomers: int) -> ViewNews:
-    return ViewNews(generation, 0, base, frozenset(newcomers))
+def news(generation: int, base: Tag | None, *newcomers: int) -> MemberView:
+    return MemberView(generation, 0, base, frozenset(newcomers))
 
 
-def in_view(held: Tag = START, generation: int = 2) -> Place:
+def in_view(held: Tag = START, generation: int = 2) -> MemberState:
     """A member that may begin a step."""
-    place = Place(held)
+    place = MemberState(held)
     assert place.formed(news(generation, held)) is None
     return place
 
@@ -28,8 +28,8 @@ def in_view(held: Tag = START, generation: int = 2) -> Place:
         (Tag(2, 6), news(3, Tag(2, 5), 0), Take(Tag(2, 5))),  # a newcomer takes what the line holds
     ],
 )
-def test_a_view_forms(held: Tag, view: ViewNews, says: Meet | Take | None) -> None:
-    assert Place(held).formed(view) == says
+def test_a_view_forms(held: Tag, view: MemberView, says: Meet | Take | None) -> None:
+    assert MemberState(held).formed(view) == says
 
 
 def test_an_applied_step_gives_a_tag_and_an_undone_one_none() -> None:
@@ -51,13 +51,13 @@ def test_an_interrupted_update_holds_nothing_until_the_base_is_taken() -> None:
 
 
 def test_until_a_base_is_taken_what_was_held_is_held() -> None:
-    place = Place(Tag(1, 3))
+    place = MemberState(Tag(1, 3))
     place.formed(news(5, Tag(4, 9), 0))
     assert place.meet() == Meet(5, Tag(1, 3), False)
 
 
 def test_a_base_that_is_taken_for_a_view_lets_a_step_begin() -> None:
-    place = Place(START)
+    place = MemberState(START)
     place.formed(news(5, Tag(4, 9), 0))
     assert place.took() is None
     assert (place.phase, place.held, place.holds_base) == (Phase.READY, Tag(4, 9), True)
@@ -101,16 +101,18 @@ def test_who_is_cast_out_brings_what_it_holds_and_leads_nothing() -> None:
 FIRST, SECOND = Share(0, 2), Share(1, 2)
 
 
-def in_spread_view(rank: int = 0, world: int = 2, *kept: Share) -> Place:
+def in_spread_view(rank: int = 0, world: int = 2, *kept: Share) -> MemberState:
     """A member that may begin a step, and kept more than its share."""
-    place = Place(START, 0, (Share(rank, world), *kept))
-    assert place.formed(ViewNews(2, rank, START, frozenset(), world)) is None
+    place = MemberState(START, 0, (Share(rank, world), *kept))
+    assert place.formed(MemberView(2, rank, START, frozenset(), world)) is None
     return place
 
 
 def test_it_says_what_it_holds() -> None:
-    assert Place(START, 0, (FIRST, WHOLE)).meet() == Meet(0, START, False, node_size=0, shares=(FIRST, WHOLE))
-    assert Place(Tag(1, 2), 2, stored=True).meet() == Meet(0, Tag(1, 2), False, node_size=2, shares=(), stored=True)
+    assert MemberState(START, 0, (FIRST, WHOLE)).meet() == Meet(0, START, False, node_size=0, shares=(FIRST, WHOLE))
+    assert MemberState(Tag(1, 2), 2, stored=True).meet() == Meet(
+        0, Tag(1, 2), False, node_size=2, shares=(), stored=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ def test_it_says_what_it_holds() -> None:
     [((FIRST, WHOLE), 0, True), ((WHOLE, FIRST), 0, True), ((SECOND,), 0, False), ((SECOND,), 1, True)],
 )
 def test_a_view_is_entered_only_with_the_share_of_its_seat(shares: tuple[Share, ...], rank: int, enters: bool) -> None:
-    place = Place(START, 0, shares)
-    says = place.formed(ViewNews(2, rank, START, frozenset(), 2))
+    place = MemberState(START, 0, shares)
+    says = place.formed(MemberView(2, rank, START, frozenset(), 2))
     assert (says is None) == enters
     assert isinstance(says, Meet) != enters
     if enters:
@@ -128,11 +130,11 @@ def test_a_view_is_entered_only_with_the_share_of_its_seat(shares: tuple[Share, 
 
 
 def test_a_newcomer_has_its_share_before_the_view_forms() -> None:
-    place = Place(START, 0)
+    place = MemberState(START, 0)
     place.meet()
     assert place.catch_up(0, Tag(4, 9), SECOND) == Take(Tag(4, 9), SECOND)
     assert place.took() == Meet(0, Tag(4, 9), False, node_size=0, shares=(SECOND,))
-    assert place.formed(ViewNews(5, 1, Tag(4, 9), frozenset({1}), 2)) is None
+    assert place.formed(MemberView(5, 1, Tag(4, 9), frozenset({1}), 2)) is None
     assert place.holds_base
 
 
@@ -143,7 +145,7 @@ def test_a_share_is_taken_beside_what_is_held_until_all_have_begun() -> None:
     place.meet()
     assert place.catch_up(2, Tag(2, 1), Share(1, 3), own=True) == Take(Tag(2, 1), Share(1, 3), own=True)
     assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(Share(1, 3), FIRST))
-    place.formed(ViewNews(3, 1, Tag(2, 1), frozenset({2}), 3))
+    place.formed(MemberView(3, 1, Tag(2, 1), frozenset({2}), 3))
     assert place.shares == (Share(1, 3), FIRST)
     place.all_began()
     assert place.shares == (Share(1, 3),)
@@ -163,7 +165,7 @@ def test_a_take_that_fails_changes_nothing() -> None:
     assert place.meet() == Meet(2, START, True, node_size=0, shares=(FIRST,))
 
 
-def prepared() -> Place:
+def prepared() -> MemberState:
     """It has sent the second word of step 1, and not seen it complete."""
     place = in_spread_view()
     place.begin()
@@ -189,7 +191,7 @@ def test_who_is_prepared_for_another_step_than_the_base_undoes_it(base: Tag) -> 
 
 def test_a_view_from_the_old_state_ends_what_was_prepared() -> None:
     place = prepared()
-    assert place.formed(ViewNews(3, 0, START, frozenset(), 2)) is None
+    assert place.formed(MemberView(3, 0, START, frozenset(), 2)) is None
     assert place.prepared is None
 
 
@@ -219,8 +221,8 @@ def test_of_a_state_that_is_lost_nothing_is_brought() -> None:
 
 @pytest.mark.parametrize(("node_size", "may"), [(1, True), (0, False), (2, False)])
 def test_where_the_state_is_spread_no_generation_goes_on_without_its_meeting(node_size: int, may: bool) -> None:
-    place = Place(START, node_size, (Share(0, node_size or 2),))
-    place.formed(ViewNews(2, 0, START, frozenset(), 2))
+    place = MemberState(START, node_size, (Share(0, node_size or 2),))
+    place.formed(MemberView(2, 0, START, frozenset(), 2))
     place.begin()
     assert not place.may_go_on
     place.applied(1)

@@ -15,8 +15,8 @@ from paceline.elastic.step import PendingStepWord, Step
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
-from paceline_protocol import Flag, word
+from paceline.parallel._agreement import NewcomerDiffers
+from paceline_protocol import StepFlag, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
 
@@ -45,7 +45,7 @@ def groups() -> Iterator[list[Group]]:
 
 
 def step_of(group: Group, runner: StepRunner, digest: int = 5) -> Step:
-    errand = PendingStepWord(group, word(Flag(0), 1, digest), 1, with_gradients=False)
+    errand = PendingStepWord(group, step_word(StepFlag(0), 1, digest), 1, with_gradients=False)
     return Step(1, 1, group, TrainState(), runner, errand, digest, 0)  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ from paceline.elastic.peer_calls import get_manifest, take_state
 from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
-from paceline.links.grpc_refusal import refuse
+from paceline.links.grpc_methods import refuse
 from paceline_protocol import Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.flipping import Flipper

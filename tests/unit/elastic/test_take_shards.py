@@ -14,6 +14,7 @@ import pytest
 
 from paceline._grpc import grpc
 from paceline._loop import loop_thread
+from paceline._rpc import CHANNEL_OPTIONS
 from paceline.checkpoint.pieces import Shard
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic import parcel as parcels
@@ -29,7 +30,6 @@ from paceline.links.grpc_door import Door
 from paceline.links.shm.arena import arena
 from paceline.links.shm.segment import SegmentError
 from paceline.session.identity import process_identity
-from paceline.session.wire import CHANNEL_OPTIONS
 from paceline_protocol import WHOLE, Share, Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 

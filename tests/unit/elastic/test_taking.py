@@ -10,7 +10,7 @@ import pytest
 from paceline.elastic import recovery
 from paceline.elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, OrphanedError
-from paceline_protocol import Meet, Place, Share, Tag, ViewNews
+from paceline_protocol import Meet, MemberState, MemberView, Share, Tag
 
 NOBODY = LinkUnavailable("nobody gave it")
 FIRST = Share(0, 2)
@@ -31,8 +31,8 @@ class Scene:
         self.parameter = SimpleNamespace(requires_grad=True)  # and frozen in every other state
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
         monkeypatch.setattr(recovery, "time", clock)
-        self.place = Place(Tag(0, 0), 0, (FIRST,))
-        self.place.formed(ViewNews(2, 0, Tag(0, 0), frozenset(), 2))
+        self.place = MemberState(Tag(0, 0), 0, (FIRST,))
+        self.place.formed(MemberView(2, 0, Tag(0, 0), frozenset(), 2))
         plan = SimpleNamespace(wanted=["run"])
         offered = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
         config = SimpleNamespace(failure_timeout=3.0)
@@ -102,7 +102,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def prepare(scene: Scene, *, updated: bool = True) -> None:
-    scene.place.formed(ViewNews(3, 0, Tag(0, 0), frozenset(), 2))
+    scene.place.formed(MemberView(3, 0, Tag(0, 0), frozenset(), 2))
     scene.place.begin()
     scene.place.prepare(1)
     scene.taking.keep_gradients({"lr": 0.5}, updated=updated)

@@ -13,7 +13,7 @@ from paceline.elastic import waiting
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion
-from paceline_protocol import Meet, Phase, Place, Tag
+from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -30,7 +30,7 @@ def member(draining: str = "", generation: int = 1, said: list[Meet] | None = No
         group=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0))),
         config=Config(step_timeout=60.0, failure_timeout=3.0),
     )
-    place = Place(Tag(0, 0))
+    place = MemberState(Tag(0, 0))
     place.generation = generation
     return waiting.MeetingWait(port, place, ([] if said is None else said).append)
 

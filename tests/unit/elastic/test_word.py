@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from paceline.collectives.passenger import PASSENGER_SIZE
 from paceline.elastic.differences import _WINDOW_BYTES, partial_digest
-from paceline_protocol import WORD_SIZE, Flag, agrees, flags_of, word
+from paceline_protocol import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 
 digests = st.integers(0, 2**32 - 1)
-flags = st.integers(0, int(Flag.JOIN | Flag.LEAVE | Flag.WRITES)).map(Flag)
+flags = st.integers(0, int(StepFlag.JOIN | StepFlag.LEAVE | StepFlag.WRITES)).map(StepFlag)
 numbers = st.tuples(st.integers(1, 9), st.sampled_from([0, 1, 2**32 - 1]) | digests)
 
 
@@ -25,18 +25,20 @@ def total(words: list[Any], dtype: Any) -> Any:
 
 
 def test_there_is_room_for_it_in_a_bucket() -> None:
-    assert len(word(Flag.JOIN, 1, 2)) == WORD_SIZE
-    assert WORD_SIZE <= PASSENGER_SIZE
+    assert len(step_word(StepFlag.JOIN, 1, 2)) == STEP_WORD_SIZE
+    assert STEP_WORD_SIZE <= PASSENGER_SIZE
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @given(members=st.lists(st.tuples(flags, numbers), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=50)
-def test_sums_say_what_any_asked_and_whether_all_agree(dtype: Any, members: list[tuple[Flag, tuple[int, int]]]) -> None:
-    words = [word(asked, step, digest) for asked, (step, digest) in members]
-    assert all(len(each) == WORD_SIZE for each in words)
+def test_sums_say_what_any_asked_and_whether_all_agree(
+    dtype: Any, members: list[tuple[StepFlag, tuple[int, int]]]
+) -> None:
+    words = [step_word(asked, step, digest) for asked, (step, digest) in members]
+    assert all(len(each) == STEP_WORD_SIZE for each in words)
     sums = total(words, dtype)
-    everything = Flag(0)
+    everything = StepFlag(0)
     for asked, _ in members:
         everything |= asked
     assert flags_of(sums) == everything
@@ -47,15 +49,15 @@ def test_sums_say_what_any_asked_and_whether_all_agree(dtype: Any, members: list
 @given(step=st.integers(1, 10**9), digest=digests, world=st.sampled_from([1, 2, 3, 7, 64, 1000]))
 @settings(deadline=None, max_examples=50)
 def test_equal_words_agree(dtype: Any, step: int, digest: int, world: int) -> None:
-    sums = total([word(Flag(0), step, digest)] * world, dtype)
+    sums = total([step_word(StepFlag(0), step, digest)] * world, dtype)
     assert agrees(sums, world)
-    assert flags_of(sums) == Flag(0)
+    assert flags_of(sums) == StepFlag(0)
 
 
 @given(digest=digests, bit=st.integers(0, 31), world=st.sampled_from([2, 3, 100, 1000]))
 @settings(deadline=None, max_examples=50)
 def test_one_bit_of_one_of_many_is_seen(digest: int, bit: int, world: int) -> None:
-    words = [word(Flag(0), 5, digest)] * (world - 1) + [word(Flag(0), 5, digest ^ 1 << bit)]
+    words = [step_word(StepFlag(0), 5, digest)] * (world - 1) + [step_word(StepFlag(0), 5, digest ^ 1 << bit)]
     assert not agrees(total(words, np.float32), world)
 
 

@@ -17,7 +17,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.optim import Optimizer
 from paceline.parallel import DDP, Parameter
-from paceline.parallel.ranks import Ranks
+from paceline.parallel._ranks import Ranks
 
 Array = NDArray[Any]
 Weights = dict[str, Array]

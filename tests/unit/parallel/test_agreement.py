@@ -24,8 +24,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
 from paceline.parallel import DDP, FSDP, ShardingStrategy
-from paceline.parallel.agreement import NewcomerDiffers, agree
-from paceline.parallel.manifest import Manifest
+from paceline.parallel._agreement import Manifest, NewcomerDiffers, agree
 from paceline.testing import run_ranks
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each

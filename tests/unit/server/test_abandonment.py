@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_protocol import Abandonment, JobState, Tag
+from paceline_protocol import Tag
+from paceline_protocol.coordinator import Abandonment, JobState
 from support.coordinator import PureJob
 
 

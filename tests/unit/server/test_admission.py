@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline_protocol import EndSession, Standing
+from paceline_protocol.coordinator import EndSession, Standing
 from paceline_server.errors import InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
 from support.coordinator import PureJob
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline_protocol import FailBarrier, PassBarrier
+from paceline_protocol.coordinator import FailBarrier, PassBarrier
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_protocol import EndSession, Meet, MetOthers, PushDismissed, PushVerdict, Standing, Tag
+from paceline_protocol import Meet, Tag
+from paceline_protocol.coordinator import EndSession, MetOthers, PushDismissed, PushVerdict, Standing
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

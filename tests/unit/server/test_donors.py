@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from paceline_protocol import Donors, Meet, Session, Share
+from paceline_protocol import Meet, Share
+from paceline_protocol._orders import Donors
+from paceline_protocol.coordinator import Session
 from support.meeting import BASE, job
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from unit.server.test_storage import view
 
-from paceline_protocol import Event, FinishStored, StoreFailed, StoreFinished, StoreView, ViewStored
+from paceline_protocol.coordinator import Event, FinishStored, StoreFailed, StoreFinished, StoreView, ViewStored
 from paceline_server.keeper import Keeper
 from paceline_server.storage.base import Change, FinishedStored, ViewFormed
 from support.coordinator import run

@@ -2,21 +2,8 @@
 
 from unit.server.test_meeting import elastic
 
-from paceline_protocol import (
-    Ending,
-    Heard,
-    JobSettings,
-    Process,
-    Progress,
-    PushVerdict,
-    Seat,
-    Standing,
-    StoreVerdict,
-    StoreView,
-    Verdict,
-    View,
-    restore,
-)
+from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Verdict, View
+from paceline_protocol.coordinator import Heard, PushVerdict, Standing, StoreVerdict, StoreView, restore
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from unit.server.test_meeting import elastic
 
-from paceline_protocol import (
+from paceline_protocol import Meet, Process, Progress, Tag
+from paceline_protocol._meeting import what_is_lost
+from paceline_protocol.coordinator import (
     AddressRefused,
     ExitReported,
     FinishedLine,
@@ -13,10 +15,7 @@ from paceline_protocol import (
     ForgetView,
     Heard,
     JobState,
-    Meet,
     MetOthers,
-    Process,
-    Progress,
     PushDismissed,
     PushFinished,
     PushSummons,
@@ -24,10 +23,8 @@ from paceline_protocol import (
     PushView,
     StoreFinished,
     StoreReached,
-    Tag,
     ViewStored,
     restore,
-    what_is_lost,
 )
 from support.coordinator import PureJob
 

@@ -4,24 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_protocol import (
-    Ending,
+from paceline_protocol import Ending, Meet, Process, Report, Tag
+from paceline_protocol._meeting import convene
+from paceline_protocol.coordinator import (
     ExitReported,
     ForgetView,
-    Meet,
     MetOthers,
-    Process,
     PushCatchUp,
     PushDismissed,
     PushFinished,
     PushVerdict,
     PushView,
-    Report,
     Reported,
     Standing,
     StoreView,
-    Tag,
-    convene,
 )
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob

@@ -2,13 +2,12 @@
 
 import pytest
 
-from paceline_protocol import (
+from paceline_protocol import Ending, Process
+from paceline_protocol.coordinator import (
     DrainAsked,
-    Ending,
     EndSession,
     ExitReported,
     ForgetView,
-    Process,
     PushDrain,
     PushVerdict,
     PushView,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_protocol import (
+from paceline_protocol import Meet, Process, Tag
+from paceline_protocol.coordinator import (
     EndSession,
     ExitReported,
     ForgetView,
     JobState,
-    Meet,
     MetOthers,
-    Process,
     PushView,
     StoreView,
-    Tag,
     restore,
 )
 from support.coordinator import PureJob

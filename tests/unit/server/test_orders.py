@@ -6,17 +6,8 @@ from dataclasses import replace
 
 from unit.server.test_meeting import elastic
 
-from paceline_protocol import (
-    ExitReported,
-    Meet,
-    MetOthers,
-    Process,
-    PushCatchUp,
-    PushMissing,
-    PushRunning,
-    Registered,
-    Tag,
-)
+from paceline_protocol import Meet, Process, Tag
+from paceline_protocol.coordinator import ExitReported, MetOthers, PushCatchUp, PushMissing, PushRunning, Registered
 from support.coordinator import PureJob
 
 HERE = Process("host-x", 1, "boot", 77, 4026)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline_protocol import PushView, PushWaiting, StoreView
+from paceline_protocol.coordinator import PushView, PushWaiting, StoreView
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 

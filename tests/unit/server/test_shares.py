@@ -2,8 +2,11 @@
 
 import pytest
 
-from paceline_protocol import JobSettings, Meet, Process, Session, Share, Tag, lacking, seated, share_of
+from paceline_protocol import JobSettings, Meet, Process, Share, Tag, share_of
 from paceline_protocol import share_of as share_of_member
+from paceline_protocol._seating import seated
+from paceline_protocol._values import lacking
+from paceline_protocol.coordinator import Session
 
 BASE = Tag(6, 4)
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from paceline_protocol import Process, Wakefulness
+from paceline_protocol import Process
+from paceline_protocol.coordinator import Wakefulness
 from paceline_server import errors, wire
 from paceline_server.errors import BadRequest, LimitMet, Refused, VersionMismatch
 from paceline_server.settings import ServerSettings

@@ -4,24 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_protocol import (
+from paceline_protocol import Meet, Process, Share, Tag, Verdict
+from paceline_protocol._meeting import Meeting, convene
+from paceline_protocol._orders import Orders
+from paceline_protocol._policy import decide
+from paceline_protocol.coordinator import (
     ExitReported,
     JobState,
-    Meet,
-    Meeting,
     MetOthers,
-    Orders,
-    Process,
     PushCatchUp,
     PushDismissed,
     PushStateLost,
     Session,
-    Share,
     Standing,
-    Tag,
-    Verdict,
-    convene,
-    decide,
 )
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob

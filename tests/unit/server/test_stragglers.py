@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from unit.server.test_meeting import elastic
 
-from paceline_protocol import (
+from paceline_protocol import Meet, Process, Tag
+from paceline_protocol.coordinator import (
     EndSession,
     ExitReported,
     FinishedLine,
-    Meet,
     MetOthers,
-    Process,
     PushCatchUp,
     PushView,
-    Tag,
     Ticked,
 )
 from pacelinepb.v1.errors_pb2 import ErrorReason

@@ -6,19 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_protocol import (
-    Case,
-    JobSettings,
-    Process,
-    Progress,
-    Report,
-    Seat,
-    View,
-    cover,
-    describe_exit,
-    has_second_witness,
-    judge,
-)
+from paceline_protocol import JobSettings, Process, Progress, Report, Seat, View
+from paceline_protocol._verdict import Case, cover, describe_exit, has_second_witness, judge
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST

@@ -34,8 +34,7 @@ from paceline.cli.bench.measure import (
 from paceline.cli.bench.peers import check_peer, peer_recipe
 from paceline.cli.bench.plot import check_plot, lines_of, plot
 from paceline.cli.output import UsageError, print_json, say
-from paceline.collectives.choose import RULES, Rule, Rules, format_rules
-from paceline.collectives.tuning import dump_rules
+from paceline.collectives.choose import RULES, Rule, Rules, dump_rules, format_rules
 
 __all__ = ["Asked", "Table", "link_name", "run_bench", "tuned_rules"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.arrays import Array
 from paceline.collectives.choose import only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 
 __all__ = [
     "ALL",

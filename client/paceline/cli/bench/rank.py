@@ -29,9 +29,8 @@ import numpy as np
 import paceline
 from paceline.arrays import Array
 from paceline.cli.bench.jobs import ELEMENT_BYTES, ROOT, SEPARATE, check_result, given, result_parts
-from paceline.collectives.choose import choose, only
-from paceline.collectives.nodes import nodes_of
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.choose import choose, nodes_of, only
+from paceline.collectives.schedules import SCHEDULES
 from paceline.group import Group
 from paceline.links.base import Purpose
 from paceline.testing import run_ranks

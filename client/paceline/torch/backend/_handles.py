@@ -14,10 +14,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from paceline._address import Endpoint, parse_endpoint
 from paceline._exhausted import is_exhausted
 from paceline._fork import protect
-from paceline.session.address import Endpoint, parse_endpoint
-from paceline.session.lookup import look_up
+from paceline._lookup import look_up
 
 __all__ = ["Handle", "Presence", "PresenceWatcher"]
 

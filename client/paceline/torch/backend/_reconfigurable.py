@@ -21,6 +21,7 @@ from dataclasses import replace
 from torch._C import _distributed_c10d as c10d  # lacks ReconfigureOptions before torch 2.15
 from torch.distributed import distributed_c10d
 
+from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline._fork import protect
 from paceline._loop import loop_thread
 from paceline.config import Config
@@ -42,7 +43,6 @@ from paceline.errors import (
 from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline.session.membership import Membership
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from paceline.torch.backend._operation import Operation, raising_torch_errors, seconds_of
