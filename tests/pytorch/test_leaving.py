@@ -13,9 +13,10 @@ import pytest
 import torch.distributed as dist
 
 import paceline
+from paceline.elastic import torchrun_world
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
-from paceline.torch.backend import _creation
+from paceline.torch import backend
 from support.ports import free_port
 from support.processes import Worker
 from support.python_process import fresh
@@ -113,7 +114,7 @@ def test_a_run_that_destroys_no_group_ends_quietly() -> None:
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where nobody listens, in place of what rank 0 has written in torch's store."""
     monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
-    monkeypatch.setattr(_creation, "_default_groups", 0)
+    monkeypatch.setattr(torchrun_world, "_worlds", 0)
     return f"127.0.0.1:{free_port()}"
 
 
@@ -132,7 +133,7 @@ def test_an_address_where_nobody_listens_is_said_within_about_a_second(address: 
     store.set(KEY, address)
     began = time.monotonic()
     with pytest.raises(CoordinatorUnreachable, match=f"(?s)that rank 0 has: .* at {address} is gone.*refused"):
-        _creation.create(options(store))
+        backend.create(options(store))
     assert time.monotonic() - began < 1.0 + AT_ONCE_S
 
 
@@ -154,6 +155,6 @@ def test_an_address_of_a_life_before_is_replaced_by_rank_0_s(address: str) -> No
                 session.group.barrier()
 
         other = pool.submit(rank_0)
-        group = _creation.create(options(store))
+        group = backend.create(options(store))
         cleanup.callback(group.shutdown)
         other.result()

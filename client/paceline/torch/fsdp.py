@@ -17,11 +17,11 @@ from paceline.parallel._parameter import Parameter
 from paceline.parallel._ranks import ShardRanks
 from paceline.parallel.sharding._placement import ShardingStrategy
 from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._sharded_autograd import ShardedDriver
 from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
 from paceline.torch._sharded_tensors import Adapter, Call, Mirror, Piece, Wrapped, replaced
-from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.tensors import Tensor, array_of, tensor_of
+from paceline.torch._tensors import Tensor, array_of, tensor_of
 
 __all__ = ["FSDP"]
 

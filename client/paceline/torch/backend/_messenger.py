@@ -19,9 +19,9 @@ import torch.distributed as dist
 from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
 from paceline.group import Group
+from paceline.torch._compiling import never_traced
+from paceline.torch._tensors import elements_of, result_buffer
 from paceline.torch.backend._operation import Promise, as_torch_error, seconds_of
-from paceline.torch.compiling import never_traced
-from paceline.torch.tensors import elements_of, result_buffer
 
 __all__ = ["MessageWork", "Messenger", "only_tensor"]
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import OperationTimeout, PacelineError
-from paceline.torch.compiling import never_traced
+from paceline.torch._compiling import never_traced
 from paceline.work import Work
 
 __all__ = ["FutureThreads", "Operation", "Promise", "as_torch_error", "raising_torch_errors", "seconds_of"]

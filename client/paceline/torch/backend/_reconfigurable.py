@@ -44,11 +44,11 @@ from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.nowhere import NoMesh
 from paceline.session.membership import Membership
+from paceline.torch._compiling import never_traced
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from paceline.torch.backend._operation import Operation, raising_torch_errors, seconds_of
 from paceline.torch.backend._process_group import ProcessGroup, close_group
 from paceline.torch.backend._torch_store import unwrap_store
-from paceline.torch.compiling import never_traced
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
