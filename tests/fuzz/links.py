@@ -22,7 +22,8 @@ from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
-from paceline.links.grpc_kind import GrpcOutgoing, Outbox
+from paceline.links.grpc_kind import GrpcOutgoing
+from paceline.links.outbox import Outbox
 from paceline.links.registry import LinkKinds
 from paceline.links.shm import handover
 from paceline.links.shm.control_segment import (
