@@ -3,7 +3,7 @@
 Other guests of a machine slow down one side of a comparison more than the other. A hypervisor that moves two cores
 apart makes what one has read nine times slower to write for the other, for seconds at a time (1 MiB: 95 us, or 290): a
 median may be of one state for one side, and of the other for the other, while the fastest tenth is of one for both.
-What is asked, and what was measured, is in DESIGN.md, 14.
+What is asked, and what was measured, is in docs/performance.md.
 """
 
 from __future__ import annotations

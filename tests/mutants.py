@@ -71,9 +71,23 @@ MUTANTS = (
     Mutant(
         "what comes of a request is not counted",
         f"{SERVER}/services/paced.py",
-        "            call.take_message(len(message))\n",
-        "",
+        "call.take_message(len(message))",
+        "pass",
         ("security/test_budgets.py",),
+    ),
+    Mutant(
+        "a request that is refused half way keeps its room until it is read",
+        f"{SERVER}/services/paced.py",
+        "call.give_back()",
+        "pass",
+        ("security/test_budgets.py",),
+    ),
+    Mutant(
+        "candidates do not hear of the secret of the next line",
+        f"{SERVER}/dispatcher.py",
+        "self._push(member_id, renewed)",
+        "pass",
+        ("integration/test_coordinator_sessions.py",),
     ),
     Mutant(
         "a worker for whose call there is no room gives up",
@@ -159,7 +173,7 @@ MUTANTS = (
         "client/paceline/_door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
-        ("unit/links/test_door_key.py",),
+        ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",

@@ -3,7 +3,7 @@
 Addresses and member ids are no secrets: member lists, logs and `paceline status` show them. So each call to a member's
 door proves that its caller has the secret, by an HMAC over the request, which names the callee, and over a number that
 the caller never uses again. A door remembers which numbers it has seen from each caller (the anti-replay window of
-IPsec, RFC 4303, 3.4.3), so an overheard call cannot be repeated.
+IPsec, RFC 4303, 3.4.3), so an overheard call cannot be repeated. The secret is new in each line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """By what this process is known to others, and others to it: certificates for TLS, and a token for the coordinator.
 
-TLS is all or nothing (DESIGN.md 11.1): with an authority everything goes over TLS, to the coordinator, to the doors of
+TLS is all or nothing (decision 042): with an authority everything goes over TLS, to the coordinator, to the doors of
 members and at this worker's own door. The coordinator is checked by its host name, a member by the name MEMBER_NAME,
 whatever its address. The token is shown to the coordinator only.
 """

@@ -21,7 +21,7 @@ from paceline.parallel._parameter import HasParameters, Parameter, parameters_of
 
 __all__ = ["SGD", "Adam", "Optimizer"]
 
-State = dict[str, Any]
+_State = dict[str, Any]
 """The state of one parameter: arrays of the parameter's shape, and numbers."""
 
 
@@ -145,11 +145,11 @@ class Optimizer(OptimizerState):
                 )
 
     @abc.abstractmethod
-    def _fresh(self, parameter: Parameter) -> State:
+    def _fresh(self, parameter: Parameter) -> _State:
         """Returns a parameter's state before the first step."""
 
     @abc.abstractmethod
-    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: _State, scratch: NDArray[Any]) -> None:
         """Updates `data` and `state` in place; may write to `scratch`, but not to `grad`. All have one shape."""
 
 
@@ -185,10 +185,10 @@ class SGD(Optimizer):
             raise ValueError("nesterov needs a momentum above 0")
         super().__init__(module, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
-    def _fresh(self, parameter: Parameter) -> State:
+    def _fresh(self, parameter: Parameter) -> _State:
         return {"momentum": _zeros(parameter)} if self.settings["momentum"] else {}
 
-    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: _State, scratch: NDArray[Any]) -> None:
         lr, momentum = self.settings["lr"], self.settings["momentum"]
         grad = _decayed(grad, data, self.settings["weight_decay"], scratch)
         if not momentum:
@@ -239,10 +239,10 @@ class Adam(Optimizer):
             raise ValueError(f"betas must be below 1: {betas!r}")
         super().__init__(module, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
-    def _fresh(self, parameter: Parameter) -> State:
+    def _fresh(self, parameter: Parameter) -> _State:
         return {"mean": _zeros(parameter), "square": _zeros(parameter), "updates": 0}
 
-    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: _State, scratch: NDArray[Any]) -> None:
         beta1, beta2, decay = (self.settings[name] for name in ("beta1", "beta2", "weight_decay"))
         mean, square = state["mean"], state["square"]
         state["updates"] += 1

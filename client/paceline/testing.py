@@ -36,7 +36,7 @@ __all__ = [
     "run_ranks",
 ]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def local_groups(world: int, config: Config | None = None) -> list[Group]:
@@ -80,7 +80,9 @@ def local_link_pair() -> Iterator[LinkPair]:
     yield LinkPair(link, b.link(0, Purpose.COLLECTIVE), a.fault, b.fault, link.cut)
 
 
-def run_ranks(world: int, fn: Callable[[Group], T], *, config: Config | None = None, timeout: float = 60.0) -> list[T]:
+def run_ranks(
+    world: int, fn: Callable[[Group], _T], *, config: Config | None = None, timeout: float = 60.0
+) -> list[_T]:
     """Runs `fn(group)` on every rank, each in a thread of its own.
 
     Args:
@@ -100,9 +102,9 @@ def run_ranks(world: int, fn: Callable[[Group], T], *, config: Config | None = N
     return run_groups(local_groups(world, config), fn, timeout=timeout)
 
 
-def run_groups(groups: list[Group], fn: Callable[[Group], T], *, timeout: float = 60.0) -> list[T]:
+def run_groups(groups: list[Group], fn: Callable[[Group], _T], *, timeout: float = 60.0) -> list[_T]:
     """Does what `run_ranks` does with groups that exist already, and closes them."""
-    results: dict[int, T] = {}
+    results: dict[int, _T] = {}
     failures: list[tuple[int, BaseException]] = []
 
     def run(group: Group) -> None:

@@ -210,6 +210,29 @@ def test_the_secret_is_new_when_the_job_begins_anew() -> None:
     run(main)
 
 
+def test_the_secret_is_new_in_each_line() -> None:
+    """For a candidate that has been there before, also if it was cut off when the line ended; and after a restart."""
+
+    async def main() -> None:
+        storage = MemoryStorage()
+        async with running(storage) as channel:
+            first = await RawSession.register(channel, least=1, most=1)
+            await first.view()
+            waiting, cut_off = [await RawSession.register(channel, least=1, most=1, pid=pid) for pid in (2, 3)]
+            old = first.door_secret
+            assert waiting.door_secret == cut_off.door_secret == old
+            cut_off.call.cancel()
+            await first.leave()
+            assert (await waiting.view()).generation == 2
+            assert len(waiting.door_secret) == 32
+            resumed = await RawSession.resume(channel, cut_off, 0)
+            assert resumed.door_secret == waiting.door_secret != old
+        async with running(storage) as channel:
+            assert (await RawSession.resume(channel, waiting, 2)).door_secret == waiting.door_secret
+
+    run(main)
+
+
 def test_leaving_ends_the_stream_in_good_order() -> None:
     async def main() -> None:
         async with running() as channel:

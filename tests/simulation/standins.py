@@ -20,9 +20,9 @@ from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
 from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
 
 from paceline import _rpc, _wait
-from paceline.elastic import coordination, recovery, saver, steps, waiting
+from paceline.elastic import coordination, recovery, saver, session, steps, waiting
 from paceline.links import fault
-from paceline.session import control, generations, line_side, mail, member, membership, session, view
+from paceline.session import control, generations, line_side, mail, member, membership, view
 from paceline_protocol import Process as Identity
 from paceline_server import dispatcher, timers
 from paceline_server.errors import Refused

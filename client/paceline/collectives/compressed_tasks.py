@@ -21,8 +21,7 @@ from paceline.collectives.engine import Call, Engine
 from paceline.collectives.program import all_gather_program, all_to_all_program
 from paceline.collectives.rows import chunk_bounds
 from paceline.collectives.tasks import Chooser, Task, segment
-from paceline.compression.codec import PIECE, Codec, words_of
-from paceline.compression.memory import Memory
+from paceline.compression import PIECE, Codec, Memory, words_of
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 __all__ = ["Empty", "all_reduce_compressed_task"]

@@ -148,9 +148,8 @@ class TrainingLoop:
         self._place.begin()
         try:
             self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
-            pending = PendingStepWord(
-                group, step_word(self._flags(), number, digest), number, with_gradients=with_gradients
-            )
+            values = step_word(self._flags(), number, digest)
+            pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
         except PacelineError as error:
             self._failed(error)
             return None

@@ -18,8 +18,7 @@ from paceline.collectives.gather_tasks import all_gather_task, all_to_all_task, 
 from paceline.collectives.objects import decode_object, encode_object
 from paceline.collectives.tasks import broadcast_task, reduce_task, reducing_task, scatter_task
 from paceline.collectives.trees import Fusion
-from paceline.compression import Codec, codec_of
-from paceline.compression.memory import Memory
+from paceline.compression import Codec, Memory, codec_of
 from paceline.group.core import GroupCore, labelled
 from paceline.work import Work
 

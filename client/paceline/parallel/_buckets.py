@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.compression.codec import Codec
-from paceline.compression.memory import Memory
+from paceline.compression import Codec, Memory
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel._parameter import Parameter
 

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.collectives.choose import nodes_of, where_of
-from paceline.compression import Codec, codec_of
-from paceline.compression.powersgd import PowerSGD
+from paceline.compression import Codec, PowerSGD, codec_of
 from paceline.parallel._agreement import Manifest, agree
 from paceline.parallel._bucket_reducer import BucketReducer
 from paceline.parallel._parameter import HasParameters, Module, Parameter, buffers_of, parameters_of

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.collectives.passenger import Passenger
-from paceline.compression.codec import Codec
-from paceline.compression.memory import Memory
+from paceline.compression import Codec, Memory
 from paceline.links.base import Peer
 
 __all__ = ["PendingWork", "Ranks", "ShardRanks"]

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from paceline.collectives.passenger import Passenger
-from paceline.compression.bf16 import Bf16
-from paceline.compression.codec import Codec
+from paceline.compression import Bf16, Codec
 from paceline.parallel._buckets import Bucket
 from paceline.parallel._low_rank import LowRankBucket, shrinks
 from paceline.parallel._parameter import Parameter

@@ -168,6 +168,7 @@ class ControlStream:
                 f"{self.target} is no Paceline coordinator: it did not say `registered`"
             )
         self.registered = answer.registered
+        self._listener.on_registered()
         return call
 
     async def _guard(self, call: SessionStream) -> None:
@@ -264,6 +265,10 @@ class ControlStream:
             self._listener.on_barrier(message.barrier_passed.call, None)
         elif kind == "barrier_failed":
             self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
+        elif kind == "new_door_secret":
+            assert self.registered is not None
+            self.registered.door_secret = message.new_door_secret.door_secret
+            self._listener.on_registered()
         elif kind == "left":
             self._left.set()
             if not self._leaving:

@@ -293,9 +293,9 @@ class MemberConnection:
         )
         self.line.control = self._generations.control = self._control
         await self._control.open(max(0.0, self._opened + timeout - time.monotonic()))
-        self._know_member()
 
-    def _know_member(self) -> None:
+    def on_registered(self) -> None:
+        """See `Listener`."""
         assert self._control is not None
         registered = self._control.registered
         assert registered is not None
@@ -397,7 +397,6 @@ class MemberConnection:
 
     def on_new_session(self) -> None:
         """See `Listener`: nobody accepts what this member sends in its old generation."""
-        self._know_member()
         self.line.forget_meeting()
         if self._generations.mesh is not None:
             text = "the session has ended: this member was taken for lost while it could not be reached"

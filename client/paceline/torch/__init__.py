@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.torch.register import register
+from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:
     from paceline.torch._local_training import DiLoCo, LocalSGD
@@ -36,7 +36,7 @@ _HOME = {
     "Store": "paceline.torch.backend",
 }
 
-register()
+_register()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.compression.codec import Codec
+from paceline.compression import Codec
 from paceline.elastic.parts import StatePart
 from paceline.errors import StepOrderError
 from paceline.group import Group

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.compression.codec import Codec
-from paceline.compression.powersgd import PowerSGD
+from paceline.compression import Codec, PowerSGD
 from paceline.parallel._agreement import give
 from paceline.parallel._parameter import buffers_of, parameters_of
 from paceline.parallel._ranks import Ranks
