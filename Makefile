@@ -13,10 +13,9 @@ SIDE_BY_SIDE := -n $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 8 --dist work
 ONE_BY_ONE   := --ignore tests/unit
 # Slow tests, and those with hosts of their own, wait most of the time: two of them for each core.
 MOSTLY_WAITING := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
-FIGURES      := benchmark and not peers
-FAST         := not exhaustive and not torch and not slow and not root and not containers and not benchmark
-SLOW         := slow and not exhaustive and not root and not containers and not peers and not benchmark
-ROOT         := root and not exhaustive and not containers and not benchmark
+FAST         := not exhaustive and not torch and not slow and not root and not containers
+SLOW         := slow and not exhaustive and not root and not containers and not peers
+ROOT         := root and not exhaustive and not containers
 TORCH        := torch and not exhaustive
 
 .PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-peers test-torch test-torch-exhaustive newest test-newest test-containers fuzz soak mutants bench bench-peers image lock clean
@@ -77,8 +76,8 @@ mutants: $(VENV)/.installed  ## plant one-line bugs in a copy, and see that the 
 	$(BIN)/python tests/mutants.py
 
 # Times and rates depend on what else the machine does, so .ci/run has none of them: by hand, when a change is about speed.
-bench: $(VENV)/.installed  ## by hand: measure times (tests/benchmarks), with the figures that must hold
-	$(BIN)/pytest -m '$(FIGURES)' -s
+bench: $(VENV)/.installed  ## by hand: measure times (bench/), with the figures that must hold
+	$(BIN)/pytest -m 'not peers and not torch' -s bench
 
 # An environment of its own, of 1.2 GB: without an index of builds for CPUs alone (PIP_EXTRA_INDEX_URL), torch brings CUDA too.
 $(PEERS)/.installed: pyproject.toml
@@ -89,10 +88,10 @@ $(PEERS)/.installed: pyproject.toml
 	@touch $@
 
 bench-peers: $(PEERS)/.installed  ## by hand: measure beside Gloo and Open MPI (needs openmpi-bin), with the figures that must hold
-	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s tests/e2e/test_bench.py $(wildcard tests/benchmarks/test_peer_*.py)
+	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s bench/test_peer_*.py
 
 test-peers: $(PEERS)/.installed  ## that Gloo and Open MPI can be measured (needs openmpi-bin); no figures
-	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers and not benchmark' tests/e2e/test_bench.py
+	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers' tests/e2e/test_bench.py
 
 test-torch: $(PEERS)/.installed  ## the tests that need PyTorch, its own suite among them
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch

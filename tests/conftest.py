@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 from collections import Counter
-from collections.abc import Generator, Iterator
 
 import pytest
 
-from support.python_process import fresh
+from support.every_test import no_leaked_threads, private_flight_records
 
-# The loop thread and grpc's pollers live as long as the process; they are no leak.
-_LASTING = ("paceline-loop", "grpc", "asyncio_", "Thread-grpc", "_poll_wrapper")
-
-
-def _extra(before: set[threading.Thread]) -> list[threading.Thread]:
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread not in before and thread.is_alive() and not any(word in thread.name for word in _LASTING)
-    ]
-
+__all__ = ["no_leaked_threads", "private_flight_records"]
 
 _SLOW_S = 240
 """The time limit of slow tests that name none: six of them may share two cores with a build."""
@@ -48,31 +35,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             at, seen[test] = seen[test], seen[test] + 1
             if at % n != at // n % n:  # a diagonal: of a product each value of each argument has its turn
                 item.add_marker(pytest.mark.exhaustive)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """What is measured begins with nothing but the interpreter, as users' processes do."""
-    if item.get_closest_marker("benchmark") is None:
-        return (yield)
-    with fresh():
-        return (yield)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def private_flight_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Failures that tests bring about leave their records with the test, not with the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PACELINE_FLIGHT_DIR", str(tmp_path_factory.mktemp("flight")))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_leaked_threads() -> Iterator[None]:
-    """Fails a test whose threads outlive it."""
-    before = set(threading.enumerate())
-    yield
-    deadline = time.monotonic() + 5.0
-    for thread in _extra(before):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    assert not _extra(before), f"left behind: {[thread.name for thread in _extra(before)]}"

@@ -64,16 +64,30 @@ MUTANTS = (
     Mutant(
         "calls that wait for a key leave no room for who sets it",
         f"{SERVER}/services/calls.py",
-        "CALL_BYTES + self._room if lasts else 0",
+        "self._spare if lasts else 0",
         "0",
         ("unit/server/test_budget.py",),
     ),
     Mutant(
-        "one payer's calls are all read before another's",
-        f"{SERVER}/services/calls.py",
-        "            self._lines.move_to_end(payer)\n",
-        "",
-        ("unit/server/test_budget.py",),
+        "what comes of a request is not counted",
+        f"{SERVER}/services/paced.py",
+        "call.take_message(len(message))",
+        "pass",
+        ("security/test_budgets.py",),
+    ),
+    Mutant(
+        "a request that is refused half way keeps its room until it is read",
+        f"{SERVER}/services/paced.py",
+        "call.give_back()",
+        "pass",
+        ("security/test_budgets.py",),
+    ),
+    Mutant(
+        "candidates do not hear of the secret of the next line",
+        f"{SERVER}/dispatcher.py",
+        "self._push(member_id, renewed)",
+        "pass",
+        ("integration/test_coordinator_sessions.py",),
     ),
     Mutant(
         "a worker for whose call there is no room gives up",
@@ -156,14 +170,14 @@ MUTANTS = (
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
-        "client/paceline/links/door_key.py",
+        "client/paceline/_door_key.py",
         'return "this call has come before" if again else ""',
         'return ""',
-        ("unit/links/test_door_key.py",),
+        ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
-        "client/paceline/links/door_key.py",
+        "client/paceline/_door_key.py",
         "return [_ProvesUnary(key), _ProvesStream(key)]",
         "return [_ProvesUnary(key)]",
         ("security/test_doors.py",),
@@ -398,29 +412,29 @@ MUTANTS = (
     # A line at a member.
     Mutant(
         "a late view of the member that this worker was before is entered",
-        f"{ELASTIC}/line.py",
-        "case letters.ViewCame(member_id=member_id) if member_id != self._port.member_id:",
+        f"{ELASTIC}/training_loop.py",
+        "case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
         "case letters.ViewCame(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
         "a member that refuses a view tells nobody",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/training_loop.py",
         "if isinstance(order, Meet) and view.base is not None:",
         "if isinstance(order, Meet) and view.base is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
         "a newcomer announces the commits of steps before its time",
-        f"{ELASTIC}/line.py",
-        "self._committed, self._taking.read_a_checkpoint = view.base.step, False",
-        "self._taking.read_a_checkpoint = False",
+        f"{ELASTIC}/training_loop.py",
+        "self._committed, self._recovery.read_a_checkpoint = view.base.step, False",
+        "self._recovery.read_a_checkpoint = False",
         ("unit/elastic/test_line_commits.py",),
     ),
     Mutant(
         "a member goes on in a generation that has failed because the coordinator is away",
         f"{ELASTIC}/waiting.py",
-        "if self.planned and not self._port.group.mesh.fault.failed:",
+        "if self.planned and not self._coordinator.group.mesh.fault.failed:",
         "if self.planned:",
         ("unit/elastic/test_waiting.py",),
     ),
@@ -448,9 +462,9 @@ MUTANTS = (
     # Checkpoints.
     Mutant(
         "the job is done before its last checkpoint is written",
-        f"{ELASTIC}/line.py",
+        f"{ELASTIC}/training_loop.py",
         "            self._saver.keep(self._member.held, self._state, group)\n        except",
-        "            self._port.finish(self._total)\n"
+        "            self._coordinator.finish(self._total)\n"
         "            self._saver.keep(self._member.held, self._state, group)\n        except",
         ("unit/elastic/test_line_commits.py",),
     ),
@@ -492,14 +506,14 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0 is what newcomers are compared with, though it is one",
-        "client/paceline/parallel/agreement.py",
+        "client/paceline/parallel/_agreement.py",
         "reference = int(np.argmax(table[:, 2]))",
         "reference = 0",
         ("unit/parallel/test_agreement.py",),
     ),
     Mutant(
         "nobody knows who has agreed on a wrapper before",
-        "client/paceline/parallel/ddp.py",
+        "client/paceline/parallel/_synchronizer.py",
         "agreed_in=self._generation",
         "agreed_in=0",
         ("unit/parallel/test_agreement.py",),
@@ -521,8 +535,8 @@ MUTANTS = (
     Mutant(
         "collectives are open between two steps",
         f"{ELASTIC}/step.py",
-        "        self._group.bar(BETWEEN_STEPS)",
-        '        self._group.bar("")',
+        "        self._group.ban_collectives(BETWEEN_STEPS)",
+        '        self._group.ban_collectives("")',
         ("unit/elastic/test_step_solo.py",),
     ),
     Mutant(
@@ -542,8 +556,8 @@ MUTANTS = (
     Mutant(
         "a step that keeps a copy may not change anything before its update",
         f"{ELASTIC}/guard.py",
-        "        if self.step is not None and not self.step.keeps_copy:\n            self._heed",
-        "        if self.step is not None:\n            self._heed",
+        "        if self.step is not None and not self.step.keeps_copy:\n            self._check_state",
+        "        if self.step is not None:\n            self._check_state",
         ("unit/elastic/test_rules.py",),
     ),
     Mutant(
@@ -577,17 +591,17 @@ MUTANTS = (
     ),
     Mutant(
         "a host that is silent at one of its addresses is taken for gone",
-        f"{SESSION}/address.py",
+        "client/paceline/_address.py",
         "None if None in said or not said else False",
         "False",
-        ("unit/session/test_address.py",),
+        ("unit/test_address.py",),
     ),
     Mutant(
         "workers of torchrun train alone, each for itself",
-        f"{SESSION}/join.py",
+        f"{ELASTIC}/join.py",
         "        if workers > 1:",
         "        if workers > 9:",
-        ("unit/session/test_join.py",),
+        ("unit/elastic/test_join.py",),
     ),
     # Once for each host.
     Mutant(

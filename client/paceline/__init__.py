@@ -50,19 +50,19 @@ if TYPE_CHECKING:
     from paceline import checkpoint, compression, nn, optim, testing
     from paceline.config import Config
     from paceline.credentials import Credentials
-    from paceline.elastic.dismissed import Dismissed
+    from paceline.elastic.join import join
     from paceline.elastic.sampler import ElasticSampler
+    from paceline.elastic.session import Session
     from paceline.elastic.state import TrainState
     from paceline.elastic.step import Step
+    from paceline.errors import Dismissed
     from paceline.group import Group
     from paceline.once import once_per_host
-    from paceline.parallel.ddp import DDP
-    from paceline.parallel.fsdp import FSDP
-    from paceline.parallel.module import Module
-    from paceline.parallel.parameter import Parameter
-    from paceline.parallel.sharding.strategy import ShardingStrategy
-    from paceline.session.join import join
-    from paceline.session.session import Session
+    from paceline.parallel._data_parallel import DDP
+    from paceline.parallel._fully_sharded import FSDP
+    from paceline.parallel._parameter import Module, Parameter
+    from paceline.parallel.sharding._holdings import load_sharded_state, sharded_state
+    from paceline.parallel.sharding._placement import ShardingStrategy
     from paceline.session.store import Store
     from paceline.work import Work
 
@@ -87,6 +87,8 @@ __all__ = [
     "TrainState",
     "Step",
     "Dismissed",
+    "sharded_state",
+    "load_sharded_state",
     "checkpoint",
     "compression",
     "nn",
@@ -126,22 +128,24 @@ __all__ = [
 ]
 
 _HOME = {
-    "join": "paceline.session.join",
-    "Session": "paceline.session.session",
+    "join": "paceline.elastic.join",
+    "Session": "paceline.elastic.session",
     "Store": "paceline.session.store",
     "Group": "paceline.group",
     "Work": "paceline.work",
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
     "once_per_host": "paceline.once",
-    "DDP": "paceline.parallel.ddp",
-    "FSDP": "paceline.parallel.fsdp",
-    "ShardingStrategy": "paceline.parallel.sharding.strategy",
-    "Module": "paceline.parallel.module",
-    "Parameter": "paceline.parallel.parameter",
+    "DDP": "paceline.parallel._data_parallel",
+    "FSDP": "paceline.parallel._fully_sharded",
+    "ShardingStrategy": "paceline.parallel.sharding._placement",
+    "Module": "paceline.parallel._parameter",
+    "Parameter": "paceline.parallel._parameter",
+    "sharded_state": "paceline.parallel.sharding._holdings",
+    "load_sharded_state": "paceline.parallel.sharding._holdings",
     "ElasticSampler": "paceline.elastic.sampler",
     "TrainState": "paceline.elastic.state",
-    "Dismissed": "paceline.elastic.dismissed",
+    "Dismissed": "paceline.errors",
     "Step": "paceline.elastic.step",
 }
 _SUBMODULES = ("checkpoint", "compression", "nn", "optim", "testing")

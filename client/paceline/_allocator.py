@@ -1,9 +1,9 @@
-"""Tells glibc's malloc to keep the memory of frames instead of giving it back after each one.
+"""Tells glibc's malloc to keep the memory of frames instead of returning it to the kernel after each one.
 
 Every frame of 1 MiB is allocated and freed several times on its way through grpc. By default malloc maps and unmaps
-each, or grows and trims the heap, and the kernel zeroes the pages anew: measured, a 16 MiB all_reduce at W=2 took 27 ms
-instead of 16. Whether a process suffers depends on what it freed before, for malloc adapts its thresholds (mallopt(3));
-here they are set to where it would arrive by itself after freeing one array of 16 MiB.
+each, or grows and trims the heap, and the kernel zeroes the pages anew: a 16 MiB all_reduce at W=2 took 27 ms instead
+of 16. Whether that happens depends on what the process freed before, because malloc adapts its thresholds (mallopt(3)).
+Here they are set to the values that they would have after freeing one array of 16 MiB.
 """
 
 from __future__ import annotations

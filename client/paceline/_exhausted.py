@@ -1,4 +1,4 @@
-"""Tells errors that mean "out of memory, threads or descriptors" from all others."""
+"""Tells errors that mean "out of memory, threads or file descriptors" from all others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """True if this error says so: it is this process's own failure, whatever it happened to be doing."""
-    if isinstance(error, RuntimeError):  # what Python says where there is no thread to be had
+    """Returns True if this process has run out of memory, threads or descriptors, so that no peer is to blame."""
+    if isinstance(error, RuntimeError):  # Python's error if it cannot start a thread
         return "can't start new thread" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NUMBERS)

@@ -1,9 +1,8 @@
-"""What a forked child must do so that its parent's death stays news.
+"""What a forked child does so that peers still notice its parent's death.
 
-A child inherits the parent's sockets and holds them open: peers and the coordinator would hear of the parent's SIGKILL
+A child inherits the parent's sockets and holds them open: peers and the coordinator would notice the parent's SIGKILL
 only when the child ends. So the child points the inherited sockets of sessions at /dev/null (dup2, not close: grpc's
-own tables still name the numbers). Only sockets that belong to a session are touched, found by their endpoints; a
-user's own sockets are left alone.
+own tables still refer to the numbers). It finds them by their endpoints, and leaves a user's own sockets alone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _forked = False
 
 
 def check_process() -> None:
-    """Refuses what only the process that joined may do.
+    """Checks that this is the process that joined, not a forked child of it.
 
     Raises:
         ForkedSession: this process was forked from one that has joined.
@@ -44,7 +43,7 @@ def check_process() -> None:
 
 
 def protect(key: int, *, listening_port: int, dialled: Endpoints) -> None:
-    """Names the sockets of a session, or changes what was named.
+    """Registers the sockets of a session for a child to close, or changes what was registered.
 
     Args:
         key: identifies the session.
@@ -83,7 +82,7 @@ def _after_in_child() -> None:
 def _belongs(fd: int, ports: set[int], dialled: Endpoints) -> bool:
     try:
         probe = socket.socket(fileno=fd)
-    except OSError:  # not a socket, or the descriptor of the listing itself
+    except OSError:  # not a socket, or the descriptor that lists this folder
         return False
     try:
         if probe.family not in (socket.AF_INET, socket.AF_INET6):

@@ -1,7 +1,7 @@
-"""Ctrl-C in a script that has called `join` ends it without a stack trace, as it does under `paceline run`.
+"""Keeps the stack trace of Ctrl-C off the screen in a script that has called `join`, as `paceline run` does.
 
-Only an interrupt that nobody caught is kept off the screen; the process still ends by SIGINT, as shells expect. A hook
-that somebody else has set is left alone, and so are interactive sessions; PACELINE_TRACEBACK=1 shows the trace.
+Only an interrupt that no code caught is concerned, and the process still ends by SIGINT, as shells expect. A hook that
+other code has set stays, and interactive sessions are left alone. PACELINE_TRACEBACK=1 shows the trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["quiet_interrupt"]
 
 
 def quiet_interrupt() -> None:
-    """Sets the hook for uncaught exceptions, unless another is set. Idempotent."""
+    """Sets the hook for uncaught exceptions, unless other code has set one. Idempotent."""
     shown = os.environ.get("PACELINE_TRACEBACK") == "1" or sys.flags.interactive or hasattr(sys, "ps1")
     if sys.excepthook is sys.__excepthook__ and not shown:
         sys.excepthook = _hook

@@ -1,7 +1,7 @@
-"""The one event loop thread of the process: everything of grpc.aio lives on it, behind synchronous faces.
+"""The event loop thread of the process, on which all of grpc.aio runs behind synchronous interfaces.
 
-One loop for all sessions (and for a coordinator that the process embeds), because aio objects belong to the loop that
-made them and grpc polls for one loop best. The thread is a daemon and starts with its first use.
+There is one loop for all sessions (and for a coordinator that the process embeds), because aio objects belong to the
+loop that made them, and grpc polls best for one loop. The thread is a daemon and starts when it is first used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class LoopThread:
     """A daemon thread that runs an asyncio loop for as long as the process lives."""
 
     def __init__(self) -> None:
-        # Made in its own thread: Ctrl-C reaches the main thread only, and a loop half made complains when it is freed.
+        # The loop is made in its own thread: Ctrl-C reaches the main thread only, and would leave a loop half made.
         made: Future[asyncio.AbstractEventLoop] = Future()
-        self._hearers: list[Callable[[BaseException], None]] = []
+        self._callbacks: list[Callable[[BaseException], None]] = []
         self._thread = threading.Thread(target=self._run, args=(made,), name="paceline-loop", daemon=True)
         self._thread.start()
         self.loop = made.result()
@@ -38,7 +38,7 @@ class LoopThread:
     def _run(self, made: Future[asyncio.AbstractEventLoop]) -> None:
         try:
             loop = asyncio.new_event_loop()
-        except BaseException as error:  # noqa: BLE001  no descriptor is left, most likely; raised where it was asked for
+        except BaseException as error:  # noqa: BLE001  most likely no descriptor is left; `__init__` raises it
             made.set_exception(error)
             return
         asyncio.set_event_loop(loop)
@@ -47,49 +47,49 @@ class LoopThread:
         while True:
             try:
                 loop.run_forever()
-            except BaseException as error:  # noqa: BLE001  asyncio itself has failed; the goodbye still needs the loop
-                self._tell(error)
-            else:  # it was stopped
+            except BaseException as error:  # noqa: BLE001  asyncio itself failed; leaving the job still needs the loop
+                self._report(error)
+            else:  # the loop was stopped
                 loop.close()
                 return
 
     @staticmethod
     def _begin(loop: asyncio.AbstractEventLoop, made: Future[asyncio.AbstractEventLoop]) -> None:
-        """The first thing on the loop: grpc.aio is up before anything that is started here."""
+        """Starts grpc.aio; runs on the loop before anything else."""
         try:
             hold_aio()
-        except BaseException as error:  # noqa: BLE001  no thread is left, most likely; raised where it was asked for
+        except BaseException as error:  # noqa: BLE001  most likely no thread is left; `__init__` raises it
             made.set_exception(error)
             loop.stop()
         else:
             made.set_result(loop)
 
-    def on_failure(self, hear: Callable[[BaseException], None]) -> None:
-        """Has a function called, on the loop, when work there has failed for want of memory, threads or descriptors.
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Calls a function, on the loop, whenever work there fails because memory, threads or descriptors ran out.
 
-        It is unknown then which work was left out, so a session must not go on with this loop.
+        Which work was left undone is unknown then, so a session must not go on with this loop.
         """
-        self._hearers.append(hear)
+        self._callbacks.append(callback)
 
-    def forget(self, hear: Callable[[BaseException], None]) -> None:
-        """Undoes `on_failure`."""
+    def forget(self, callback: Callable[[BaseException], None]) -> None:
+        """Removes a function that `on_failure` was given."""
         with contextlib.suppress(ValueError):
-            self._hearers.remove(hear)
+            self._callbacks.remove(callback)
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback has failed, or a task whose end nobody asked for."""
+        """Handles the error of a callback, or of a task whose result was never read."""
         error = context.get("exception")
         if isinstance(error, BaseException) and is_exhausted(error):
-            self._tell(error)
+            self._report(error)
         loop.default_exception_handler(context)
 
-    def _tell(self, error: BaseException) -> None:
-        for hear in list(self._hearers):
-            hear(error)
+    def _report(self, error: BaseException) -> None:
+        for callback in list(self._callbacks):
+            callback(error)
 
     @property
     def is_current(self) -> bool:
-        """True in code that runs on the loop: it must not block on it."""
+        """True in code that runs on the loop, which must not wait for the loop."""
         return threading.current_thread() is self._thread
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -102,11 +102,11 @@ class LoopThread:
         Args:
             work: the coroutine; it should bound its own time.
             timeout: seconds, or None for as long as the coroutine takes.
-            keep: it goes on if the wait ends early; else it is cancelled.
+            keep: let the coroutine go on if the wait ends early, instead of cancelling it.
 
         Raises:
-            TimeoutError: it took longer.
-            concurrent.futures.CancelledError: it was cancelled.
+            TimeoutError: the coroutine took longer than `timeout`.
+            concurrent.futures.CancelledError: the coroutine was cancelled.
         """
         assert not self.is_current, "the loop cannot wait for itself"
         outcome: Outcome[T] = Outcome()
@@ -116,11 +116,11 @@ class LoopThread:
             try:
                 tasks.append(self.loop.create_task(work))
                 tasks[0].add_done_callback(end)
-            except BaseException as error:  # noqa: BLE001  no memory is left; the waiting caller must hear of it
+            except BaseException as error:  # noqa: BLE001  no memory is left; `result` raises it
                 outcome.set_exception(error)
 
         def end(task: asyncio.Task[T]) -> None:
-            tasks.clear()  # freed here: asyncio has a callback for that, in which an interrupt would be lost
+            tasks.clear()  # frees the task here: freed elsewhere, it calls asyncio, where an interrupt would be lost
             if task.cancelled():
                 outcome.set_exception(futures.CancelledError())
             elif (error := task.exception()) is not None:
@@ -144,7 +144,7 @@ _current: tuple[int, LoopThread] | None = None
 
 
 def loop_thread() -> LoopThread:
-    """The loop thread of this process; a forked child gets a new one."""
+    """Returns the loop thread of this process; a forked child gets a new one."""
     global _current
     with _lock:
         if _current is None or _current[0] != os.getpid():

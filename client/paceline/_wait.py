@@ -1,8 +1,8 @@
-"""Waiting in a way that a signal can always end.
+"""Waits that a signal can always interrupt.
 
-Python runs signal handlers in the main thread, between two instructions. A signal that comes in the very instant before
-that thread falls asleep in a lock is only noted, and nothing wakes it: Ctrl-C would be lost until the wait ends. So no
-wait of a user's thread sleeps for longer than a moment at a time.
+Python runs signal handlers in the main thread, between two instructions. If a signal arrives just before that thread
+blocks in a lock, Python only notes it and nothing wakes the thread: Ctrl-C would have no effect until the wait ends. So
+a user's thread never blocks for longer than half a second at a time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ __all__ = ["SLICE", "Latch", "Outcome", "wait_in_slices"]
 T = TypeVar("T")
 
 SLICE = 0.5
-"""Seconds that a thread sleeps at a time: how late a handler may run at the worst."""
+"""Seconds that a thread blocks at a time: the longest delay of a signal handler."""
 
 
 def wait_in_slices(wait: Callable[[float], object], timeout: float | None) -> bool:
-    """Waits for as long as asked, a moment at a time.
+    """Calls `wait` with short timeouts until it returns true or the whole time is over.
 
     Args:
-        wait: sleeps for so many seconds at most; true when what is waited for has come.
-        timeout: seconds; None for ever.
+        wait: blocks for at most the given seconds; returns true if the event has happened.
+        timeout: seconds in all; None for ever.
 
     Returns:
-        Whether it has come.
+        True if the event has happened.
     """
     deadline = None if timeout is None else monotonic() + timeout
     while True:
@@ -40,71 +40,71 @@ def wait_in_slices(wait: Callable[[float], object], timeout: float | None) -> bo
 
 
 class Latch:
-    """An event that comes once, whose waiters an interrupt may hit at any instruction.
+    """An event that is set once, and stays usable if an interrupt hits a waiting thread at any instruction.
 
-    `threading.Event` has a lock that both sides take: a waiter who is interrupted just behind its acquisition keeps
-    it, and whoever is to tell waits for ever (as a `Future` did within 213 interrupts). Here a waiter takes nothing
-    that a teller needs.
+    `threading.Event` has a lock that both sides take. A waiter that is interrupted just after acquiring it keeps it,
+    and the thread that wants to set the event blocks for ever (a `Future` did so within 213 interrupts). Here a waiter
+    takes no lock that `set` needs.
     """
 
     def __init__(self) -> None:
-        self._telling = threading.Lock()  # a lock entered in C: an interrupt cannot leave it taken
-        self._gate = threading.Lock()  # shut until it is told
+        self._setting = threading.Lock()  # `with` enters it in C: an interrupt cannot leave it locked
+        self._gate = threading.Lock()  # locked until `set`
         self._gate.acquire()
         self._is_set = False
 
     def is_set(self) -> bool:
-        """True once it was told."""
+        """Returns True after `set`."""
         return self._is_set
 
     def set(self) -> None:
-        """Tells it. Idempotent."""
-        with self._telling:
+        """Sets the event and wakes all waiters. Idempotent."""
+        with self._setting:
             if not self._is_set:
                 self._is_set = True
                 self._gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it was told, or for so many seconds; whether it was."""
+        """Waits for `set`, at most `timeout` seconds; returns True if the event is set."""
         return wait_in_slices(self._pass, timeout)
 
     def _pass(self, seconds: float) -> bool:
         if not self._is_set and self._gate.acquire(timeout=seconds):
-            self._gate.release()  # for whoever else waits, or in a moment sees that it was told
+            self._gate.release()  # lets the next waiter pass
         return self._is_set
 
 
 class Outcome(Generic[T]):
-    """What comes of something, told once by one thread to those that wait for it: a `Latch` with a result."""
+    """A result or an error that one thread sets once and others wait for: a `Latch` with a value."""
 
     def __init__(self) -> None:
-        self._told = Latch()
+        self._latch = Latch()
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """True once it was told."""
-        return self._told.is_set()
+        """Returns True if the result or the error is set."""
+        return self._latch.is_set()
 
     def set_result(self, value: T) -> None:
-        """Tells it."""
+        """Sets the result."""
         self._value = value
-        self._told.set()
+        self._latch.set()
 
     def set_exception(self, error: BaseException) -> None:
-        """Tells that it failed."""
+        """Sets the error."""
         self._error = error
-        self._told.set()
+        self._latch.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it was told, or for so many seconds; whether it was."""
-        return self._told.wait(timeout)
+        """Waits for the result or the error, at most `timeout` seconds; returns True if one is set."""
+        return self._latch.wait(timeout)
 
     def result(self) -> T:
-        """What was told.
+        """Returns the result.
 
         Raises:
-            BaseException: what `set_exception` was given.
+            BaseException: the error, if one was set.
         """
         if self._error is not None:
             raise self._error

@@ -1,13 +1,12 @@
-"""Any NumPy array, as collectives handle it: flat, contiguous, in native byte order; and its bytes.
+"""The layout of arrays in collectives: any NumPy array as a flat, contiguous one in native byte order; and its bytes.
 
-It owns layout and nothing else: what may travel is the table of `signature.py`.
+Which dtypes can be sent is the table of `signature.py`.
 
 Shapes: N elements in all; B = N * itemsize bytes.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +17,6 @@ from paceline.signature import dtype_name
 
 __all__ = [
     "Array",
-    "address_of",
     "as_array",
     "as_bytes",
     "as_flat",
@@ -36,14 +34,15 @@ __all__ = [
 Array: TypeAlias = npt.NDArray[Any]
 
 _GIL_BYTES = 32 << 10
-"""Copied in about a microsecond; less is not worth the two arrays that copying without the GIL needs."""
+"""Bytes that are copied in about a microsecond; for fewer, the two arrays that copying without the GIL needs cost more
+than they save."""
 
 
 def as_array(x: npt.ArrayLike) -> Array:
-    """`x` as an array that can travel; no copy of an array.
+    """Returns `x` as an array whose dtype can be sent; an array is not copied.
 
     Raises:
-        UnsupportedOp: its dtype cannot travel.
+        UnsupportedOp: the dtype cannot be sent.
     """
     array = np.asarray(x)
     dtype_name(array.dtype)
@@ -51,36 +50,29 @@ def as_array(x: npt.ArrayLike) -> Array:
 
 
 def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in this machine's byte order: that of results."""
+    """Returns the dtype in this machine's byte order, which results have."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def as_flat(x: Array) -> Array:
-    """The elements in C order and native byte order, shape [N]; a view of `x` where its layout allows, else a copy."""
+    """Returns the elements in C order and native byte order, shape [N]; a view if the layout allows, or a copy."""
     if x.dtype.isnative and x.flags.c_contiguous:
         return x.reshape(-1)
     return np.ascontiguousarray(x, native(x.dtype)).reshape(-1)
 
 
-def address_of(data: memoryview) -> int:
-    """Where bytes lie in this process; at least one, contiguous."""
-    if data.readonly:
-        return int(np.frombuffer(data, np.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))  # a sixth of the time that NumPy takes to say it
-
-
 def as_bytes(flat: Array) -> memoryview:
-    """The bytes of a contiguous array of shape [N], shape [B]; through uint8, for bfloat16 has no buffer protocol."""
+    """Returns the bytes, shape [B], of a contiguous array [N]; by way of uint8: bfloat16 has no buffer protocol."""
     return flat.view(np.uint8).data
 
 
 def from_bytes(data: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
-    """The elements that the bytes hold, shape [N]; a read-only view of them."""
+    """Returns a read-only view of bytes as elements, shape [N]."""
     return np.frombuffer(data, dtype)
 
 
 def copy_bytes(source: bytes | memoryview, target: memoryview) -> None:
-    """Copies bytes, shape [B] both. Many of them without the GIL, so that what else this process computes goes on."""
+    """Copies bytes, shape [B] both; large copies release the GIL, so that other threads of this process go on."""
     if len(target) < _GIL_BYTES:
         target[:] = source
     else:
@@ -88,10 +80,10 @@ def copy_bytes(source: bytes | memoryview, target: memoryview) -> None:
 
 
 def check_writable(out: object) -> None:
-    """Checks that a result can be put there.
+    """Checks that `out` can take a result.
 
     Raises:
-        UnsupportedOp: not an array, or read-only.
+        UnsupportedOp: `out` is no array, or read-only.
     """
     if not isinstance(out, np.ndarray) or not out.flags.writeable:
         raise UnsupportedOp(f"out must be a writable array, not {_describe(out)}")
@@ -101,8 +93,8 @@ def check_out(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """Checks that a result fits the caller's `out`.
 
     Raises:
-        SizeMismatch: another shape.
-        UnsupportedOp: another dtype, not an array, or read-only.
+        SizeMismatch: `out` has another shape.
+        UnsupportedOp: `out` has another dtype, is no array, or is read-only.
     """
     check_writable(out)
     if out.dtype is not dtype and native(out.dtype) != dtype:
@@ -114,17 +106,17 @@ def check_out(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
 def landing(
     out: Array | None, x: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...], *, in_place: bool = False
 ) -> Array:
-    """Where to put a result together: a contiguous, native array of this shape; `out` itself if it will do.
+    """Returns a contiguous, native array of this shape to write a result to: `out` itself if possible, or a new one.
 
-    It will not do if it lies in memory in another way, or if writing it in pieces could change elements of `x` that
-    are still to be read.
+    `out` is not possible if its layout differs, or if writing parts of it could change elements of `x` that are still
+    to be read.
 
     Args:
-        out: what the caller gave.
-        x: what is read meanwhile, if anything.
-        dtype: of the result.
-        shape: of the result.
-        in_place: each element is read before it is written: `out` may be `x`.
+        out: the caller's array, or None.
+        x: the input that is read meanwhile, or None.
+        dtype: the result's dtype.
+        shape: the result's shape.
+        in_place: each element is read before it is written, so `out` may be `x`.
     """
     if out is None or not (out.flags.c_contiguous and out.dtype.isnative):
         return new_array(shape, dtype)
@@ -136,10 +128,10 @@ def landing(
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array whose size another member may have announced.
+    """Returns a new array; its size may come from another member.
 
     Raises:
-        LimitExceeded: there is no memory for it.
+        LimitExceeded: there is not enough memory.
     """
     try:
         return np.empty(shape, dtype)
@@ -148,7 +140,7 @@ def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def same_elements(x: Array, out: Array) -> bool:
-    """True if the two are the same elements in the same places of memory."""
+    """Returns True if both arrays consist of the same memory, with the same shape, strides and dtype."""
     if x is out:
         return True
     same = x.ctypes.data == out.ctypes.data and x.shape == out.shape and x.strides == out.strides
@@ -156,10 +148,10 @@ def same_elements(x: Array, out: Array) -> bool:
 
 
 def deliver(result: Array, out: Array | None) -> Array:
-    """The result, in `out` if the caller gave one."""
+    """Returns the result; copies it to `out` first if the caller gave one, and returns that."""
     if out is None or result is out:
         return result
-    if same_elements(result, out):  # a subclass of arrays
+    if same_elements(result, out):  # `out` is of a subclass of ndarray
         return out
     out[...] = result
     return out

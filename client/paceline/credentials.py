@@ -1,6 +1,6 @@
 """By what this process is known to others, and others to it: certificates for TLS, and a token for the coordinator.
 
-TLS is all or nothing (DESIGN.md 11.1): with an authority everything goes over TLS, to the coordinator, to the doors of
+TLS is all or nothing (decision 042): with an authority everything goes over TLS, to the coordinator, to the doors of
 members and at this worker's own door. The coordinator is checked by its host name, a member by the name MEMBER_NAME,
 whatever its address. The token is shown to the coordinator only.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+from paceline._door_key import DoorKey, proving
 from paceline._grpc import aio, grpc, untyped
-from paceline.links.door_key import DoorKey, proving
 from paceline.tls import TlsFiles, check_member, make_context
 from paceline.token_source import TokenSource
 from pacelinepb.private_files import FileTooOpen, read_private
@@ -119,9 +119,11 @@ class Credentials:
         return self
 
     def coordinator_channel(self, address: str, options: _Options) -> aio.Channel:
-        """A channel to the coordinator. Unary calls on it show the token; a stream's needs `metadata`."""
-        # A stream is not intercepted: grpc.aio would put a queue of its own between its writer and the wire.
-        shows: Any = [_ShowsToken(self._source.current)] if self._source is not None else None
+        """A channel to the coordinator. Calls with one answer show the token; a session's stream needs `metadata`."""
+        # A session is not intercepted: grpc.aio would put a queue of its own between its writer and the wire.
+        shows: Any = None
+        if self._source is not None:  # of one object with both methods, grpc would call one only
+            shows = [_ShowsToken(self._source.current), _ShowsTokenOfStream(self._source.current)]
         target = _target(address)
         if self.ca is None:
             return aio.insecure_channel(target, options=options, interceptors=shows)
@@ -184,10 +186,25 @@ class _ShowsToken(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  #
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         """See `grpc.aio`."""
-        metadata = await _bearer(self._token)
-        for name, value in client_call_details.metadata or ():
-            metadata.add(name, value)
-        return await continuation(client_call_details._replace(metadata=metadata), request)
+        return await continuation(await _shown(self._token, client_call_details), request)
+
+
+class _ShowsTokenOfStream(aio.StreamUnaryClientInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Adds the token to the metadata of each call whose request takes several messages."""
+
+    def __init__(self, token: Callable[[], Awaitable[str]]) -> None:
+        self._token = token
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        """See `grpc.aio`."""
+        return await continuation(await _shown(self._token, client_call_details), request_iterator)
+
+
+async def _shown(token: Callable[[], Awaitable[str]], details: Any) -> Any:
+    metadata = await _bearer(token)
+    for name, value in details.metadata or ():
+        metadata.add(name, value)
+    return details._replace(metadata=metadata)
 
 
 async def _bearer(token: Callable[[], Awaitable[str]]) -> aio.Metadata:

@@ -1,4 +1,4 @@
-"""A coordinator inside this process: for tests, for `paceline run`, for the demo and for rank 0 of a torch job."""
+"""A coordinator inside this process, for tests, `paceline run`, the demo and rank 0 of a torch job."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def coordinator(
 ) -> Iterator[str]:
     """Runs a coordinator on the loop thread of this process; yields its address, "host:port".
 
-    It stops at the end of the block, or when the interpreter exits, after the sessions that were opened within.
+    It stops at the end of the block, or when the interpreter exits, after the sessions that were opened in the block.
 
     Args:
-        listen: where; a free port on loopback if left out.
-        state: file that keeps its state across restarts; in memory if left out.
-        for_good: no other takes its place: members are told so when it stops, and do not look for it.
-        settings: more of `paceline_server.ServerSettings`: tls_cert, token_file, ...
+        listen: the address to listen at; by default a free port on loopback.
+        state: file that keeps the coordinator's state across restarts; by default it is in memory only.
+        for_good: no other coordinator will take its place: when it stops it tells members so, and they do not look for
+            it.
+        settings: other fields of `paceline_server.ServerSettings`: tls_cert, token_file, ...
 
     Raises:
         OSError: the port is in use.
-        ValueError: a setting cannot be.
+        ValueError: a setting is invalid.
     """
-    # The one place where the client's package loads the server's: lazily, for those who embed it.
+    # Only here does the client's package load the server's, and only when a coordinator is embedded.
     from paceline_server.app import Coordinator
     from paceline_server.settings import ServerSettings
 
@@ -46,11 +47,11 @@ def coordinator(
         nonlocal stopped
         if not stopped:
             stopped = True
-            if os.getpid() == owner:  # a forked child has this object, and no loop thread behind it
+            if os.getpid() == owner:  # a forked child has this object, but not its loop thread
                 thread.run(server.stop(_STOP_GRACE, for_good=for_good))
 
     address = thread.run(server.start())
-    # A block that is never left is closed by the garbage collector, which may be too late: modules may be gone by then.
+    # If the block is never left, the garbage collector would close it, perhaps after modules are gone: too late.
     atexit.register(stop)
     try:
         yield address

@@ -1,10 +1,10 @@
-"""Every exception that Paceline raises, in one tree.
+"""All exceptions that Paceline raises, in one tree.
 
 PacelineError
     InvalidRank (ValueError)            a rank, root or peer outside the world
-    InvalidWorldSize (ValueError)       a world size that cannot be
+    InvalidWorldSize (ValueError)       an impossible world size
     SizeMismatch (ValueError)           an array of the wrong size or shape
-    UnsupportedOp (TypeError)           an operation that the dtype does not have, or a type that cannot travel
+    UnsupportedOp (TypeError)           an operation that the dtype does not have, or a type that cannot be sent
     SettingsMismatch (ValueError)       members disagree on a setting of the job, or two claim one rank
     StoreConflict                       a store value that cannot be used as asked
     LimitExceeded                       a limit on size or number
@@ -13,15 +13,15 @@ PacelineError
     PeerLost (ConnectionError)          a member died, froze, was cut off or left
         PeerBrokeProtocol               a member sent what the protocol does not allow
         PeerRaised                      a member's own code raised, or was interrupted, inside a collective
-    OperationTimeout (TimeoutError)     what was waited for did not come in time
-    CoordinatorUnreachable (ConnectionError)   nobody, or no Paceline coordinator, answers at the address
-        TlsFailed                       TLS with the coordinator cannot be had: its certificate, ours, or no TLS at all
-    NotAuthenticated (PermissionError)  the coordinator wants a token, or does not know the one that it was shown
-    NotPermitted (PermissionError)      the token is good for another job, or for less
-    StaleGeneration                     an act on a generation that is over
+    OperationTimeout (TimeoutError)     something that was waited for did not happen in time
+    CoordinatorUnreachable (ConnectionError)   no process, or no Paceline coordinator, answers at the address
+        TlsFailed                       no TLS with the coordinator: its certificate, ours, or it speaks no TLS at all
+    NotAuthenticated (PermissionError)  the coordinator demands a token, or does not know the one it got
+    NotPermitted (PermissionError)      the token is for another job, or its role permits less
+    StaleGeneration                     use of a generation that is over
     DataWorkerLost (RuntimeError)       a process that fetches data for this one has died
     StepVoid                            a step whose generation was voided
-    StepOrderError                      a collective or a gradient at a moment when it cannot be right
+    StepOrderError                      a collective or a gradient at a moment when it cannot be valid
     DivergenceError                     members hold different bits where they must hold the same
     OrphanedError                       cut off from the coordinator for longer than `rejoin_timeout`
     SessionClosed                       use of a session that has ended
@@ -29,6 +29,7 @@ PacelineError
     LinkUnavailable                     no way to move bytes to a member
     CheckpointDamaged (ValueError)      a checkpoint that is not what was written
     CheckpointFailed (OSError)          a checkpoint that ranks could not write together
+Dismissed (SystemExit)                  no error: this worker has nothing more to do
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "ConcurrentUse",
     "CoordinatorUnreachable",
     "DataWorkerLost",
+    "Dismissed",
     "DivergenceError",
     "ForkedSession",
     "InvalidRank",
@@ -70,9 +72,9 @@ class PacelineError(Exception):
     """Root of the tree.
 
     Attributes:
-        ranks: the culprits, ascending; empty where nobody in particular is to blame.
-        operation: number of the collective in which it was seen, 0 for none.
-        generation: the generation that it is about, 0 for none.
+        ranks: the ranks to blame, ascending; empty if there are none in particular.
+        operation: number of the collective that raised, 0 for none.
+        generation: the generation that is concerned, 0 for none.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), operation: int = 0, generation: int = 0) -> None:
@@ -95,7 +97,7 @@ class SizeMismatch(PacelineError, ValueError):
 
 
 class UnsupportedOp(PacelineError, TypeError):
-    """The dtype does not have the operation, or the type cannot travel."""
+    """The dtype does not have the operation, or the type cannot be sent."""
 
 
 class SettingsMismatch(PacelineError, ValueError):
@@ -131,39 +133,39 @@ class PeerRaised(PeerLost):
 
 
 class OperationTimeout(PacelineError, TimeoutError):
-    """What was waited for did not come in time; the text says what and from whom."""
+    """Something that was waited for did not happen in time; the text says what, and which member it depends on."""
 
 
 class CoordinatorUnreachable(PacelineError, ConnectionError):
-    """Nobody, or no Paceline coordinator, answers at the address."""
+    """No process, or no Paceline coordinator, answers at the address."""
 
 
 class TlsFailed(CoordinatorUnreachable):
-    """TLS with the coordinator cannot be had, and trying again will not help; the text says why and what to do."""
+    """There can be no TLS with the coordinator, and retrying will not help; the text says why and what to do."""
 
 
 class NotAuthenticated(PacelineError, PermissionError):
-    """The coordinator wants a token, or does not know the one that it was shown."""
+    """The coordinator demands a token, or does not know the one it got."""
 
 
 class NotPermitted(PacelineError, PermissionError):
-    """The token is good for another job, or its role for less than this."""
+    """The token is for another job, or its role does not permit this."""
 
 
 class StaleGeneration(PacelineError):
-    """An act on a generation that is over."""
+    """A generation was used that is over."""
 
 
 class DataWorkerLost(PacelineError, RuntimeError):
-    """A process that fetches data for this one has died; the text says which, and how."""
+    """A process that fetched data for this one has died; the text says which, and how."""
 
 
 class StepVoid(PacelineError):
-    """The generation of a step was voided: the step counts for nothing."""
+    """The generation of a step was voided: the step has no effect."""
 
 
 class StepOrderError(PacelineError):
-    """A collective, a gradient or a question for the rank came at a moment when it cannot be right."""
+    """A collective, a gradient or a question for the rank came when it cannot be valid."""
 
 
 class DivergenceError(PacelineError):
@@ -171,9 +173,9 @@ class DivergenceError(PacelineError):
 
 
 class OrphanedError(PacelineError):
-    """The member cannot go on by itself.
+    """The member cannot go on.
 
-    It was cut off from the coordinator for longer than `rejoin_timeout`, or some of a state that was spread over
+    It has not reached the coordinator for longer than `rejoin_timeout`, or a part of a state that was sharded over
     members is lost, and there is no checkpoint.
     """
 
@@ -196,3 +198,18 @@ class CheckpointDamaged(PacelineError, ValueError):
 
 class CheckpointFailed(PacelineError, OSError):
     """A checkpoint that ranks write together was not written; the text says at which rank, and why."""
+
+
+class Dismissed(SystemExit):
+    """This worker has nothing more to do: it was drained, or the job is done. Uncaught, it ends the process with 0.
+
+    Attributes:
+        reason: which of the two, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

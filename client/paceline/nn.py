@@ -1,7 +1,7 @@
-"""A few layers with a backward pass of their own: enough for the examples, and a pattern for your own modules.
+"""A few layers with their own backward pass: enough for the examples, and a pattern for your own modules.
 
-B samples, I inputs, O outputs, C classes. Arrays are float32 or float64. A layer keeps what its last `forward` saw, so
-it may stand in a network once, and `backward` belongs to the last `forward`.
+B samples, I inputs, O outputs, C classes. Arrays are float32 or float64. A layer keeps the input of its last `forward`,
+so it may occur in a network once, and `backward` refers to the last `forward`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline.errors import SizeMismatch
-from paceline.parallel.module import Module
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Module, Parameter
 
 __all__ = ["Linear", "ReLU", "Sequential", "softmax_cross_entropy"]
 
@@ -25,9 +24,9 @@ class Linear:
     Args:
         inputs: I.
         outputs: O.
-        rng: where the initial weights come from: normal with variance 2 / I, which keeps the variance of activations
-            through ReLUs. Source: He et al., "Delving Deep into Rectifiers", ICCV 2015, equation 10.
-        dtype: of the parameters.
+        rng: draws the initial weights, normal with variance 2 / I, which keeps the variance of activations through
+            ReLUs. Source: He et al., "Delving Deep into Rectifiers", ICCV 2015, equation 10.
+        dtype: the parameters' dtype.
 
     Attributes:
         weight: shape [O, I].
@@ -41,19 +40,19 @@ class Linear:
         self._x: NDArray[Any] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Weight and bias."""
+        """Yields weight and bias."""
         yield "weight", self.weight
         yield "bias", self.bias
 
     def forward(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Shape [B, I] to [B, O]."""
+        """Maps x, shape [B, I], to y, shape [B, O]."""
         self._x = x
         y: NDArray[Any] = x @ self.weight.data.T
         y += self.bias.data
         return y
 
     def backward(self, dy: NDArray[Any]) -> NDArray[Any]:
-        """Shape [B, O] to [B, I]. Gradients come first, so that they can travel while the rest is computed."""
+        """Maps dy, shape [B, O], to dx, shape [B, I]. Gradients come first, so that they are sent during the rest."""
         assert self._x is not None, "backward without forward"
         self.bias.accumulate(dy.sum(axis=0))
         self.weight.accumulate(dy.T @ self._x)
@@ -68,17 +67,17 @@ class ReLU:
         self._positive: NDArray[np.bool_] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """None."""
+        """Yields nothing."""
         yield from ()
 
     def forward(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Any shape."""
+        """Maps x of any shape to y of that shape."""
         self._positive = x > 0
         y: NDArray[Any] = np.maximum(x, 0)
         return y
 
     def backward(self, dy: NDArray[Any]) -> NDArray[Any]:
-        """The same shape; the slope at 0 is taken to be 0."""
+        """Maps dy to dx of the same shape; the slope at 0 is taken to be 0."""
         assert self._positive is not None, "backward without forward"
         dx: NDArray[Any] = dy * self._positive
         return dx
@@ -95,32 +94,32 @@ class Sequential:
         self.modules = modules
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Those of all modules, first to last."""
+        """Yields the parameters of all modules, first to last."""
         for number, module in enumerate(self.modules):
             for path, parameter in module.named_parameters():
                 yield f"{number}.{path}", parameter
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Those of the modules that have buffers, first to last."""
+        """Yields the buffers of the modules that have some, first to last."""
         for number, module in enumerate(self.modules):
             for path, buffer in getattr(module, "named_buffers", tuple)():
                 yield f"{number}.{path}", buffer
 
     def forward(self, x: Any) -> Any:
-        """First to last."""
+        """Runs the modules first to last."""
         for module in self.modules:
             x = module.forward(x)
         return x
 
     def backward(self, dy: Any) -> Any:
-        """Last to first."""
+        """Runs the modules' backward passes last to first."""
         for module in reversed(self.modules):
             dy = module.backward(dy)
         return dy
 
 
 def softmax_cross_entropy(logits: NDArray[Any], labels: NDArray[Any]) -> tuple[float, NDArray[Any]]:
-    """Mean over the batch of -log softmax(logits)[label], in nats, and its gradient by the logits.
+    """Computes the mean over the batch of -log softmax(logits)[label], in nats, and its gradient by the logits.
 
     Args:
         logits: shape [B, C].
@@ -130,7 +129,7 @@ def softmax_cross_entropy(logits: NDArray[Any], labels: NDArray[Any]) -> tuple[f
         The loss, and (softmax - onehot) / B, shape [B, C].
 
     Raises:
-        SizeMismatch: there is no sample, or not one label for each.
+        SizeMismatch: there is no sample, or there is not one label for each.
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
         raise SizeMismatch(

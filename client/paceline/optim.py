@@ -1,8 +1,8 @@
 """Optimizers for NumPy modules, wrapped or not: SGD and Adam, after torch.optim's formulas.
 
-State is keyed by the path of a parameter, so it survives a new process, a wrapped module and a new world. Updates are
-written into `Parameter.data` in place: whoever holds the array sees them. A parameter without a gradient, or frozen, is
-left alone, and so is its state: a momentum does not move what nobody used.
+State is keyed by the path of a parameter, so it can be loaded in a new process, a wrapped module or a new world.
+Updates are written into `Parameter.data` in place. A parameter that has no gradient or is frozen is left alone, with
+its state: momentum does not move an unused parameter.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import StepOrderError
-from paceline.parallel.module import HasParameters, parameters_of
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import HasParameters, Parameter, parameters_of
 
-__all__ = ["Adam", "Optimizer", "SGD"]
+__all__ = ["SGD", "Adam", "Optimizer"]
 
-State = dict[str, Any]
-"""What an optimizer keeps for one parameter: arrays of the parameter's shape, and numbers."""
+_State = dict[str, Any]
+"""The state of one parameter: arrays of the parameter's shape, and numbers."""
 
 
 class Optimizer(OptimizerState):
-    """What optimizers share: the loop over parameters, clearing, saving and loading.
+    """Base of optimizers: the loop over parameters, clearing, saving and loading.
 
     Args:
-        module: whose parameters are trained. Those frozen now get no state, and are never trained.
+        module: the module to train. Parameters that are frozen now get no state, and are never trained.
         settings: numbers of the formula, by name.
 
     Attributes:
-        is_new: no step was taken, and no state loaded.
+        is_new: True until a step is taken or a state is loaded.
 
     Raises:
-        StepOrderError: FSDP has wrapped the module: the optimizer is to be made of the wrapper.
+        StepOrderError: FSDP has wrapped the module: give the optimizer the wrapper.
     """
 
     def __init__(self, module: HasParameters, **settings: float) -> None:
@@ -48,7 +47,7 @@ class Optimizer(OptimizerState):
         self._parameters = {path: p for path, p in parameters_of(module).items() if p.requires_grad}
         self._check_own()
         self._state = {path: self._fresh(p) for path, p in self._parameters.items()}
-        self._scratch = self._room()
+        self._scratch = self._new_scratch()
         self.is_new = True
 
     @property
@@ -64,7 +63,7 @@ class Optimizer(OptimizerState):
         """Updates every parameter that has a gradient. Gradients are read only.
 
         Raises:
-            StepOrderError: FSDP has wrapped the module since: make the optimizer of the wrapper.
+            StepOrderError: FSDP has wrapped the module since: give the optimizer the wrapper.
         """
         self._check_own()
         self.is_new = False
@@ -80,7 +79,7 @@ class Optimizer(OptimizerState):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of settings and state: {"settings": {name: number}, "state": {path: {name: array or number}}}."""
+        """Copies settings and state: {"settings": {name: number}, "state": {path: {name: array or number}}}."""
         state = {path: {name: np.copy(v) if isinstance(v, np.ndarray) else v for name, v in one.items()}
                  for path, one in self._state.items()}  # fmt: skip
         return {"settings": dict(self.settings), "state": state}
@@ -91,11 +90,11 @@ class Optimizer(OptimizerState):
         return self._settings
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Takes over what `settings` gave."""
+        """Sets settings that `settings` has returned."""
         self._settings.update(settings)
 
     def live_arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays of the state themselves, "path/name": they change in `step`, and nowhere else."""
+        """Returns the state's arrays, not copies, by "path/name"; only `step` changes them."""
         return {
             f"{path}/{name}": value
             for path, state in self._state.items()
@@ -104,32 +103,32 @@ class Optimizer(OptimizerState):
         }
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """A copy of what the state has beside arrays, by path."""
+        """Returns a copy of the state's values other than arrays, by path."""
         return {
             path: {name: value for name, value in state.items() if not isinstance(value, np.ndarray)}
             for path, state in self._state.items()
         }
 
     def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over what `numbers` gave."""
+        """Sets values that `numbers` has returned."""
         for path, values in numbers.items():
             self._state[path].update(values)
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
-        """What it trains, by path."""
+        """The parameters that are trained, by path."""
         return self._parameters
 
     def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """The parameters have other shapes now: these arrays take the place of those that `live_arrays` gave."""
+        """Replaces arrays that `live_arrays` returned, because the parameters have other shapes now."""
         self.is_new = False
         for key, array in arrays.items():
             path, _, name = key.rpartition("/")
             self._state[path][name] = array
-        self._scratch = self._room()
+        self._scratch = self._new_scratch()
 
-    def _room(self) -> dict[np.dtype[Any], NDArray[Any]]:
-        """One parameter's worth of memory for each dtype, for intermediate results of the largest."""
+    def _new_scratch(self) -> dict[np.dtype[Any], NDArray[Any]]:
+        """Returns memory for intermediate results: for each dtype, as much as its largest parameter needs."""
         largest: dict[np.dtype[Any], int] = {}
         for parameter in self._parameters.values():
             data = parameter.data
@@ -137,7 +136,7 @@ class Optimizer(OptimizerState):
         return {dtype: np.empty(size, dtype) for dtype, size in largest.items()}
 
     def _check_own(self) -> None:
-        """An optimizer of what FSDP trains through pieces would see no gradient, and silently train nothing."""
+        """Raises if FSDP trains a parameter through a piece: this optimizer would never see a gradient of it."""
         for path, parameter in self._parameters.items():
             if parameter.has_piece:
                 raise StepOrderError(
@@ -146,12 +145,12 @@ class Optimizer(OptimizerState):
                 )
 
     @abc.abstractmethod
-    def _fresh(self, parameter: Parameter) -> State:
-        """The state before the first step."""
+    def _fresh(self, parameter: Parameter) -> _State:
+        """Returns a parameter's state before the first step."""
 
     @abc.abstractmethod
-    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
-        """Changes `data` and `state` in place; may use `scratch`, and must leave `grad` as it is. All of one shape."""
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: _State, scratch: NDArray[Any]) -> None:
+        """Updates `data` and `state` in place; may write to `scratch`, but not to `grad`. All have one shape."""
 
 
 class SGD(Optimizer):
@@ -164,11 +163,11 @@ class SGD(Optimizer):
     Source: Sutskever et al., ICML 2013, in the form of torch.optim.SGD (the learning rate outside of v).
 
     Args:
-        module: whose parameters are trained.
+        module: the module to train.
         lr: learning rate.
-        momentum: 0 for none; then there is no state.
+        momentum: 0 for none, which needs no state.
         weight_decay: L2 penalty.
-        nesterov: look ahead along the momentum; needs one.
+        nesterov: look ahead along the momentum, which must be above 0.
 
     Raises:
         ValueError: a setting is negative, or `nesterov` comes without momentum.
@@ -186,10 +185,10 @@ class SGD(Optimizer):
             raise ValueError("nesterov needs a momentum above 0")
         super().__init__(module, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
-    def _fresh(self, parameter: Parameter) -> State:
+    def _fresh(self, parameter: Parameter) -> _State:
         return {"momentum": _zeros(parameter)} if self.settings["momentum"] else {}
 
-    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: _State, scratch: NDArray[Any]) -> None:
         lr, momentum = self.settings["lr"], self.settings["momentum"]
         grad = _decayed(grad, data, self.settings["weight_decay"], scratch)
         if not momentum:
@@ -218,7 +217,7 @@ class Adam(Optimizer):
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1; the L2 penalty as in torch.optim.Adam.
 
     Args:
-        module: whose parameters are trained.
+        module: the module to train.
         lr: learning rate.
         betas: decay of the running means of g and g^2.
         eps: keeps the division finite.
@@ -240,10 +239,10 @@ class Adam(Optimizer):
             raise ValueError(f"betas must be below 1: {betas!r}")
         super().__init__(module, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
-    def _fresh(self, parameter: Parameter) -> State:
+    def _fresh(self, parameter: Parameter) -> _State:
         return {"mean": _zeros(parameter), "square": _zeros(parameter), "updates": 0}
 
-    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: State, scratch: NDArray[Any]) -> None:
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: _State, scratch: NDArray[Any]) -> None:
         beta1, beta2, decay = (self.settings[name] for name in ("beta1", "beta2", "weight_decay"))
         mean, square = state["mean"], state["square"]
         state["updates"] += 1
@@ -252,7 +251,7 @@ class Adam(Optimizer):
         np.multiply(mean, beta1, out=mean)
         np.add(mean, scratch, out=mean)
 
-        g = _decayed(grad, data, decay, scratch)  # again: cheaper than a second scratch
+        g = _decayed(grad, data, decay, scratch)  # computed again: cheaper than a second scratch
         np.multiply(g, g, out=scratch)
         np.multiply(scratch, 1 - beta2, out=scratch)
         np.multiply(square, beta2, out=square)
@@ -267,12 +266,12 @@ class Adam(Optimizer):
 
 
 def _zeros(parameter: Parameter) -> NDArray[Any]:
-    """As `np.zeros_like` of the values; takes memory when it is written: who joins a line builds more than it keeps."""
+    """Returns zeros like the values, for which memory is taken when written: a newcomer builds more than it keeps."""
     return np.zeros(parameter.data.shape, parameter.dtype)
 
 
 def _decayed(grad: NDArray[Any], data: NDArray[Any], decay: float, scratch: NDArray[Any]) -> NDArray[Any]:
-    """The gradient with its L2 penalty, in `scratch`; the gradient itself where there is none."""
+    """Returns the gradient plus its L2 penalty, in `scratch`; the gradient itself if the penalty is 0."""
     if not decay:
         return grad
     np.multiply(data, decay, out=scratch)

@@ -1,10 +1,10 @@
-"""The flight recorder: the last operations of this member, so that after a failure one can see who did what, and when.
+"""The flight recorder: a member's last operations, which show after a failure who did what, and when.
 
-It owns what is remembered and how it reads; `session/flight.py` says where that is written, and when. Recording is on
-the path of every operation: it stores a few references, parses nothing and takes no lock. No lock, because a snapshot
-may be taken at any instant, from a signal handler too that has interrupted the very thread that records.
+This module says what is recorded and how it reads; `session/flight.py`, where that is written, and when. Every
+operation is recorded, so recording is cheap: it stores a few references, parses nothing and takes no lock. A lock could
+deadlock: a signal handler may take a snapshot at any instant, even while the thread that it interrupts is recording.
 
-Remembered are names, shapes and times; never an array, nor a traceback, which would keep arrays alive.
+A record consists of names, shapes and times, never of an array or a traceback, which would keep arrays alive.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from paceline.signature import Signature, dtype_name
 __all__ = ["Entry", "FlightRecorder", "error_text"]
 
 MAX_ERROR_CHARACTERS = 1000
-"""Longest text of an error that is kept: an error of a user's own may quote whole arrays."""
+"""Longest text of a recorded error: an error of the user's code may quote whole arrays."""
 
 
 def error_text(error: BaseException) -> str:
-    """Type and text of an error, cut to 1,000 characters; a text that cannot be had is left out."""
+    """Returns type and text of an error, cut to 1,000 characters; without the text if `str` fails."""
     kind = type(error).__name__
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  a user's class may do anything; the record of the failure matters more
+    except Exception:  # noqa: BLE001  a user's class may do anything; the failure must be recorded
         text = ""
     return (f"{kind}: {text}" if text else kind)[:MAX_ERROR_CHARACTERS]
 
 
 class Entry:
-    """One operation. Made by `FlightRecorder.issue`; `begin` and `end` may be called from any thread, one at a time.
+    """The record of an operation, made by `FlightRecorder.issue`. Any thread may call `begin` and `end`, one at a time.
 
     Attributes:
-        group: the group's name; "" is the whole view.
-        operation: its number in the group and generation; 0 for messages.
+        group: the group's name; "" for the group of all members.
+        operation: the operation's number in the group and generation; 0 for messages.
         generation: the generation.
         signature: kind, arguments, dtype and shape, as `paceline.signature.Signature` encodes them.
     """
@@ -79,22 +79,22 @@ class Entry:
         self._error: str | None = None
 
     def begin(self) -> None:
-        """Its turn has come."""
+        """Records that the operation begins to run."""
         self._began = self._clock()
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is over; the first call counts.
+        """Records that the operation is over; later calls do nothing.
 
         Args:
-            error: what it failed with; only type and text are kept.
+            error: the operation's error, of which type and text are kept.
         """
         if self._ended is None:
             if error is not None:
-                self._error = error_text(error)  # before the time: whoever sees the end sees the error too
+                self._error = error_text(error)  # before the time: a thread that reads the time must find the error
             self._ended = self._clock()
 
     def _describe(self, now: float, wall: Callable[[float], str]) -> dict[str, Any]:
-        ended, began = self._ended, self._began  # each once, in this order: another thread may be writing them
+        ended, began = self._ended, self._began  # read once each, in this order: another thread may set them
         if ended is not None:
             state = "done" if self._error is None else "failed"
         else:
@@ -116,12 +116,12 @@ class Entry:
 
 
 class FlightRecorder:
-    """The last operations, oldest forgotten first. Thread-safe without a lock; of a fixed size.
+    """The last operations of this member, in a ring of a fixed size. Thread-safe without a lock.
 
     Args:
-        capacity: how many operations are remembered.
-        clock: seconds that only grow, for the times of operations.
-        wall: seconds since 1970, asked once for each snapshot.
+        capacity: number of operations that are kept.
+        clock: returns monotonic seconds, for the times of operations.
+        wall: returns seconds since 1970; called once for each snapshot.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class FlightRecorder:
         wall: Callable[[], float] = time.time,
     ) -> None:
         if capacity < 1:
-            raise ValueError(f"a flight recorder remembers at least 1 operation, not {capacity}")
+            raise ValueError(f"a flight recorder keeps at least 1 operation, not {capacity}")
         self._capacity = capacity
         self._clock = clock
         self._wall = wall
@@ -140,13 +140,13 @@ class FlightRecorder:
         self._ring: list[Entry | None] = [None] * capacity
 
     def issue(self, group: str, operation: int, signature: bytes, generation: int = 0) -> Entry:
-        """Remembers an operation that has been issued; for the caller to `begin` and `end`.
+        """Records that an operation was issued; returns the record, on which the caller calls `begin` and `end`.
 
         Args:
-            group: the group's name; "" is the whole view.
-            operation: its number in the group.
-            signature: an encoded `Signature`; not looked at here.
-            generation: in which that number counts.
+            group: the group's name; "" for the group of all members.
+            operation: the operation's number in the group and generation.
+            signature: an encoded `Signature`; it is not parsed here.
+            generation: the generation.
         """
         order = next(self._orders)
         entry = Entry(group, operation, signature, generation, order, self._clock(), self._clock)
@@ -154,24 +154,24 @@ class FlightRecorder:
         return entry
 
     def find(self, generation: int, group: str, operation: int) -> bytes | None:
-        """The signature of an operation; None if it is not remembered (any more)."""
+        """Returns the signature of an operation; None if it is not recorded, or not any more."""
         for entry in reversed(self._entries()):
             if entry.operation == operation and entry.group == group and entry.generation == generation:
                 return entry.signature
         return None
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """All that is remembered, oldest first, in types that JSON has.
+        """Returns all records, oldest first, in types that JSON has.
 
         Returns:
             One dict for each operation: `number` in the group and generation; `group`; `generation`; `operation`, its
-            kind; `detail`, its arguments; `dtype`, `shape` and `bytes` of the array, None where none travels or the
+            kind; `detail`, its arguments; `dtype`, `shape` and `bytes` of the array, None if no array is sent or the
             sender decides; `state`: "issued", "running", "done" or "failed"; `issued_at`, `began_at` and `ended_at`:
-            UTC, ISO 8601, None for what has not been; `waited_s`: seconds in line, until now if it still is; `took_s`:
-            seconds from its begin, until now if it runs, None if it never began; `error`: type and text, or None.
+            UTC, ISO 8601, None for what has not happened; `waited_s`: seconds in the queue so far; `took_s`: seconds
+            that it ran so far, None if it never began; `error`: type and text, or None.
         """
         entries, now = self._entries(), self._clock()
-        offset = self._wall() - now  # one for all, so that differences stay true when the wall clock is set
+        offset = self._wall() - now  # the same for all, so that setting the wall clock changes no difference
 
         def wall(at: float) -> str:
             return datetime.fromtimestamp(at + offset, UTC).isoformat(timespec="microseconds")
@@ -184,13 +184,13 @@ class FlightRecorder:
 
 
 def _seconds(start: float, end: float) -> float:
-    return round(max(0.0, end - start), 6)  # it may have begun after the snapshot asked for the time
+    return round(max(0.0, end - start), 6)  # it may have begun after the snapshot read the clock
 
 
 def _parse(signature: bytes) -> dict[str, Any]:
     try:
         kind, detail, dtype, shape = Signature.decode(signature)
-    except ValueError:  # a record must not fail over what it records
+    except ValueError:  # the recorder must not fail because of what it records
         kind, detail, dtype, shape = signature[:80].decode("ascii", "backslashreplace"), "", None, None
     array: dict[str, Any] = {"dtype": None, "shape": None, "bytes": None}
     if dtype is not None and shape is not None:

@@ -1,10 +1,10 @@
-"""The signature: an operation in words, as members compare it before they trust each other's bytes.
+"""Signatures: descriptions of operations, which members compare before they trust each other's bytes.
 
-It owns the text form, and the checked way back to a dtype and a shape. Nothing is evaluated (I9): dtypes come from a
-table, numbers from digits, and both are limited.
+This module has their text form, and the checked way back to a dtype and a shape. Nothing is evaluated (I9): dtypes come
+from a table and numbers from digits, and both are limited.
 
     all_reduce op=sum float32[1024,3]        kind, detail, dtype, shape
-    barrier                                  no array travels
+    barrier                                  no array is sent
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import LimitExceeded, UnsupportedOp
-from paceline.links.frame import MAX_SIGNATURE_BYTES
 
-__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "Signature", "dtype_name", "dtype_named"]
+__all__ = ["MAX_ARRAY_BYTES", "MAX_DIMENSIONS", "MAX_SIGNATURE_BYTES", "Signature", "dtype_name", "dtype_named"]
+
+MAX_SIGNATURE_BYTES = 1024
+"""Longest signature, as text."""
 
 MAX_DIMENSIONS = 32
-"""Most dimensions of an array that travels; 32 shapes of 20 digits fit a signature."""
+"""Most dimensions of an array that can be sent: 32 numbers of 20 digits fit a signature."""
 
 MAX_ARRAY_BYTES = 1 << 44
 """Largest array that a signature may announce: 16 TiB, so that sums of lengths stay far from 64 bits."""
@@ -38,13 +40,13 @@ _TEXT = re.compile(
 
 
 class Signature(NamedTuple):
-    """An operation in words.
+    """A description of an operation.
 
     Attributes:
-        kind: its name: "all_reduce", "send", ...
+        kind: the operation's name: "all_reduce", "send", ...
         detail: its arguments, "op=sum"; empty for none.
-        dtype: of the array; None where none travels, or where the caller leaves it to the sender.
-        shape: of the array, None with the dtype.
+        dtype: the array's dtype; None if no array is sent, or if the sender decides.
+        shape: the array's shape; None if `dtype` is.
     """
 
     kind: str
@@ -53,20 +55,20 @@ class Signature(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def encode(self) -> bytes:
-        """The text form, at most `MAX_SIGNATURE_BYTES`.
+        """Returns the text form, at most `MAX_SIGNATURE_BYTES` long.
 
         Raises:
-            UnsupportedOp: the dtype cannot travel.
-            LimitExceeded: too many dimensions, or too large.
+            UnsupportedOp: the dtype cannot be sent.
+            LimitExceeded: the array has too many dimensions, or is too large.
         """
         return _encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Signature:
-        """Back from the text form, which came from the network.
+        """Parses the text form, which came from the network.
 
         Raises:
-            ValueError: the bytes are not a signature, or pass a limit.
+            ValueError: the bytes are no signature, or exceed a limit.
         """
         match = _TEXT.fullmatch(data.decode("ascii")) if len(data) <= MAX_SIGNATURE_BYTES else None
         if match is None:
@@ -89,26 +91,26 @@ class Signature(NamedTuple):
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name under which a dtype travels.
+    """Returns the name of a dtype in signatures.
 
     Raises:
-        UnsupportedOp: it does not travel: objects, text, dates, records, long double.
+        UnsupportedOp: it cannot be sent: objects, text, dates, records, long double.
     """
     name = dtype.name
     if _dtype(name) is None:
-        raise UnsupportedOp(f"arrays of dtype {dtype} cannot travel; these can: {', '.join(_NAMES)}, bfloat16")
+        raise UnsupportedOp(f"arrays of dtype {dtype} cannot be sent; these can: {', '.join(_NAMES)}, bfloat16")
     return name
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype that travels under a name.
+    """Returns the dtype that has a name in signatures.
 
     Raises:
-        ValueError: none does.
+        ValueError: there is none.
     """
     dtype = _dtype(name)
     if dtype is None:
-        raise ValueError(f"no dtype travels under the name {name!r:.40}")
+        raise ValueError(f"there is no dtype {name!r:.40}")
     return dtype
 
 
@@ -117,20 +119,20 @@ def _encode(signature: Signature) -> bytes:
     dtype, shape = signature.dtype, signature.shape
     if dtype is not None and shape is not None:
         if len(shape) > MAX_DIMENSIONS:
-            raise LimitExceeded(f"an array of {len(shape)} dimensions cannot travel: the limit is {MAX_DIMENSIONS}")
+            raise LimitExceeded(f"an array of {len(shape)} dimensions cannot be sent: the limit is {MAX_DIMENSIONS}")
         if _bytes(shape, dtype) > MAX_ARRAY_BYTES:
-            raise LimitExceeded(f"an array of shape {shape} cannot travel: the limit is {MAX_ARRAY_BYTES} bytes")
+            raise LimitExceeded(f"an array of shape {shape} cannot be sent: the limit is {MAX_ARRAY_BYTES} bytes")
     return str(signature).encode("ascii")
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Bytes of the array; of an empty one, what its other dimensions make, for NumPy has limits for these too."""
+    """Returns the array's size in bytes, without dimensions of 0: NumPy limits the product of the others too."""
     return prod(filter(None, shape)) * dtype.itemsize
 
 
 def _dtype(name: str) -> np.dtype[Any] | None:
     if name == "bfloat16":
-        import ml_dtypes  # here, because few jobs need it and it costs start-up time
+        import ml_dtypes  # imported here because it takes time and few jobs need it
 
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bfloat16

@@ -1,11 +1,11 @@
-"""Ranks as threads of one process, and the conformance check of links: what tests of distributed code need.
+"""For tests of distributed code: ranks as threads of one process, and the conformance check of links.
 
     def rank(group):
         return group.all_reduce(np.full(3, group.rank)).tolist()
 
     assert run_ranks(4, rank) == [[6, 6, 6]] * 4
 
-Everything here is public, and kept as stable as the rest.
+All of it is public, and kept as stable as the rest.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
     "run_ranks",
 ]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def local_groups(world: int, config: Config | None = None) -> list[Group]:
-    """The groups of a generation whose ranks are in this process, by rank. Each should be closed.
+    """Returns the groups of a generation whose ranks are all in this process, by rank. The caller closes each.
 
     Args:
         world: number of ranks, at least 1.
@@ -54,13 +54,13 @@ def local_groups(world: int, config: Config | None = None) -> list[Group]:
 
 
 def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None = None) -> None:
-    """Has the groups of `local_groups` go on in the next generation, over the same links; lasting parts follow.
+    """Moves the groups of `local_groups` to the next generation, over the same links; lasting subgroups move too.
 
-    What was on its way in the generation before is dropped. To be called when no collective is under way.
+    Frames of the last generation that have not arrived are dropped. Call it while no collective is under way.
 
     Args:
-        groups: all of them.
-        tamper: what befalls the frames of some ranks from now on (`paceline.links.faulty`), by rank.
+        groups: all groups of the generation.
+        tamper: by rank, what happens to the frames of that rank from now on (see `paceline.links.faulty`).
     """
     meshes = []
     for group in groups:
@@ -74,41 +74,43 @@ def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None
 
 @contextmanager
 def local_link_pair() -> Iterator[LinkPair]:
-    """The two ends of a local link, for `check_link`."""
+    """Yields the two ends of a local link, for `check_link`."""
     a, b = local_meshes(2)
     link = a.link(1, Purpose.COLLECTIVE)
     yield LinkPair(link, b.link(0, Purpose.COLLECTIVE), a.fault, b.fault, link.cut)
 
 
-def run_ranks(world: int, fn: Callable[[Group], T], *, config: Config | None = None, timeout: float = 60.0) -> list[T]:
+def run_ranks(
+    world: int, fn: Callable[[Group], _T], *, config: Config | None = None, timeout: float = 60.0
+) -> list[_T]:
     """Runs `fn(group)` on every rank, each in a thread of its own.
 
     Args:
         world: number of ranks, at least 1.
-        fn: what each rank does.
+        fn: called with the rank's group.
         config: timeouts; the defaults if None.
-        timeout: seconds for all of it.
+        timeout: seconds for all ranks together.
 
     Returns:
         The results by rank.
 
     Raises:
-        Exception: the first error that a rank raised, with a note that names the rank; a rank's own before the others'
-            news of it.
+        Exception: the first error that a rank raised, with a note that names the rank; an error of `fn` itself comes
+            before the PacelineErrors that it causes on other ranks.
         TimeoutError: some ranks were not done in time; the text names them.
     """
     return run_groups(local_groups(world, config), fn, timeout=timeout)
 
 
-def run_groups(groups: list[Group], fn: Callable[[Group], T], *, timeout: float = 60.0) -> list[T]:
-    """`run_ranks` for groups that exist already; closes them."""
-    results: dict[int, T] = {}
+def run_groups(groups: list[Group], fn: Callable[[Group], _T], *, timeout: float = 60.0) -> list[_T]:
+    """Does what `run_ranks` does with groups that exist already, and closes them."""
+    results: dict[int, _T] = {}
     failures: list[tuple[int, BaseException]] = []
 
     def run(group: Group) -> None:
         try:
             results[group.rank] = fn(group)
-        except BaseException as error:  # noqa: BLE001  it is raised below
+        except BaseException as error:  # noqa: BLE001  raised below
             failures.append((group.rank, error))
         finally:
             group.close()
@@ -120,13 +122,13 @@ def run_groups(groups: list[Group], fn: Callable[[Group], T], *, timeout: float 
     for thread in threads:
         thread.join(max(0.0, deadline - monotonic()))
     late = [thread.name for thread in threads if thread.is_alive()]
-    causes = list(failures)  # what closing makes the late ones raise is not among them
+    causes = list(failures)  # without the errors that closing causes in late ranks
     for group in groups if late else []:
-        group.close(0.0)  # ends what they wait for
+        group.close(0.0)  # ends the waits of late ranks
     for thread in threads:
         thread.join(1.0)
     if causes:
-        # The cause before its news: a rank's own error reaches the others as one of ours, perhaps sooner.
+        # A rank's own error makes the others raise a PacelineError, perhaps sooner: the cause comes first.
         rank, first = min(causes, key=lambda failure: isinstance(failure[1], PacelineError))
         first.add_note(f"raised by rank {rank}")
         raise first

@@ -1,4 +1,4 @@
-"""Certificates in memory, checked before grpc gets them: it takes anything, and then fails at each handshake."""
+"""Checks certificates before grpc gets them: grpc accepts anything, and then fails at each handshake."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _VERIFY = {
     21: "is of another authority than that of PACELINE_TLS_CA",
     26: "is not made for this use (extended key usage)",
 }
-"""X509_V_ERR_* of openssl/x509_vfy.h, in words."""
+"""Texts for X509_V_ERR_* of openssl/x509_vfy.h."""
 
 _WRONG_NAME = (62, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 
 _FLIGHTS = 4
-"""Of a handshake, each way; TLS 1.2 with certificates on both sides needs so many."""
+"""Flights of a handshake in each direction: TLS 1.2 with certificates on both sides needs as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What TLS is done with, in PEM.
+    """Certificates and key for TLS, in PEM.
 
     Attributes:
         ca: the authority's certificate.
-        cert: this side's certificate, None for none.
-        key: the key of it.
+        cert: this side's certificate; None if it has none.
+        key: the certificate's key.
     """
 
     ca: bytes
@@ -44,11 +44,11 @@ class TlsFiles:
 
 
 def what_is_wrong(error: ssl.SSLCertVerificationError, name: str) -> str:
-    """What keeps a certificate from being taken, in words that follow "the certificate".
+    """Returns why a certificate was refused, in words that follow "the certificate".
 
     Args:
         error: from the handshake.
-        name: the name or IP address that it should hold.
+        name: the name or IP address that the certificate should contain.
     """
     if error.verify_code in _WRONG_NAME:
         return f"does not hold {name}"
@@ -56,14 +56,14 @@ def what_is_wrong(error: ssl.SSLCertVerificationError, name: str) -> str:
 
 
 def check_member(files: TlsFiles, name: str) -> None:
-    """Has a member shake hands with itself, in memory: others would do the same with the same result.
+    """Checks a member's certificate by a TLS handshake with itself in memory, as other members would make it.
 
     Args:
-        files: with a certificate and its key.
-        name: what every member's certificate holds.
+        files: a certificate with its key and authority.
+        name: the name that every member's certificate contains.
 
     Raises:
-        ValueError: no other member would take the certificate; the text says why.
+        ValueError: other members would refuse the certificate; the text says why.
     """
     calling, serving = make_context(files), make_context(files, serving=True)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -80,10 +80,10 @@ def check_member(files: TlsFiles, name: str) -> None:
 
 
 def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
-    """What Python's own `ssl` makes of them, for the side that dials or for a door; either asks for a certificate.
+    """Returns an `ssl` context for the client's side or, with `serving`, the server's; both demand a certificate.
 
     Raises:
-        ValueError: one of them cannot be used; the text says which.
+        ValueError: a file cannot be used; the text says which.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -93,7 +93,7 @@ def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
     except (ssl.SSLError, UnicodeDecodeError):
         raise ValueError("the authority (ca) is no certificate in PEM") from None
     if files.cert is not None and files.key is not None:
-        # The module loads a key from a file only: this one is in memory, and nobody else's to open.
+        # Python's ssl loads a key from a file only: this one is in memory, where no other user can open it.
         fd = os.memfd_create("paceline-tls")
         try:
             os.write(fd, files.cert.rstrip() + b"\n" + files.key)

@@ -1,10 +1,10 @@
-"""Where a token comes from: a text, or a file that is read anew when the token is shown, at most once a second.
+"""The token that is shown to the coordinator: a text, or a file that is read again at most once a second.
 
-A file that cannot be read for a moment, or is empty, because somebody is changing it, leaves the last token in use,
-with an error in the log: the coordinator treats its own file the same.
+If the file cannot be read or is empty for a moment, because it is being changed, the last token stays in use and an
+error is logged. The coordinator treats its own file in the same way.
 
-A look at a file can hang for good, where a network is away. Each has a daemon thread, calls wait for it for a moment
-only, and there is one at a time: in asyncio's pool it would hold up every call, and keep the process from ending.
+Reading the file can hang for ever if its network is down. So each reading has a daemon thread, one at a time, and calls
+wait for it only briefly. In asyncio's pool it would delay every call, and keep the process from ending.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ __all__ = ["TokenSource"]
 _log = logging.getLogger("paceline.session")
 
 LOOK_S = 1.0
-"""Seconds between two looks at the file."""
+"""Seconds between two readings of the file."""
 
 PATIENCE_S = 0.5
-"""For how long calls wait for a look, from its beginning. It may come late: its token is for the calls that follow."""
+"""Seconds that calls wait for a reading, from its beginning. If it ends later, later calls use its token."""
 
 FIRST_S = 10.0
-"""For how long the first look is waited for, without which there is no token at all."""
+"""Seconds to wait for the first reading, without which there is no token."""
 
 _MAX_FILE_BYTES = 1 << 20
 
 
 class TokenSource:
-    """A token, now and later. Never shows it in its own text. For all threads.
+    """The current token. Its `repr` does not contain the token. Thread-safe.
 
     Args:
-        token: the text, or the path of a file. Of a file the first word of the first line counts that is neither empty
-            nor a comment (`#`), so that a coordinator's file will do.
+        token: the text, or the path of a file, whose token is the first word of the first line that is neither empty
+            nor a comment (`#`). So a coordinator's file can be used.
 
     Raises:
-        ValueError: the file cannot be read, or not within 10 s, or what it holds can be no token; `FileTooOpen` if
-            others may read it.
+        ValueError: the file cannot be read within 10 s, or contains no valid token; `FileTooOpen` if other users may
+            read it.
     """
 
     def __init__(self, token: str | Path) -> None:
         self._path = token if isinstance(token, Path) else None
         self._lock = threading.Lock()
-        self._look: Future[str] | None = None
+        self._reading: Future[str] | None = None
         self._began_at = time.monotonic()
         self._trouble = ""
         if isinstance(token, str):
@@ -61,45 +61,45 @@ class TokenSource:
             raise ValueError(f"cannot read the token file {token}: nothing came of it in {FIRST_S:g} s") from None
 
     async def current(self) -> str:
-        """The token to show now. Waits for a look at the file, for half a second at most."""
-        look = None if self._path is None else self._newest_look(self._path)
+        """Returns the token to show now. Waits for a reading of the file, for half a second at most."""
+        reading = None if self._path is None else self._newest_reading(self._path)
         left = self._began_at + PATIENCE_S - time.monotonic()
-        if look is not None and not look.done() and left > 0:
+        if reading is not None and not reading.done() and left > 0:
             try:
                 async with asyncio.timeout(left):
-                    await asyncio.wrap_future(look)
+                    await asyncio.wrap_future(reading)
             except TimeoutError:
                 self._complain(f"the token file {self._path} has not been read for {PATIENCE_S:g} s")
             except ValueError:
-                pass  # it is in the log
+                pass  # `_take` has logged it
         return self._token
 
     def __repr__(self) -> str:
         return "TokenSource(...)" if self._path is None else f"TokenSource({str(self._path)!r})"
 
-    def _newest_look(self, path: Path) -> Future[str] | None:
-        """The look that is under way, or a new one if it is time for one."""
+    def _newest_reading(self, path: Path) -> Future[str] | None:
+        """Returns the reading that is under way, or the last one; starts a new one if it is time."""
         with self._lock:
-            free = self._look is None or self._look.done()
+            free = self._reading is None or self._reading.done()
             if free and time.monotonic() - self._began_at >= LOOK_S:
                 self._began_at = time.monotonic()
                 try:
-                    self._look = _start(path)
-                except RuntimeError as error:  # there are too many threads
+                    self._reading = _start(path)
+                except RuntimeError as error:  # no thread can be started
                     self._complain(f"cannot read the token file {path}: {error}")
                 else:
-                    self._look.add_done_callback(self._take)
-            return self._look
+                    self._reading.add_done_callback(self._take)
+            return self._reading
 
-    def _take(self, look: Future[str]) -> None:
-        """Before any who wait for it go on."""
-        if (error := look.exception()) is not None:
+    def _take(self, reading: Future[str]) -> None:
+        """Takes over the token of a reading, before any call that waits for it goes on."""
+        if (error := reading.exception()) is not None:
             self._complain(str(error))
         else:
-            self._token, self._trouble = look.result(), ""
+            self._token, self._trouble = reading.result(), ""
 
     def _complain(self, trouble: str) -> None:
-        """Once, not at every look."""
+        """Logs a problem once, not at every reading."""
         if trouble != self._trouble:
             _log.error("%s; the last token stays in use", trouble)
         self._trouble = trouble
@@ -108,12 +108,12 @@ class TokenSource:
 def _start(path: Path) -> Future[str]:
     """Reads the token in a file, on a daemon thread of its own."""
     answer: Future[str] = Future()
-    answer.set_running_or_notify_cancel()  # whoever stops waiting must not take it from the others
+    answer.set_running_or_notify_cancel()  # a call that stops waiting must not cancel it for others
 
     def run() -> None:
         try:
             found = _read(path)
-        except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001  the waiting call raises it
             answer.set_exception(error)
         else:
             answer.set_result(found)
@@ -137,7 +137,7 @@ def _read(path: Path) -> str:
 
 
 def _checked(token: str, what: str) -> str:
-    """A token that metadata can carry: gRPC's own error would show it."""
+    """Returns the token if gRPC's metadata can carry it; checked here because gRPC's own error would show it."""
     if not token or not all("!" <= character <= "~" for character in token):
         raise ValueError(f"{what} is empty, or has spaces or characters other than printable ASCII")
     return token

@@ -1,4 +1,4 @@
-"""Folders of this user's own among the temporary files, where anybody may have been first: they are checked."""
+"""This user's own folders in the directory for temporary files, checked because other users can write there too."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["check_own", "make_private", "user_folder"]
 
 
 def user_folder(name: str) -> Path:
-    """`paceline-UID/NAME` among the temporary files; nothing is made.
+    """Returns the path `paceline-UID/NAME` in the directory for temporary files, without creating it.
 
     Raises:
-        FileNotFoundError: there is no directory for temporary files that can be written to.
+        FileNotFoundError: there is no writable directory for temporary files.
     """
     return Path(tempfile.gettempdir(), f"paceline-{_user()}", name).absolute()
 
 
 def make_private(directory: Path, remedy: str) -> None:
-    """Makes the directory, 0700, with what lacks above it; refuses one that somebody else could have put there.
+    """Creates a directory and its missing parents, mode 0700; refuses one that another user could have put there.
 
     Args:
         directory: its absolute path.
-        remedy: ends an error's text: what to do.
+        remedy: what to do; the last words of an error's text.
 
     Raises:
-        OSError: it cannot be made, or `check_own` refuses it.
+        OSError: the directory cannot be created, or `check_own` refuses it.
     """
     missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     for path in reversed(missing):
@@ -36,10 +36,10 @@ def make_private(directory: Path, remedy: str) -> None:
 
 
 def check_own(directory: Path, remedy: str) -> None:
-    """Checks that a directory is this user's, and that nobody else can put another one in its place.
+    """Checks that a directory belongs to this user, and that no other user can replace it.
 
     Raises:
-        OSError: it is not, or is not there; the text says whose it is, and the remedy.
+        OSError: it does not, or does not exist; the text says whose it is, and the remedy.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -47,7 +47,7 @@ def check_own(directory: Path, remedy: str) -> None:
     if found.st_uid != _user():
         raise PermissionError(f"{directory} belongs to uid {found.st_uid}, not {_user()}; {remedy}")
     for path in directory.parents:
-        # Whoever owns a directory on the way can exchange what is in it; in /tmp anybody can have been first.
+        # The owner of a directory above can replace what is in it; in /tmp, any user may have created it.
         owner, open_to_all = path.lstat().st_uid, path.parent.stat().st_mode & stat.S_IWOTH
         if open_to_all and owner not in (0, _user()):
             raise PermissionError(f"{path}, above {directory.name}, belongs to uid {owner}; {remedy}")

@@ -1,7 +1,8 @@
-"""Operations in issue order: the handle of one (`Work`), and the lane that runs them (`Lane`).
+"""Operations in issue order: `Work`, the handle of one, and `Lane`, which runs them.
 
-All ranks must carry out their operations in one order, so that numbers agree. The lane gives each its number when it is
-issued, and runs one at a time: in the caller's thread if nothing is before it, else on the group's one thread.
+All ranks must run their operations in the same order, so that their numbers agree. The lane gives each operation its
+number when it is issued, and runs one at a time: in the caller's thread if no other is waiting, else in the group's one
+thread.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ __all__ = ["Lane", "Progress", "Work"]
 T = TypeVar("T")
 Abort: TypeAlias = Callable[[int, BaseException], None]
 Begin: TypeAlias = Callable[[int], Callable[[], T]]
-"""From an operation's number to its task."""
+"""Returns the task of an operation, given its number."""
 
 
 class Progress(NamedTuple):
-    """Where a group is, for heartbeats.
+    """The operation that a group is at, for heartbeats.
 
     Attributes:
         operation: number of the last operation that began, 0 for none.
-        since: `time.monotonic()` value of when it began, or ended.
-        inside: True between its begin and its end.
+        since: `time.monotonic()` when it began, or when it ended if it has.
+        inside: True while it runs.
     """
 
     operation: int
@@ -39,7 +40,7 @@ class Progress(NamedTuple):
 
 
 class Work(Generic[T]):
-    """An operation that runs behind the caller. Its arrays must not be changed or read before `wait` has returned.
+    """An operation in the background. Its arrays must not be changed or read before `wait` has returned.
 
     Attributes:
         operation: its number in the group.
@@ -50,44 +51,44 @@ class Work(Generic[T]):
         self._abort = abort
         self._task: Callable[[], T] | None = task
         self._over = Latch()
-        self._hearers: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
         self._result: T
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """True once it has ended, well or not."""
+        """Returns True if the operation has succeeded or failed."""
         return self._over.is_set()
 
     def exception(self) -> BaseException | None:
-        """Why it has failed; None if it has not, or has not ended."""
+        """Returns the operation's error; None if it has succeeded or still runs."""
         return self._error if self.done() else None
 
-    def on_done(self, hear: Callable[[], None]) -> None:
-        """Has a function called once when it has ended, well or not: in the group's thread, or in this one if it has.
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls a function once the operation has succeeded or failed: in the group's thread, or here if it has.
 
         Args:
-            hear: must return soon, for what is in line waits, and must not raise.
+            callback: must return soon, because the next operation waits for it, and must not raise.
         """
-        self._hearers.append(hear)
+        self._callbacks.append(callback)
         if self._over.is_set():
-            self._tell()
+            self._call_back()
 
-    def _tell(self) -> None:
-        while self._hearers:
-            with suppress(IndexError):  # taken by the other thread meanwhile: each is called once
-                self._hearers.pop()()
+    def _call_back(self) -> None:
+        while self._callbacks:
+            with suppress(IndexError):  # another thread has just taken the last one: each is called once
+                self._callbacks.pop()()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Waits for the end and returns the result; any number of times.
+        """Waits until the operation is over, and returns its result. May be called any number of times.
 
-        If the time runs out, or the wait is interrupted, the operation is aborted, which voids the generation. In
-        every case no thread touches the arrays any more when this returns (I7).
+        If the time runs out or the wait is interrupted, the operation is aborted, which voids the generation. In any
+        case no thread uses the arrays after this has returned or raised (I7).
 
         Args:
-            timeout: seconds; None to wait as long as the operation's own timeout lets it run.
+            timeout: seconds; None for the operation's own timeout.
 
         Raises:
-            OperationTimeout: the time ran out.
+            OperationTimeout: the operation was not over in time.
             PacelineError: the generation has failed.
         """
         if not self._over.is_set():
@@ -97,45 +98,45 @@ class Work(Generic[T]):
                     self._over.wait()
             except BaseException as error:
                 self._abort(self.operation, error)
-                self._outlast()
+                self._wait_for_abort()
                 raise
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _outlast(self) -> None:
-        """Waits for the end of what has been aborted, even if a second interrupt comes."""
+    def _wait_for_abort(self) -> None:
+        """Waits until the aborted operation is over, even if a second interrupt comes."""
         while not self._over.is_set():
             with suppress(KeyboardInterrupt):
                 self._over.wait()
 
     def _fail(self, error: BaseException) -> None:
-        """It ends with an error that is not its own; without effect if it has ended."""
+        """Ends the operation with an error from outside, if it is not over."""
         if not self._over.is_set():
             self._error, self._task = error, None
             self._over.set()
-            self._tell()
+            self._call_back()
 
     def _run(self) -> None:
-        task, self._task = self._task, None  # let go of the arrays when it is over
+        task, self._task = self._task, None  # so that the arrays are freed when it is over
         assert task is not None
         try:
             self._result = task()
-        except BaseException as error:  # noqa: BLE001  it is raised by `wait`
+        except BaseException as error:  # noqa: BLE001  `wait` raises it
             self._error = error
         finally:
             del task
             self._over.set()
-            self._tell()
+            self._call_back()
 
 
 class Lane:
     """Runs operations one at a time in issue order. Thread-safe.
 
     Args:
-        abort: makes the running operation end, soon and with an error; given the operation that nobody waits for any
-            longer, and why.
-        exclusive: refuse operations of a second thread while the first lives and has not handed over.
+        abort: makes the running operation fail soon; called with the number of an operation that its caller has given
+            up, and the reason.
+        exclusive: refuse operations of a second thread while the first one is alive and has not called `hand_over`.
     """
 
     def __init__(self, abort: Abort, *, exclusive: bool = False) -> None:
@@ -144,23 +145,28 @@ class Lane:
         self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Work[Any]] = deque()
-        self._busy: threading.Thread | None = None  # whose turn it is
-        self._inside = False  # a caller's thread is inside an operation
+        self._busy: threading.Thread | None = None  # the thread that runs an operation
+        self._inside = False  # a caller's thread is inside its operation
         self._closed = False
         self._issued = 0
         self._owner: threading.Thread | None = None
         self._thread: threading.Thread | None = None
-        self._running: Work[Any] | None = None  # on that thread
-        self._awaited = 0  # threads that wait for a change, beside the lane's own
+        self._running: Work[Any] | None = None  # the operation on the lane's thread
+        self._awaited = 0  # threads other than the lane's own that wait for a change
         self._progress = (0, monotonic(), False)
 
     @property
     def progress(self) -> Progress:
-        """Where the lane is."""
+        """The operation that the lane is at."""
         return Progress(*self._progress)
 
     def run(self, begin: Begin[T], deadline: float) -> T:
-        """Runs an operation in its turn and returns its result; `begin` makes its task of its number.
+        """Runs an operation after those issued before it, and returns its result.
+
+        Args:
+            begin: returns the operation's task, given its number.
+            deadline: `time.monotonic()` value until which to wait if other operations come first.
+
 
         Raises:
             ConcurrentUse: the lane belongs to another thread.
@@ -187,15 +193,15 @@ class Lane:
             done = True
             return result
         except BaseException as error:
-            if numbered and not done and work is None:  # perhaps the number is used up, and nobody else knows
+            if numbered and not done and work is None:  # the number may be used up, and no other code knows
                 self._abort(self._issued, error)
             raise
         finally:
             if mine:
-                self._frees()
+                self._end_turn()
 
     def submit(self, begin: Begin[T]) -> Work[T]:
-        """Puts an operation in line for the group's thread.
+        """Queues an operation for the group's thread.
 
         Raises:
             ConcurrentUse, SessionClosed: as `run`.
@@ -212,7 +218,7 @@ class Lane:
             raise
 
     def flush(self) -> None:
-        """Waits until nothing is under way or in line. What is aborted ends too, with its error at whoever waits."""
+        """Waits until no operation runs or is queued. Operations that fail are over too; their `wait` raises."""
         me = threading.current_thread()
         with self._lock:
             self._awaited += 1
@@ -223,21 +229,21 @@ class Lane:
                 self._awaited -= 1
 
     def _only_ends(self) -> bool:
-        """True if the last operation is over, and the thread that ran it has yet to say that its turn is."""
+        """Returns True if the last operation is over, and its thread is about to end its turn."""
         return not self._queue and self._running is not None and self._running.done()
 
     def hand_over(self, *, to_all: bool = False) -> None:
-        """The next thread that issues an operation owns the lane; or none does, from now on."""
+        """Gives the lane to the next thread that issues an operation; with `to_all`, to all threads from now on."""
         with self._lock:
             self._owner = None
             self._exclusive = self._exclusive and not to_all
 
     def close(self, deadline: float) -> None:
-        """Runs what is under way until the deadline, aborts the rest, and ends the thread. Idempotent."""
+        """Waits until the deadline for operations to end, aborts the rest, and ends the thread. Idempotent."""
         me = threading.current_thread()
         with self._lock:
             self._closed = True
-            self._awaited += 1  # for good: nothing begins any more
+            self._awaited += 1  # never taken back: no operation begins after this
             self._changed.notify_all()
             while (left := deadline - monotonic()) > 0 and self._working(me):
                 self._changed.wait(left)
@@ -245,24 +251,24 @@ class Lane:
         if working:
             self._abort(self.progress.operation, SessionClosed("the group was closed before the operation was done"))
             with self._lock:
-                while self._working(me):  # not for long: the failure wakes it
+                while self._working(me):  # not for long: the abort wakes the operation
                     self._changed.wait()
         if self._thread is not None and me not in (self._thread, self._busy):
             self._thread.join()
 
     def _working(self, me: threading.Thread) -> bool:
-        """True while another thread has an operation under way, or some are in line for the group's."""
+        """Returns True while another thread runs an operation, or operations are queued."""
         return self._busy not in (None, me) or bool(self._queue)
 
     def _admit(self) -> threading.Thread:
-        """The caller, if it may issue an operation now."""
+        """Returns the calling thread, if it may issue an operation now; else raises."""
         if self._closed:
             raise SessionClosed("the group is closed")
         caller, owner = threading.current_thread(), self._owner
         if self._busy is caller:
             if self._inside:
                 raise ConcurrentUse("a collective was called inside another one, perhaps by a signal handler")
-            self._busy = None  # an interrupt came between the end of its operation and the end of its turn
+            self._busy = None  # it was interrupted after its operation, before `_end_turn`
         if self._exclusive and owner is not caller:
             if owner is not None and owner.is_alive():
                 raise ConcurrentUse(
@@ -279,7 +285,7 @@ class Lane:
         return self._issued, begin(self._issued)
 
     def _enqueue(self, operation: int, task: Callable[[], T]) -> Work[T]:
-        if self._thread is None:  # before anything is in line: if no thread can be had, nobody waits for what is there
+        if self._thread is None:  # before the operation is queued: this may raise
             thread = threading.Thread(target=self._serve, name="paceline-group", daemon=True)
             thread.start()
             self._thread = thread
@@ -289,12 +295,12 @@ class Lane:
         return work
 
     def _serve(self) -> None:
-        """The lane's thread. It does not end while somebody waits for what is in line."""
+        """Runs in the lane's thread; if that fails, fails all queued operations, so that no caller waits for ever."""
         try:
             self._run_all()
-        except BaseException as error:  # noqa: BLE001  no memory is left, most likely; `Work.wait` raises it
+        except BaseException as error:  # noqa: BLE001  most likely MemoryError; `Work.wait` raises it
             try:
-                self._abort(self._progress[0], error)  # first: who issues an operation now shall hear of this, too
+                self._abort(self._progress[0], error)  # first: an operation that is issued now must fail too
             finally:
                 with self._lock:
                     self._closed = True
@@ -318,11 +324,11 @@ class Lane:
             self._progress = (work.operation, monotonic(), True)
             work._run()
             del work  # its result belongs to the caller, not to an idle thread
-            self._frees()
+            self._end_turn()
             self._running = None
 
-    def _frees(self) -> None:
-        """The next in line may begin."""
+    def _end_turn(self) -> None:
+        """Lets the next operation begin."""
         self._progress = (self._progress[0], monotonic(), False)
         with self._lock:
             self._busy = None

@@ -2,7 +2,7 @@
 
 __all__ = ["ERROR_DOMAIN", "PROTOCOL_VERSION"]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Changes when an old worker and a new coordinator (or the reverse) could misunderstand each other."""
 
 ERROR_DOMAIN = "paceline"

@@ -29,15 +29,14 @@ from paceline_server.services.calls import OpenCalls
 from paceline_server.services.paced import PacingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
-from paceline_server.services.sizes import most_bytes
 from paceline_server.services.store import StoreHandlers
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Storage
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.sqlite import SqliteStorage
+from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
-from pacelinepb.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 
 __all__ = ["Coordinator"]
 
@@ -115,8 +114,7 @@ class Coordinator:
         if (paths := TlsPaths.of(self._settings)) is not None:
             self._certificates = await CertificateKeeper.open(paths)
         credentials = None if self._certificates is None else self._certificates.credentials
-        budgets = Budget(self._settings.call_bytes), Budget(self._settings.reading_bytes)
-        calls = OpenCalls(*budgets, most_bytes(self._settings))
+        calls = OpenCalls(Budget(self._settings.call_bytes), self._settings.longest_request)
         interceptors: list[aio.ServerInterceptor] = [  # type: ignore[type-arg]
             PacingInterceptor(self._settings, calls, self._payer_of),
             RefusalInterceptor(),
@@ -125,7 +123,7 @@ class Coordinator:
             interceptors.append(AuthenticationInterceptor(self._tokens))
         self._server = server = aio.server(interceptors=interceptors, options=self._options())
         SessionHandlers(self._dispatcher).add_to(server)
-        add_StoreServiceServicer_to_server(StoreHandlers(self._dispatcher), server)
+        StoreHandlers(self._dispatcher).add_to(server)
         add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -186,7 +184,7 @@ class Coordinator:
     def _options(self) -> list[tuple[str, int]]:
         return [
             ("grpc.so_reuseport", 0),  # or two coordinators would share a port, and each see half of a job
-            ("grpc.max_receive_message_length", most_bytes(self._settings)),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ("grpc.max_send_message_length", -1),
             # What may come of a call before it is read: `CALL_BYTES` counts it, so grpc must not choose it by itself.
             ("grpc.http2.bdp_probe", 0),

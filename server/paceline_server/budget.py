@@ -1,8 +1,8 @@
-"""Who may hold how much of a memory that all share. Pure.
+"""A memory that all payers share, and how much of it one may hold. Pure.
 
-Each may hold at most as much as is left free for all others: one that takes all it can has half, two that do have a
-third each, and whoever comes after them finds as much free (Choudhury and Hahne, "Dynamic Queue Length Thresholds for
-Shared-Memory Packet Switches", 1998). So nobody is given a share that he does not use, and nobody takes everything.
+A payer may hold at most as much as is left free: one that takes all it can gets half, two get a third each, and the
+next one finds as much free (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches",
+1998). So no memory is set aside for payers that do not use it, and none can take everything.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """Bytes, and who holds them.
+    """Bytes, and how many each payer holds.
 
     Args:
-        total: bytes for all together.
+        total: bytes for all payers together.
 
     Attributes:
         total: as given.
@@ -29,16 +29,16 @@ class Budget:
         self._held: dict[Hashable, int] = {}
 
     def held(self, who: Hashable) -> int:
-        """Bytes that one holds."""
+        """Bytes that a payer holds."""
         return self._held.get(who, 0)
 
     def take(self, who: Hashable, size: int, spare: int = 0) -> bool:
-        """Gives somebody so many bytes more. False if that would be more than is then left free; he has none of it.
+        """Gives a payer more bytes. Gives none, and returns False, if it would then hold more than is left free.
 
         Args:
-            who: in whose name.
+            who: the payer.
             size: bytes.
-            spare: bytes that he must be able to take afterwards.
+            spare: bytes that the payer must be able to take afterwards.
         """
         most = size + spare
         if self.held(who) + most > self.total - self.used - most:
@@ -46,12 +46,8 @@ class Budget:
         self.add(who, size)
         return True
 
-    def has_for_others(self, size: int) -> bool:
-        """True if one who holds nothing may take so many bytes."""
-        return size <= self.total - self.used - size
-
     def add(self, who: Hashable, size: int) -> None:
-        """Counts what somebody holds already, or gives back (below 0)."""
+        """Counts bytes that a payer holds already, or gives back (below 0)."""
         self.used += size
         self._held[who] = self.held(who) + size
         if not self._held[who]:

@@ -412,10 +412,24 @@ class Dispatcher:
                 self._push(member_id, pb.SessionResponse(registered=registered))
             case EndSession(member_id, refusal):
                 self._end_session(job, member_id, refusal)
-            case StoreView() | ForgetView() | StoreVerdict() | StoreEnding() | StoreFinished() | StoreReached():
+            case ForgetView():
+                self._keeper.keep(job, effect)
+                self._renew_door_secret(job)
+            case StoreView() | StoreVerdict() | StoreEnding() | StoreFinished() | StoreReached():
                 self._keeper.keep(job, effect)
             case _:
                 self._push(effect.member_id, to_message(effect))
+
+    def _renew_door_secret(self, job: Job) -> None:
+        """A line has ended: what its members knew of each other's doors opens none of the next line's.
+
+        A session without a stream hears of it when it resumes.
+        """
+        job.door_secret = secrets.token_bytes(_DOOR_SECRET_BYTES)
+        renewed = pb.SessionResponse(new_door_secret=pb.NewDoorSecret(door_secret=job.door_secret))
+        for member_id in job.membership.state.sessions:
+            if member_id not in self._tokens:  # else `registered`, which comes first, will have it
+                self._push(member_id, renewed)
 
     def _push(self, member_id: str, message: pb.SessionResponse) -> None:
         stream = self._streams.get(member_id)

@@ -20,7 +20,7 @@ class Job:
     store: Storeroom
     abandonment: Abandonment
     door_secret: bytes = field(repr=False)
-    """By which its members know each other, 32 bytes. New when it begins anew; the same after a restart."""
+    """By which its members know each other, 32 bytes. New in each line; the same after a restart of the coordinator."""
     reason: str = ""
     """The policy's sentence as it was last logged."""
     timer: asyncio.TimerHandle | None = None

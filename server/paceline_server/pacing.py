@@ -1,7 +1,7 @@
-"""How fast one caller may go: whoever sends faster than the coordinator means to serve is read more slowly. Pure.
+"""How fast one caller is served: a caller that sends faster than that is read more slowly. Pure.
 
-Nobody is refused for being fast: an honest burst loses a moment, and a flood waits in its own sender's buffers (HTTP/2
-flow control) while all others are served.
+No caller is refused for being fast: an honest burst is delayed for a moment, and a flood waits in its sender's own
+buffers (HTTP/2 flow control) while all others are served.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Pacer:
         self._at = now
 
     def delay(self, now: float) -> float:
-        """A message has come: seconds to wait before it is served, 0 mostly. Those that come meanwhile wait longer."""
+        """Counts one message; returns the seconds to wait before it is served, 0 in most cases."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate) - 1.0
         self._at = now
         return max(0.0, -self._tokens / self._rate)
 
 
 class Pacers:
-    """A pacer for each caller; those who have been quiet longest are forgotten first, and begin with a full bucket.
+    """A pacer for each caller. Those that have been quiet longest are forgotten first, and start with a full bucket.
 
     Args:
         rate, burst: of each.

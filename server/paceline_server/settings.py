@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline_protocol import ProtocolSettings
 from paceline_server.memory import usable_bytes
+from pacelinepb.pieces import MESSAGE_BYTES
 
 __all__ = ["ServerSettings", "token_settings"]
 
@@ -94,10 +95,6 @@ class ServerSettings(ProtocolSettings):
     max_value_bytes: int = 1 << 20
     """Bytes of a value."""
 
-    max_request_bytes: int = 64 << 10
-    """Bytes of a request, or of a message of a session. Those that carry a value, or the keys of a Wait, may have
-    `max_value_bytes` more."""
-
     memory_bytes: int = field(default_factory=lambda: min(usable_bytes(), _MOST_MEMORY))
     """Memory that callers may take, all together: of what the process may use, its cgroup's limit or the machine's, and
     at most 2 GiB. A half is for calls, a quarter for what jobs store. One job, or one address, takes at most as much of
@@ -133,7 +130,7 @@ class ServerSettings(ProtocolSettings):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
-        if self.memory_bytes < (least := 48 * (self.max_value_bytes + self.max_request_bytes)):
+        if self.memory_bytes < (least := 48 * self.longest_request):
             raise ValueError(f"memory_bytes must be {least:,} at least for such values, not {self.memory_bytes:,}")
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65_535):
@@ -148,12 +145,12 @@ class ServerSettings(ProtocolSettings):
     @property
     def call_bytes(self) -> int:
         """Bytes for calls that are open."""
-        return self.memory_bytes * 3 // 8
+        return self.memory_bytes // 2
 
     @property
-    def reading_bytes(self) -> int:
-        """Bytes for requests that come in."""
-        return self.memory_bytes // 8
+    def longest_request(self) -> int:
+        """Bytes of a request that comes as several messages: one with a value, or with the keys of a Wait."""
+        return MESSAGE_BYTES + self.max_value_bytes
 
     @property
     def store_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""A job's key-value store with those who wait for keys. The shell around `keyvalue`; nothing polls.
+"""A job's key-value store with the calls that wait for keys. The shell around `keyvalue`; nothing polls.
 
-A waiter is one future under its key and under its member: a write wakes it, and so does the end of its session or of
-the coordinator.
+A call that waits is one future, filed under its key and under its member: a write to the key wakes it, and so does the
+end of the member's session or of the coordinator.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paceline_server.keyvalue import KeyValues
 __all__ = ["Storeroom"]
 
 _NAMED = 10
-"""So many missing keys are named in a refusal."""
+"""Missing keys that a refusal names, at most."""
 
 
 class Storeroom:
-    """The store of one job and its waiters.
+    """The store of one job and the calls that wait in it.
 
     Args:
         values: the store.
@@ -40,13 +40,13 @@ class Storeroom:
         """Waits until all keys exist at one time.
 
         Args:
-            member_id: who waits.
+            member_id: the member that waits.
             keys: the keys.
             timeout: seconds.
 
         Raises:
-            TimedOut: they do not; the text names the missing ones.
-            Refused: whatever `end` or `drain` was called with.
+            TimedOut: some keys are missing; the text names them.
+            Refused: the one that `end` or `drain` was called with.
         """
         wanted = list(dict.fromkeys(keys))
         try:

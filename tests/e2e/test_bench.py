@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.bench.plan import COLLECTIVES
-from paceline.cli.bench.recipes import PEERS
-from paceline.collectives.choose import choose
-from paceline.collectives.programs import SCHEDULES
-from paceline.collectives.tuning import load_rules
+from paceline.cli.bench.jobs import COLLECTIVES
+from paceline.cli.bench.peers import PEERS
+from paceline.collectives.choose import choose, load_rules
+from paceline.collectives.schedules import SCHEDULES
 from support.command import command, wait_until_gone
 from support.peers import descendants, need_peers
 

@@ -51,7 +51,7 @@ def test_a_worker_is_killed_and_replaced() -> None:
 def test_a_single_worker_is_not_killed() -> None:
     result, shown = demo("--workers", "1")
     assert (result["world_size"], result["recoveries"]) == (1, [])
-    assert "nobody will be killed" in shown
+    assert "no worker will be killed" in shown
 
 
 @pytest.mark.exhaustive

@@ -12,14 +12,13 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.bench.sizes import parse_sizes
+from paceline._address import parse_endpoint
+from paceline.cli.bench.jobs import parse_sizes
+from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.lines import LineSplitter
-from paceline.cli.launcher.outcome import Exit
 from paceline.cli.launcher.worker import Worker
 from paceline.demo.progress import Progress
-from paceline.demo.view import picture
-from paceline.session.address import parse_endpoint
 
 __all__ = ["SEEDS", "address", "news", "progress", "sizes"]
 
@@ -100,7 +99,7 @@ def progress(data: bytes) -> None:
             state.told(worker.index, _PID, record)
         if number == len(data) % 16:
             screen.print(picture(state, screen))
-    state.ended(worker.index, Exit("rank 0", _PID, 0))
+    state.ended(worker.index, _PID, 0)
     screen.print(picture(state, screen))
 
 

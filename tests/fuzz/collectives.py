@@ -74,9 +74,9 @@ def short_frames() -> Iterator[None]:
     """Short frames, small arrays, and little patience."""
     with (
         mock.patch("paceline.signature.MAX_ARRAY_BYTES", 4 << 20),
-        mock.patch("paceline.collectives.tasks.gathering.MAX_ARRAY_BYTES", 4 << 20),
-        mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", SEGMENT),
-        mock.patch("paceline.collectives.messages.SEGMENT_BYTES", SEGMENT),
+        mock.patch("paceline.collectives.gather_tasks.MAX_ARRAY_BYTES", 4 << 20),
+        mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", SEGMENT),
+        mock.patch("paceline.collectives.mailbox.SEGMENT_BYTES", SEGMENT),
         mock.patch("paceline.collectives.exchange.PATIENCE", 0.0005),
     ):
         yield

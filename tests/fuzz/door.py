@@ -14,19 +14,21 @@ from google.protobuf.message import DecodeError
 
 from fuzz.decoders import SEEDS as DECODERS
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
+from paceline._address import parse_endpoint
+from paceline._door_key import DoorKey
 from paceline._grpc import EOF
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
-from paceline.links.door_key import DoorKey
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind, encode
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_intake import MAX_TEXT, Intake, _relay
+from paceline.links.grpc_door import MAX_TEXT, Door, Intake, _relay
+from paceline.links.grpc_kind import GrpcIncoming
 from paceline.links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
-from paceline.links.negotiation import Ways
-from paceline.session.address import parse_endpoint
+from paceline.links.registry import LinkKinds
+from paceline.links.shm.shm_kind import ShmKind
+from paceline.links.tcp import TcpKind
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 
@@ -44,18 +46,28 @@ class _Refused(Exception):
     """As grpc ends a call that is aborted."""
 
 
-class _Inbox:
+class _Half(GrpcIncoming):
+    """Takes in whatever comes."""
+
     def __init__(self) -> None:
+        super().__init__(_loop(), Fault(1, 1, verdict_timeout=0.0))
         self.frames: list[Frame] = []
+
+    async def put(self, frame: Frame) -> None:
+        self.frames.append(frame)
+
+
+class _Link:
+    def __init__(self) -> None:
         self.ended = False
 
     def claim(self) -> bool:
         return True
 
-    async def put(self, frame: Frame) -> None:
-        self.frames.append(frame)
+    def receive_by(self, half: _Half) -> None:
+        assert not half.frames
 
-    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+    def end_in(self, error: LinkEnded, frames: int | None = None) -> None:
         assert frames is None or 0 <= frames < 1 << 64
         self.ended = True
 
@@ -71,16 +83,16 @@ class _House:
 
     def __init__(self) -> None:
         self.fault = Fault(1, 1, verdict_timeout=0.0)
-        self.box = _Inbox()
+        self.link = _Link()
         self.lost: list[int] = []
 
     def peer_by_id(self, member_id: str) -> Peer | None:
         return next((replace(peer, node=_NODES[peer.rank]) for peer in PEERS if peer.member_id == member_id), None)
 
-    def inbox(self, rank: int, purpose: Purpose, group: str) -> Any:
+    def link_from(self, rank: int, purpose: Purpose, group: str) -> Any:
         assert len(group.encode()) <= MAX_GROUP_NAME
         assert isinstance(purpose, Purpose)
-        return self.box
+        return self.link
 
     def peer_leaves(self, rank: int) -> None:
         assert rank == 0
@@ -167,7 +179,7 @@ def hello(data: bytes) -> None:
 
     async def knock() -> Any:
         door = Door(_JOB, IN_THE_CLEAR)
-        door.ways._shm, door.ways._tcp = shm, tcp  # type: ignore[assignment]
+        door.kinds.of(ShmKind).host, door.kinds.of(TcpKind).host = shm, tcp  # type: ignore[assignment]
         door.enter(house)
         return await door._hello(request, context)
 
@@ -204,11 +216,13 @@ def _check_chosen(request: Any, answer: Any, shm: _Listening, tcp: _Listening) -
 def stream(data: bytes) -> None:
     """All that is let in is a frame of this generation; anything else accuses its sender, or breaks the link."""
     messages = list(unpack_chunks(data))
-    house, context = _House(), _Context(messages, b"ticket")
+    house, context, half = _House(), _Context(messages, b"ticket"), _Half()
 
     async def deliver() -> None:
-        intake = Intake(Ways(Config(), IN_THE_CLEAR))
-        intake.expect(b"ticket", house, PEERS[0], house.box, peer_pb2.LINK_KIND_GRPC)  # type: ignore[arg-type]
+        kinds = LinkKinds(Config(), IN_THE_CLEAR)
+        kinds._keep(b"ticket", half)
+        intake = Intake(kinds)
+        intake.expect(b"ticket", house, PEERS[0], house.link)  # type: ignore[arg-type]
         await intake.serve(None, context)
 
     try:
@@ -217,9 +231,9 @@ def stream(data: bytes) -> None:
         if not house.lost:  # a wrong checksum is nobody's fault
             _check_failed(house.fault)
     else:
-        assert house.box.ended or house.lost == [0] or house.fault.failed
-    assert len(house.box.frames) <= len(messages)
-    assert all(frame.generation == 1 and frame.kind is FrameKind.DATA for frame in house.box.frames)
+        assert house.link.ended or house.lost == [0] or house.fault.failed
+    assert len(half.frames) <= len(messages)
+    assert all(frame.generation == 1 and frame.kind is FrameKind.DATA for frame in half.frames)
 
 
 def knock(data: bytes) -> None:

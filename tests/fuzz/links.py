@@ -22,10 +22,11 @@ from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
-from paceline.links.negotiation import WayOut
+from paceline.links.grpc_kind import GrpcOutgoing
+from paceline.links.outbox import Outbox
+from paceline.links.registry import LinkKinds
 from paceline.links.shm import handover
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     LAYOUT,
@@ -34,11 +35,12 @@ from paceline.links.shm.layout import (
     SLOTS_AT,
     STAGING_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
-from paceline.links.tcp.incoming import TcpIncoming
-from paceline.links.tcp.stream import Stream
-from paceline.links.tcp.wire import Hello, cut, decode_hello, encode_head, encode_hello
+from paceline.links.tcp._tcp_incoming import TcpIncoming
+from paceline.links.tcp._tcp_sockets import Stream
+from paceline.links.tcp._tcp_wire import Hello, cut, decode_hello, encode_head, encode_hello
 from pacelinepb.v1 import peer_pb2
 
 __all__ = ["SEEDS", "answer", "handed_over", "slots", "tcp_hello", "tcp_streams"]
@@ -237,16 +239,13 @@ def answer(data: bytes) -> None:
         raise ConnectionRefusedError(111, "refused")
 
     async def attempt() -> None:
-        way_out = WayOut(Config(), IN_THE_CLEAR, "node", Fault(1, 1, 0.0), 1)
-        with mock.patch("paceline.links.tcp.dial._reach", reach):
-            await way_out.open(said, peer)
+        openings = LinkKinds(Config(), IN_THE_CLEAR).openings("node", 1, Fault(1, 1, 0.0))
+        with mock.patch("paceline.links.tcp._tcp_kind._reach", reach):
+            half = await openings.open(said, peer, Outbox(_loop()))
+        assert isinstance(half, GrpcOutgoing), "nobody listens, and it is open"
 
-    try:
+    with suppress(LinkUnavailable):
         _loop().run_until_complete(attempt())
-    except LinkUnavailable:
-        pass
-    else:
-        raise AssertionError("nobody listens, and it is open")
     assert all(0 <= port < 65536 for port in dialled)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.compare import difference
+from paceline.elastic.differences import difference
 from paceline.elastic.offer import HASH_BYTES, Content, Description
-from paceline.elastic.runs import Run
+from paceline.elastic.reshard_plan import ElementRun
 from paceline.errors import PacelineError, SettingsMismatch, SizeMismatch
 from paceline.links.base import Peer
 from pacelinepb.v1 import peer_pb2
@@ -57,7 +57,7 @@ def wanted_runs(data: bytes) -> None:
         request = peer_pb2.GetRunsRequest.FromString(data)
     except DecodeError:
         return
-    runs = [Run(run.array, run.start, run.count) for run in request.runs]
+    runs = [ElementRun(run.array, run.start, run.count) for run in request.runs]
     try:
         found = _SPREAD.select(runs, _MOST)
     except PacelineError:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._address import parse_endpoint
 from paceline.config import Config
-from paceline.session.address import parse_endpoint
 from paceline.testing import coordinator
 
 pytestmark = pytest.mark.alone

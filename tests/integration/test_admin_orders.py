@@ -197,7 +197,7 @@ def test_a_store_ends_with_its_job(tmp_path: Path) -> None:
     """In memory, on the disk, and at a restart; a job of that name that comes later finds none of its keys."""
 
     async def store(session: RawSession, channel: aio.Channel, value: bytes) -> None:
-        await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=session.caller, key="k", value=value))
+        await StoreServiceStub(channel).Set([store_pb2.SetRequest(caller=session.caller, key="k", value=[value])])
 
     async def find(session: RawSession, channel: aio.Channel) -> bytes:
         request = store_pb2.GetRequest(caller=session.caller, key="k", timeout=duration(0))

@@ -8,6 +8,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_server._grpc import aio, grpc
+from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, duration, reason_of, run, running
@@ -21,7 +22,7 @@ class Store:
         self.caller = session.caller
 
     async def set(self, key: str, value: bytes = b"v") -> None:
-        await self.stub.Set(pb.SetRequest(caller=self.caller, key=key, value=value))
+        await self.stub.Set(in_messages(pb.SetRequest(caller=self.caller, key=key, value=cut(value))))
 
     async def get(self, key: str, timeout: float = 0.0) -> bytes:
         request = pb.GetRequest(caller=self.caller, key=key, timeout=duration(timeout))
@@ -40,7 +41,7 @@ def test_what_one_sets_the_other_waits_for() -> None:
             first, second = [Store(channel, await RawSession.register(channel)) for _ in range(2)]
             getting = asyncio.ensure_future(first.get("a", 10.0))
             waiting = asyncio.ensure_future(
-                first.stub.Wait(pb.WaitRequest(caller=first.caller, keys=["a", "b"], timeout=duration(10)))
+                first.stub.Wait([pb.WaitRequest(caller=first.caller, keys=["a", "b"], timeout=duration(10))])
             )
             await second.set("a", b"1")
             assert await getting == b"1"
@@ -58,12 +59,12 @@ def test_calls_that_change_by_what_is_there_may_be_repeated() -> None:
             store = Store(channel, await RawSession.register(channel))
             assert [await store.add("n", 5, call=1), await store.add("n", 5, call=1)] == [5, 5]
             assert await store.add("n", -7, call=2) == -2
-            swap = pb.CompareSetRequest(caller=store.caller, key="c", desired=b"x", call=3)
+            swap = pb.CompareSetRequest(caller=store.caller, key="c", desired=[b"x"], call=3)
             for _ in range(2):
-                answer = await store.stub.CompareSet(swap)
+                answer = await store.stub.CompareSet([swap])
                 assert (answer.swapped, answer.value) == (True, b"x")
             lost = await store.stub.CompareSet(
-                pb.CompareSetRequest(caller=store.caller, key="none", expected=b"", desired=b"x", call=4)
+                [pb.CompareSetRequest(caller=store.caller, key="none", expected=[b""], desired=[b"x"], call=4)]
             )
             assert (lost.swapped, lost.HasField("value")) == (False, False)
 
@@ -85,14 +86,14 @@ def test_refusals() -> None:
                 ("Wait", pb.WaitRequest(caller=store.caller, keys=["k"] * 1001, timeout=duration(1)), "LIMIT"),
                 ("Set", pb.SetRequest(caller=store.caller, key=""), "BAD_REQUEST"),
                 ("Set", pb.SetRequest(caller=store.caller, key="k" * 1025), "BAD_REQUEST"),
-                ("Set", pb.SetRequest(caller=store.caller, key="k", value=b"123456789"), "LIMIT"),
+                ("Set", pb.SetRequest(caller=store.caller, key="k", value=[b"1234", b"56789"]), "LIMIT"),
                 ("Add", pb.AddRequest(caller=store.caller, key="text", amount=1), "BAD_REQUEST"),
                 ("Set", pb.SetRequest(caller=stolen, key="k"), "SESSION_ENDED"),
                 ("Set", pb.SetRequest(caller=nobody, key="k"), "SESSION_ENDED"),
                 ("Set", pb.SetRequest(key="k"), "SESSION_ENDED"),
             ]:
                 with pytest.raises(aio.AioRpcError) as caught:
-                    await getattr(store.stub, method)(request)
+                    await getattr(store.stub, method)(in_messages(request) if method in ("Set", "Wait") else request)
                 assert reason_of(caught.value) == reason, request
 
     run(main)

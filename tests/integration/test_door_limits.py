@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 from paceline._grpc import aio, grpc, untyped
 from paceline._loop import loop_thread
 from paceline.cli.launcher.reports import ExitReports
-from paceline.elastic.take import get_manifest, out_of_reach, take_state
+from paceline.elastic.peer_calls import get_manifest, out_of_reach, take_state
 from paceline.links import grpc_door, grpc_methods
 from paceline.links.frame import MAX_FRAME_BYTES
 from paceline.links.grpc_door import Door

@@ -70,7 +70,7 @@ SEND = """
             from paceline.links.frame import Frame, FrameKind, encode
             data = {data}
             link = session.group.mesh.link(3, Purpose.COLLECTIVE)
-            link.outbox.put(data, time.monotonic() + 5, session.group.mesh.fault)
+            link.stream.put(data, time.monotonic() + 5, session.group.mesh.fault)
             wait_for_go()
 """
 

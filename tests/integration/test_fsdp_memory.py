@@ -17,7 +17,7 @@ def test_peak_of_parameter_memory_under_full_shard() -> None:
     code = """
 import tracemalloc
 held, looks = [], False
-files = ("/sharding/flat.py", "/links/negotiation.py", "<string>")
+files = ("/sharding/flat.py", "/links/registry.py", "<string>")
 of_parameters = [tracemalloc.Filter(True, f"*{file}") for file in files]
 of_gradients = tracemalloc.Filter(False, "*/sharding/gradients.py", all_frames=True)  # they come from the same place
 def act():

@@ -16,9 +16,9 @@ import pytest
 from paceline import errors
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline._rpc import error_from_status
 from paceline.links.base import Purpose
 from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
-from paceline.session.wire import error_from_status
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, peer_pb2_grpc
 from pacelinepb.v1.errors_pb2 import ErrorReason

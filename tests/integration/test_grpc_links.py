@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,23 +9,12 @@ from time import monotonic
 
 import pytest
 
-from paceline._loop import loop_thread
 from paceline.links.base import LinkEnded, Purpose
 from paceline.links.frame import Frame, FrameKind
-from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.member_link import MemberLink
 from paceline.testing import LinkPair, check_link
 from support.grpc_pair import grpc_world
 from support.shm_pair import lent
-
-
-async def drop_streams(mesh: GrpcMesh) -> None:
-    """Breaks what the mesh has dialled, behind its back: it has not closed anything itself."""
-    for task in list(mesh._tasks):
-        task.cancel()
-    await asyncio.gather(*mesh._tasks, return_exceptions=True)
-    for channel in mesh._channels.values():
-        await channel.close(None)
 
 
 @contextmanager
@@ -34,14 +22,7 @@ def link_pair(kind: str, streams: int = 1) -> Iterator[LinkPair]:
     with grpc_world(kind=kind, streams=streams) as world:
         a = world.meshes[0].link(1, Purpose.COLLECTIVE)
         b = world.meshes[1].link(0, Purpose.COLLECTIVE)
-
-        def cut() -> None:
-            """What the death of a process does to its sockets: both streams end without a word."""
-            loop_thread().run(drop_streams(world.meshes[1]))
-            (server,) = world.doors[1]._servers
-            loop_thread().run(server.stop(None))
-
-        yield LinkPair(a, b, *world.faults, cut, empty=lent)
+        yield LinkPair(a, b, *world.faults, partial(world.lose, 1), empty=lent)
 
 
 @pytest.mark.alone  # some rules say how soon

@@ -100,7 +100,7 @@ def test_a_watcher_of_health_that_never_reads_does_not_keep_it_from_stopping(tar
 
 def test_a_refusal_that_repeats_what_was_sent_keeps_its_type(targets: Targets) -> None:
     with grpc.insecure_channel(targets.coordinator) as channel:
-        for name in ("x" * 8_000, "\u00fc" * 30_000):
+        for name in ("x" * 8_000, "\u00fc" * 8_000):
             with pytest.raises(grpc.RpcError) as caught:
                 AdminServiceStub(channel).GetJob(admin_pb2.GetJobRequest(job=name), timeout=5.0)
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND

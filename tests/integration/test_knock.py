@@ -14,7 +14,7 @@ import pytest
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.elastic.take import out_of_reach
+from paceline.elastic.peer_calls import out_of_reach
 from paceline.errors import LinkUnavailable
 from paceline.links import grpc_knock
 from paceline.links.base import Peer

@@ -54,11 +54,10 @@ def test_a_rank_that_can_hand_over_no_memory_copies() -> None:
     check(
         3,
         """
-from paceline.collectives.program import AHEAD
-from paceline.collectives.tasks import reducing
+from paceline.collectives import tasks
 from paceline.links.shm.outgoing import ShmOutgoing
 
-reducing.long_segment = lambda dtype, nbytes, engine: ((1 << 20) // dtype.itemsize, AHEAD)
+tasks.segment = lambda dtype, engine: (1 << 20) // dtype.itemsize
 announce, init = ShmOutgoing._announce, ShmOutgoing.__init__
 def small(self, *args):
     init(self, *args)
@@ -71,7 +70,7 @@ LENT = lambda rank: ranks.append(rank) or True
     )
 
 
-LONG_AND_SHORT = """
+SEVERAL = """
 def array(group, n):
     return group.empty(n, "int32") if LENT(group.rank) else np.empty(n, "int32")
 
@@ -95,8 +94,7 @@ with paceline.join() as session:
     emit("compared", wrong=wrong)
     group.barrier()
 """
-"""A rank sends six frames and more, of which staging holds two or three; other collectives send shorter ones, and more
-of them ahead."""
+"""An all_reduce sends more frames than staging holds at a time, beside other collectives, whose frames are shorter."""
 
 
 @pytest.mark.parametrize(
@@ -104,8 +102,8 @@ of them ahead."""
     [("shm", "True", 32), ("shm", "False", 24), ("shm", "rank", 32), ("tcp", "False", 32), ("grpc", "False", 24)],
 )
 @pytest.mark.sampled(2)
-def test_long_frames_and_others_share_a_link(links: str, lent: str, mib: int) -> None:
-    code = f"LENT = lambda rank: {lent}; ELEMENTS = {mib << 18} + 3" + LONG_AND_SHORT
+def test_collectives_with_frames_of_all_lengths_share_a_link(links: str, lent: str, mib: int) -> None:
+    code = f"LENT = lambda rank: {lent}; ELEMENTS = {mib << 18} + 3" + SEVERAL
     settings = {"MIN_WORKERS": "2", "LINKS": links}
     with coordinator() as address, workers(2, code, COORDINATOR=address, **settings) as started:
         assert [worker.expect("compared", timeout=60.0)["wrong"] for worker in started] == [[]] * 2

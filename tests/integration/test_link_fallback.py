@@ -17,13 +17,15 @@ import pytest
 
 from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
 from paceline.group import Group
-from paceline.links import negotiation
+from paceline.links import registry
 from paceline.links.grpc_door import Door
-from paceline.links.negotiation import Ways
-from paceline.links.shm import handover
+from paceline.links.registry import LinkKinds
+from paceline.links.shm import handover, shm_kind
 from paceline.links.shm.arena import Arena
-from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT, STAGING_AT
-from paceline.links.tcp.wire import ACCEPTED, MAX_STREAMS, TICKET_BYTES, Hello, encode_hello
+from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
+from paceline.links.shm.shm_kind import ShmKind
+from paceline.links.tcp import MAX_STREAMS, TICKET_BYTES, TcpKind
+from paceline.links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from pacelinepb.v1 import peer_pb2
 from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 
@@ -77,7 +79,7 @@ def test_no_memory_for_an_array_is_ordinary_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said once, and everything goes on, by copies."""
-    monkeypatch.setattr(negotiation, "arena", lambda made=Arena(): made)  # noqa: B008  one for the test
+    monkeypatch.setattr(shm_kind, "arena", lambda made=Arena(): made)  # noqa: B008  one for the test
     with mixed_world([Place()] * 2) as world:
         run_all(world.groups, lambda group: group.barrier())  # the links are there
         real = os.posix_fallocate
@@ -118,12 +120,13 @@ def silent_port() -> Iterator[int]:
 
 
 def test_a_port_for_data_that_a_firewall_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(negotiation, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(registry, "OPEN_SECONDS", 0.2)
     with silent_port() as port:
 
         def drop(door: Door) -> None:
-            assert door.ways._tcp is not None
-            door.ways._tcp.port = port
+            tcp = door.kinds.of(TcpKind).host
+            assert tcp is not None
+            tcp.port = port
 
         with mixed_world([Place(links=("tcp",))] * 2, prepare=drop) as world:
             check_works_over(world, "grpc")
@@ -134,8 +137,9 @@ def test_a_port_for_data_that_nobody_listens_at() -> None:
         unused.bind(("127.0.0.1", 0))  # and does not listen
 
         def refuse(door: Door) -> None:
-            assert door.ways._tcp is not None
-            door.ways._tcp.port = unused.getsockname()[1]
+            tcp = door.kinds.of(TcpKind).host
+            assert tcp is not None
+            tcp.port = unused.getsockname()[1]
 
         with mixed_world([Place(node="")] * 2, prepare=refuse) as world:
             check_works_over(world, "grpc")
@@ -145,8 +149,9 @@ def test_a_socket_for_shared_memory_that_is_in_another_namespace() -> None:
     """Each believes that it shares a node with the other; the kernel knows better."""
 
     def elsewhere(door: Door) -> None:
-        assert door.ways._shm is not None
-        door.ways._shm.name = f"paceline-{secrets.token_hex(16)}"
+        shm = door.kinds.of(ShmKind).host
+        assert shm is not None
+        shm.name = f"paceline-{secrets.token_hex(16)}"
 
     with mixed_world([Place()] * 2, prepare=elsewhere) as world:
         check_works_over(world, "tcp")
@@ -178,12 +183,12 @@ def test_what_one_side_may_not_use_neither_does(mine: tuple[str, ...], theirs: t
 def test_a_door_that_chooses_what_was_not_offered_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not asked again for ever."""
 
-    def choose(self: Ways, hello: peer_pb2.HelloRequest, *_: object) -> peer_pb2.HelloResponse:
+    def choose(self: LinkKinds, hello: peer_pb2.HelloRequest, *_: object) -> peer_pb2.HelloResponse:
         asked.append(hello)
         return peer_pb2.HelloResponse(chosen=peer_pb2.LINK_KIND_UNSPECIFIED, ticket=secrets.token_bytes(16))
 
     asked: list[peer_pb2.HelloRequest] = []
-    monkeypatch.setattr(Ways, "expect", choose)
+    monkeypatch.setattr(LinkKinds, "expect", choose)
     with mixed_world([Place()] * 2) as world:
 
         def fail(group: Group) -> PacelineError:
@@ -203,7 +208,7 @@ def test_each_direction_has_as_many_streams_as_its_writer_wants(mine: int, their
         check_works_over(world, "tcp")
         for mesh, wanted in zip(world.meshes, (mine, theirs), strict=True):
             (link,) = mesh._dialled
-            assert len(link._half._streams) == wanted  # type: ignore[union-attr]
+            assert len(link._out._streams) == wanted  # type: ignore[union-attr]
 
 
 def words_for_tcp() -> list[bytes]:
@@ -247,17 +252,19 @@ def test_strangers_without_a_ticket_change_nothing(kind: str) -> None:
         def visit(door: Door) -> None:
             for words in words_for_tcp() if kind == "tcp" else words_for_shm():
                 if kind == "tcp":
-                    assert door.ways._tcp is not None
-                    with socket.create_connection(("127.0.0.1", door.ways._tcp.port), 5.0) as there:
+                    tcp = door.kinds.of(TcpKind).host
+                    assert tcp is not None
+                    with socket.create_connection(("127.0.0.1", tcp.port), 5.0) as there:
                         with suppress(OSError):  # it has hung up already
                             there.sendall(words)
                             there.shutdown(socket.SHUT_WR)
                         assert _answer(there) != ACCEPTED
                     continue
-                assert door.ways._shm is not None
+                shm = door.kinds.of(ShmKind).host
+                assert shm is not None
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
                     there.settimeout(5.0)
-                    there.connect(f"\0{door.ways._shm.name}")
+                    there.connect(f"\0{shm.name}")
                     rights = array.array("i", [bell, bell, bell])
                     there.sendmsg([words], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
                     assert _answer(there) not in (b"", handover._ACCEPTED)  # they are told why
@@ -266,7 +273,9 @@ def test_strangers_without_a_ticket_change_nothing(kind: str) -> None:
         for mesh in world.meshes:
             assert set(kinds_of(mesh).values()) == {kind}
         for door in world.doors:
-            assert not (door.ways._tcp or door.ways._shm)._strangers  # type: ignore[union-attr]
+            assert not any(
+                each.host._strangers for each in door.kinds if isinstance(each, ShmKind | TcpKind) and each.host
+            )
         assert len(os.listdir("/proc/self/fd")) == before + 1, "only the bell"
 
 

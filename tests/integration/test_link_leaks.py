@@ -21,12 +21,14 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError
 from paceline.group import Group
-from paceline.links import negotiation
+from paceline.links import registry
 from paceline.links.base import Peer, Purpose
 from paceline.links.fault import Fault
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.shm import handover
+from paceline.links.shm.shm_kind import ShmKind
+from paceline.links.tcp import TcpKind, _tcp_kind
 from support.reference import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -86,7 +88,7 @@ class Members:
         for rank, door in enumerate(self._doors):
             fault = Fault(self._generation, rank, 0.02)
             mesh = GrpcMesh(
-                "leaks", self._generation, rank, self._peers, fault, self._thread, 3.0, IN_THE_CLEAR, door.ways
+                "leaks", self._generation, rank, self._peers, fault, self._thread, 3.0, IN_THE_CLEAR, door.kinds
             )
             meshes.append(mesh)
             self._thread.loop.call_soon_threadsafe(door.enter, mesh)
@@ -121,14 +123,14 @@ class Members:
                 group.all_reduce(x)
 
         task = self._pool.submit(work, groups[0])
-        link, inbox = meshes[1].link(0, Purpose.COLLECTIVE), meshes[0].inbox(1, Purpose.COLLECTIVE, "")
+        link, other = meshes[1].link(0, Purpose.COLLECTIVE), meshes[0].link_from(1, Purpose.COLLECTIVE, "")
         link.release()  # this reader gives back what it has read, so it gets views
         frame = link.recv(time.monotonic() + 10.0)
         assert len(frame.payload) >= 1 << 20
         link.send(frame, time.monotonic() + 10.0)
         # Else nobody is told of its end: this member's door, unlike that of one that has died, stays open.
-        assert inbox is not None
-        wait_for(lambda: inbox._claimed)
+        assert other is not None
+        wait_for(lambda: other._claimed)
         self._thread.run(meshes[1].end())
         task.result(10.0)
 
@@ -140,8 +142,8 @@ class Members:
     def forgotten(self) -> bool:
         """True if nothing waits at the doors any more."""
         for door in self._doors:
-            hosts = [host for host in (door.ways._tcp, door.ways._shm) if host is not None]
-            if door.ways._come or any(host._expected or host._strangers for host in hosts):
+            hosts = [kind.host for kind in door.kinds if isinstance(kind, ShmKind | TcpKind) and kind.host is not None]
+            if door.kinds._come or any(host._expected or host._strangers for host in hosts):
                 return False
         return True
 
@@ -150,7 +152,7 @@ class Members:
 @pytest.mark.sampled(2)
 def test_hundreds_of_joins_and_losses_leave_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some rounds, in which the interpreter and grpc take what they keep, as many as after hundreds."""
-    for module in (negotiation, handover):  # what links that were given up have left at the doors goes sooner
+    for module in (registry, handover, _tcp_kind):  # what links that were given up have left at the doors goes sooner
         monkeypatch.setattr(module, "TICKET_LIFETIME", 1.0)
     ends = [Members.whole, Members.cut, Members.early, Members.cut]
     with ExitStack() as stack:

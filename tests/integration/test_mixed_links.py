@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.choose import choose, only
-from paceline.collectives.nodes import nodes_of
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.choose import choose, nodes_of, only
+from paceline.collectives.schedules import SCHEDULES
 from paceline.group import Group
 from support.collective_calls import WAYS, Call, exact_values, segments_of
 from support.host_coordinator import coordinator_on
@@ -150,7 +149,7 @@ def test_the_rules_take_the_hierarchical_schedule_and_its_result_is_that_of_the_
 
 
 TRAFFIC = """
-from paceline.collectives.nodes import nodes_of
+from paceline.collectives.choose import nodes_of
 from paceline.links.base import Purpose
 
 N = {n}
@@ -172,7 +171,7 @@ with paceline.join() as session:
         emit("after")
         wait_for_go()
     expected = 4 * (np.arange(N) % 1000) + 6
-    kinds = {{rank: link.kind for (rank, *_), link in group.mesh._links.items() if link._settled.is_set()}}
+    kinds = {{rank: link.kind for (rank, *_), link in group.mesh._links.items() if link.kind}}
     nodes = nodes_of(group.members)
     emit("done", rank=group.rank, right=bool(np.array_equal(x, expected)), nodes=nodes, kinds=kinds)
     wait_for_go()

@@ -95,7 +95,7 @@ THREAD, MEMORY, FILES = "RuntimeError: can't start new thread", "MemoryError: pl
 PLANTS = {
     "no thread for the group": ("fail_thread('paceline-group')", THREAD),
     "no memory in the group's thread": (
-        "step == 3 and fail_once(Lane, '_frees', MemoryError('planted'), "
+        "step == 3 and fail_once(Lane, '_end_turn', MemoryError('planted'), "
         "lambda lane: threading.current_thread() is lane._thread)",
         MEMORY,
     ),

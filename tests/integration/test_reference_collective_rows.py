@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.programs import SCHEDULES
 from paceline.collectives.rows import chunk_bounds
+from paceline.collectives.schedules import SCHEDULES
 from paceline.errors import OperationTimeout, SizeMismatch, UnsupportedOp
 from paceline.group import Group
 from paceline.links.faulty import FaultyMesh

@@ -229,7 +229,7 @@ def test_21_links_over_ipv6() -> None:
         ports = [thread.run(door.start("::1", 0)) for door in doors]
         peers = [Peer(rank, f"member-{rank}", "host", f"[::1]:{ports[rank]}", 100 + rank) for rank in range(2)]
         meshes = [
-            GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR, doors[rank].ways)
+            GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR, doors[rank].kinds)
             for rank in range(2)
         ]
         for door, mesh in zip(doors, meshes, strict=True):

@@ -39,7 +39,7 @@ from paceline.errors import (
 from paceline.group import Group
 from paceline.links import grpc_mesh
 from paceline.links.frame import Frame
-from paceline.links.grpc_dial import dial
+from paceline.links.grpc_mesh import dial
 from paceline.testing import local_groups, next_generation, run_groups
 from support.reference import MIB, Background, X, every
 from support.worlds import SOON, errors_over, run_over, scheduled, world_over

@@ -20,7 +20,7 @@ from paceline import FSDP, nn, optim
 from paceline.errors import InvalidWorldSize, UnsupportedOp
 from paceline.group import Group
 from paceline.links.base import Peer
-from paceline.parallel.sharding.strategy import place
+from paceline.parallel.sharding._placement import place
 from support.fsdp_cases import (
     CASES,
     FULL,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.errors import (
     CollectiveMismatch,
     OperationTimeout,

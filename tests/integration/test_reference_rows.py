@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from paceline import errors
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.errors import InvalidRank, InvalidWorldSize, OperationTimeout, SizeMismatch
 from paceline.group import Group
 from support.worlds import EACH_LINK, run_over, scheduled, world_over

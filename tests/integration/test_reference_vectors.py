@@ -16,8 +16,8 @@ import pytest
 
 from paceline.arrays import Array, as_bytes, from_bytes
 from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.programs import SCHEDULES
 from paceline.collectives.rows import chunk_bounds, ring_neighbours
+from paceline.collectives.schedules import SCHEDULES
 from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch
 from paceline.group import Group
 from paceline.links.frame import Frame, FrameKind, decode, encode

@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 import paceline
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline._rpc import CHANNEL_OPTIONS
 from paceline.cli.app import app
 from paceline.cli.health import trouble_at
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.elastic.take import out_of_reach
+from paceline.elastic.peer_calls import out_of_reach
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
-from paceline.session.wire import CHANNEL_OPTIONS
 from paceline.testing import coordinator
 from paceline_server import ServerSettings
 from paceline_server.security import certificate_files

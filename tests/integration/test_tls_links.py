@@ -21,8 +21,8 @@ from paceline.errors import LinkUnavailable
 from paceline.group import Group
 from paceline.links.fault import Fault
 from paceline.links.grpc_door import Door
-from paceline.links.tcp import TICKET_BYTES, TcpIncoming, client_context, connect
-from paceline.links.tcp.wire import Hello, encode_hello
+from paceline.links.tcp import TICKET_BYTES, TcpIncoming, TcpKind, client_context, connect
+from paceline.links.tcp._tcp_wire import Hello, encode_hello
 from paceline.testing import coordinator
 from support.certificates import CertificateFolder, make_folder
 from support.mixed_world import Place, kinds_of, mixed_world, run_all
@@ -118,10 +118,11 @@ def tapped() -> Iterator[tuple[list[Tap], Callable[[Door], None]]]:
         taps: list[Tap] = []
 
         def tap(door: Door) -> None:
-            assert door.ways._tcp is not None
-            taps.append(Tap(door.ways._tcp.port))
+            tcp = door.kinds.of(TcpKind).host
+            assert tcp is not None
+            taps.append(Tap(tcp.port))
             stack.callback(taps[-1].close)
-            door.ways._tcp.port = taps[-1].port
+            tcp.port = taps[-1].port
 
         yield taps, tap
 
@@ -215,8 +216,9 @@ def test_an_impostor_at_the_port_for_data_gets_no_frames(
     with listening(impostor) as host:
 
         def lead_astray(door: Door) -> None:
-            assert door.ways._tcp is not None
-            door.ways._tcp.port = host.port
+            tcp = door.kinds.of(TcpKind).host
+            assert tcp is not None
+            tcp.port = host.port
 
         with mixed_world([Place("", credentials=good.credentials)] * 2, prepare=lead_astray) as world:
             run_all(world.groups, exchange)

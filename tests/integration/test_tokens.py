@@ -99,13 +99,13 @@ def test_one_token_for_everybody() -> None:
 
 
 async def answer(channel: aio.Channel, method: str, token: str | None, request: Any = None) -> aio.AioRpcError | None:
-    """How a call ends: its error, or None. A stream's first message is the request."""
+    """How a call ends: its error, or None. A session's first message is the request."""
     kind = METHODS[method]
     made = request if request is not None else kind.input_type._concrete_class()
     metadata = aio.Metadata() if token is None else aio.Metadata(("authorization", f"Bearer {token}"))
     serialize, parse = type(made).SerializeToString, kind.output_type._concrete_class.FromString
     try:
-        if kind.client_streaming:
+        if kind.server_streaming:
             call: Any = channel.stream_stream(method, None, parse)(metadata=metadata, timeout=5.0)  # type: ignore[call-arg]
             with contextlib.suppress(asyncio.InvalidStateError):  # refused before the first message
                 await call.write(checks.with_check(serialize(made), 0))

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import paceline.torch.backend
-import paceline.torch.process_group.reconfigurable  # noqa: F401
+import paceline.torch.backend._reconfigurable  # noqa: F401
 import paceline_server.app  # noqa: F401  of the coordinator that each member has
 
 

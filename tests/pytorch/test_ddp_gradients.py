@@ -36,7 +36,7 @@ def test_gradients_stay_in_their_buckets(to_none: bool) -> None:
             places.append([p.grad.data_ptr() for p in model.parameters()])
             optimizer.step()
         assert places[0] == places[1] == places[2] == places[3]
-        (bucket,) = model._passes._reducer._buckets
+        (bucket,) = model._driver.model.reducer.buckets
         begin = bucket.flat.ctypes.data
         assert all(begin <= place < begin + bucket.flat.nbytes for place in places[0])
         return gradients(model)
@@ -279,7 +279,7 @@ def test_nothing_stays_of_a_wrapper_that_is_gone() -> None:
     module = mlp()
     model = DDP(module, group)
     loss_of(model).backward()
-    ends = [weakref.ref(each) for each in (model, model._passes, module[0].weight, module)]
+    ends = [weakref.ref(each) for each in (model, model._driver, module[0].weight, module)]
     del model
     gc.collect()
     assert [end() is None for end in ends] == [True, True, False, False]

@@ -123,7 +123,7 @@ def test_samples_of_the_pass_that_a_backward_pass_belongs_to() -> None:
         y = model(rows)
         model(X[:2])
         (y**2).mean().backward()
-        return model.engine.padded_gradients()
+        return model.sharded.padded_gradients()
 
     reference = made(lambda: Chain().double())
     rows = torch.cat([X[:1], X[:3]])

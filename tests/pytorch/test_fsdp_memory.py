@@ -180,7 +180,7 @@ def test_an_error_of_the_backward_pass_leaves_no_trace() -> None:
         assert all(p.grad is None for p in model.parameters())
         handle.remove()
         loss_of(model(x), t).backward()
-        return model.engine.padded_gradients()
+        return model.sharded.padded_gradients()
 
     reference = net()
     loss_of(reference(x), t).backward()

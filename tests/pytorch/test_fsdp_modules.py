@@ -226,7 +226,7 @@ def test_sparse_gradients() -> None:
     def rank(group: Group) -> Any:
         model = FSDP(made(lambda: nn.Embedding(4, 3, sparse=True)), group)
         model(torch.tensor([group.rank, 3])).sum().backward()
-        return model.engine.padded_gradients()["weight"]
+        return model.sharded.padded_gradients()["weight"]
 
     first, second = run_ranks(2, rank)
     np.testing.assert_array_equal((first + second)[:, 0], [0.5, 0.5, 0, 1.0])

@@ -10,10 +10,11 @@ import pytest
 import torch
 from unit.parallel.sharding.models import strategies
 
+import paceline
 from paceline import checkpoint
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.group import Group
-from paceline.parallel.optimizer import standing_for
+from paceline.parallel._optimizer_state import standing_for
 from paceline.testing import run_ranks
 from support.torch_models import assert_close, data, loss_of, net, rows_of, wrap
 
@@ -114,15 +115,15 @@ def test_sharded_checkpoints(before: tuple[int, str], after: tuple[int, str], ma
         model = wrap(net(), group, before[1], "nested")
         optimizer = make(model)
         go(model, optimizer, group.rank, before[0], 3)
-        checkpoint.save_sharded(tmp_path, checkpoint.sharded_state(model, optimizer), (1, 3), group)
+        checkpoint.save_sharded(tmp_path, paceline.sharded_state(model, optimizer), (1, 3), group)
 
     def second(group: Group) -> Any:
         model = wrap(net(1), group, after[1])
         optimizer = make(model)
         optimizer.param_groups[0]["lr"] = 5.0  # comes with the state
-        found = checkpoint.load_sharded(tmp_path, checkpoint.sharded_state(model, optimizer), group)
+        found = checkpoint.load_sharded(tmp_path, paceline.sharded_state(model, optimizer), group)
         assert found is not None
-        checkpoint.load_sharded_state(found.state, model, optimizer)
+        paceline.load_sharded_state(found.state, model, optimizer)
         go(model, optimizer, group.rank, after[0], 2)
         return model.state_dict()
 
@@ -191,7 +192,7 @@ def test_optimizers_whose_state_cannot_be_told_apart(make: Any, text: str) -> No
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         with pytest.raises(UnsupportedOp, match=text):
-            checkpoint.sharded_state(model, make(model.parameters()))
+            paceline.sharded_state(model, make(model.parameters()))
 
     run_ranks(1, rank)
 
@@ -221,7 +222,7 @@ def test_an_optimizer_that_was_made_too_early() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         model = wrap(module, group, "full")
         with pytest.raises(StepOrderError, match="wrap the module first"):
-            checkpoint.sharded_state(model, optimizer)
+            paceline.sharded_state(model, optimizer)
 
     run_ranks(1, rank)
 
@@ -230,7 +231,7 @@ def test_an_optimizer_of_another_model() -> None:
     def rank(group: Group) -> None:
         model, bare = wrap(net(), group, "full"), torch.nn.Linear(2, 2)
         with pytest.raises(UnsupportedOp, match="does not train the pieces"):
-            checkpoint.sharded_state(model, torch.optim.SGD(bare.parameters(), lr=0.1))
+            paceline.sharded_state(model, torch.optim.SGD(bare.parameters(), lr=0.1))
 
     run_ranks(1, rank)
 
@@ -242,7 +243,7 @@ def test_a_scheduler_and_hooks_hear_of_no_step_that_was_none() -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         heard: list[str] = []
         optimizer.register_step_post_hook(lambda *args: heard.append("step"))
-        checkpoint.sharded_state(model, optimizer)
+        paceline.sharded_state(model, optimizer)
         assert heard == []
         go(model, optimizer, group.rank, 2, 1)
         scheduler.step()

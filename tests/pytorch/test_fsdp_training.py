@@ -33,8 +33,8 @@ def alone(kind: str = "adamw", dtype: Any = torch.float64) -> dict[str, Any]:
 
 def gradients(model: Any, group: Group) -> dict[str, Any]:
     """Whole gradients by path, on every rank; None for none."""
-    padded = model.engine.padded_gradients()
-    copies = len(model.engine._unit.placement.replicas)
+    padded = model.sharded.padded_gradients()
+    copies = len(model.sharded.unit.placement.replicas)
     return {k: None if g is None else torch.from_numpy(group.all_reduce(g) / copies) for k, g in padded.items()}
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import paceline
+from paceline.elastic import torchrun_world
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
 from paceline.torch import backend
@@ -113,7 +114,7 @@ def test_a_run_that_destroys_no_group_ends_quietly() -> None:
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where nobody listens, in place of what rank 0 has written in torch's store."""
     monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
-    monkeypatch.setattr(backend, "_joined", 0)
+    monkeypatch.setattr(torchrun_world, "_worlds", 0)
     return f"127.0.0.1:{free_port()}"
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from paceline.elastic import torchrun_world
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
-from paceline.torch import backend
 from support.processes import Worker, workers
 from support.torch_ranks import finish
 
@@ -36,7 +35,7 @@ def check(size):
 def test_one_word_is_changed_and_nothing_imported() -> None:
     code = """
 check(2)
-assert type(dist.group.WORLD).__module__ == "paceline.torch.process_group" and dist.get_backend() == "paceline"
+assert type(dist.group.WORLD).__module__ == "paceline.torch.backend._process_group" and dist.get_backend() == "paceline"
 """
     finish(2, SUM + code)
 
@@ -104,8 +103,8 @@ class Meeting:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-        monkeypatch.setattr(backend, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
-        monkeypatch.setattr(backend, "_is_silent", self._is_silent)
+        monkeypatch.setattr(torchrun_world, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        monkeypatch.setattr(torchrun_world, "_is_silent", self._is_silent)
         self.keys: list[str] = []
         self.now = 0.0
         self._alive_at, self._before = alive_at, before
@@ -113,8 +112,7 @@ class Meeting:
     def join(self) -> Any:
         """What `init_process_group` does."""
         store = SimpleNamespace(get=self._get)
-        opts = SimpleNamespace(group_rank=1, store=store, timeout=timedelta(seconds=100))
-        return backend._join_rank_0(opts, self._place, contextlib.ExitStack())
+        return torchrun_world.join_rank_0(self._place, store, 1, 100.0, 1, contextlib.ExitStack())
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -186,10 +184,10 @@ def silent_address() -> Iterator[str]:
 
 def test_a_real_address_that_is_silent_refused_or_answers() -> None:
     with silent_address() as silent:
-        assert backend._is_silent(silent)
-    assert not backend._is_silent(silent)  # it is refused now
+        assert torchrun_world._is_silent(silent)
+    assert not torchrun_world._is_silent(silent)  # it is refused now
     with coordinator() as address:
-        assert not backend._is_silent(address)
+        assert not torchrun_world._is_silent(address)
 
 
 def test_each_restart_has_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from paceline._address import Endpoint
+from paceline._lookup import Found
 from paceline._loop import loop_thread
 from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, PeerRaised
-from paceline.session.address import Endpoint
-from paceline.session.lookup import Found
-from paceline.torch.process_group import handles as handles_of_members
-from paceline.torch.process_group.handles import Handle, Presence, PresenceWatcher
+from paceline.torch.backend import _handles
+from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from support.processes import Worker
 from support.python_process import Process, start_python
 
@@ -61,7 +61,7 @@ class Asking(set):  # those who have asked for this member's name and wait for i
         super().add(who)
         self.came.release()
 
-group._presence._asking = Asking()
+group._presence._connections = Asking()
 
 def reconfigure(uuid, handles, timeout={TIMEOUT_S}, as_set=False):
     chosen = set(handles) if as_set else handles
@@ -125,7 +125,7 @@ def destroy():
 
 def wait_until_watched(watchers):
     for _ in range(watchers):
-        group._presence._asking.came.acquire()
+        group._presence._connections.came.acquire()
 
 def say_when_it_registers():
     opened = ControlStream.open
@@ -216,7 +216,7 @@ class Member:
         self.worker.wait()
 
     @property
-    def door(self) -> int:
+    def presence_port(self) -> int:
         """The port at which it says its name."""
         return int(self.handle.split("/")[3])
 
@@ -405,7 +405,7 @@ def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_i
 
         refused(2, [a.handle, b.handle, c.handle])
         for uuid, word in ((3, b"f" * 16), (4, b"")):
-            with stranger(c.door, word):
+            with stranger(c.presence_port, word):
                 refused(uuid, [c.handle, a.handle, b.handle])
         gather([a, b], 5)
 
@@ -482,8 +482,8 @@ def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> 
         handles = [a.handle, b.handle]
         wrong = [
             (1, handles, "StaleGeneration", "already used"),
-            (2, [b.handle], "InvalidRank", "must be there once"),
-            (2, [a.handle, a.handle], "InvalidRank", "must be there once"),
+            (2, [b.handle], "InvalidRank", "must be given once"),
+            (2, [a.handle, a.handle], "InvalidRank", "must be given once"),
             (2, [a.handle, "nonsense"], "ValueError", "no handle of this backend"),
             (2, [a.handle, "paceline://127.0.0.1:99999999/1/0123456789abcdef"], "ValueError", "port"),
             (2, [a.handle, "paceline://127.0.0.1:1/99999999/0123456789abcdef"], "ValueError", "no handle of this"),
@@ -503,8 +503,8 @@ def test_who_does_not_come_or_means_other_members_is_a_timeout() -> None:
         a.tell("reconfigure", uuid=1, handles=[a.handle, b.handle], timeout=0.5)
         told = a.error()
         assert (told["type"], told["runtime"]) == ("OperationTimeout", True), told
-        door, name = c.handle.split("/")[3:]
-        other = f"paceline://127.0.0.1:1/{door}/{name}"  # of a fourth one, which lives
+        port, name = c.handle.split("/")[3:]
+        other = f"paceline://127.0.0.1:1/{port}/{name}"  # of a fourth one, which lives
         for member in (a, b):
             member.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, other], timeout=0.5)
         c.tell("reconfigure", uuid=2, handles=[a.handle, b.handle, c.handle], timeout=0.5)
@@ -586,16 +586,16 @@ def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
-def test_a_door_answers_by_the_addresses_that_it_has(host: str) -> None:
+def test_a_presence_port_answers_by_the_addresses_that_it_has(host: str) -> None:
     thread = loop_thread()
     presence = Presence()
     thread.run(presence.open(host))
     for asked in {"::": ["127.0.0.1", "::1"]}.get(host, [host]):
-        right, wrong = (Handle(Endpoint(asked, 1), presence.door, name) for name in (presence.member, "f" * 16))
+        right, wrong = (Handle(Endpoint(asked, 1), presence.port, name) for name in (presence.member, "f" * 16))
         gone: queue.SimpleQueue[int] = queue.SimpleQueue()
         watcher = PresenceWatcher([right, wrong])
         assert 0 not in thread.run(watcher.find_gone())
-        thread.run(watcher.begin(gone.put))
+        thread.run(watcher.watch(gone.put))
         assert gone.get(timeout=SOON_S) == 1
         if asked == host:
             thread.run(presence.close())
@@ -609,13 +609,13 @@ def test_a_member_with_two_addresses_is_watched_at_one(monkeypatch: pytest.Monke
         assert host == "twice"
         return [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0))]
 
-    monkeypatch.setattr(handles_of_members, "look_up", look_up)
+    monkeypatch.setattr(_handles, "look_up", look_up)
     thread = loop_thread()
     presence = Presence()
     thread.run(presence.open("::"))
-    watcher = PresenceWatcher([Handle(Endpoint("twice", 1), presence.door, presence.member)])
+    watcher = PresenceWatcher([Handle(Endpoint("twice", 1), presence.port, presence.member)])
     assert thread.run(watcher.find_gone()) == []
-    assert len(presence._asking) <= 1
+    assert len(presence._connections) <= 1
     thread.run(watcher.close())
     thread.run(presence.close())
 
@@ -635,7 +635,7 @@ def test_a_member_that_dies_before_it_has_said_its_name_has_gone() -> None:
         dying.start()
         watcher = PresenceWatcher([Handle(Endpoint("127.0.0.1", 1), server.getsockname()[1], "f" * 16)])
         thread.run(watcher.find_gone())
-        thread.run(watcher.begin(gone.put))
+        thread.run(watcher.watch(gone.put))
         assert gone.get(timeout=SOON_S) == 0
         dying.join()
     thread.run(watcher.close())
@@ -644,15 +644,17 @@ def test_a_member_that_dies_before_it_has_said_its_name_has_gone() -> None:
 @pytest.fixture
 def alone() -> Iterator[Any]:
     """The group of a process that is its only member."""
-    from paceline.torch.process_group.reconfigurable import Reconfigurable
+    from paceline.torch.backend._reconfigurable import Reconfigurable
 
     group = Reconfigurable(0, 1, float(TIMEOUT_S), Endpoint("127.0.0.1", 1))
     yield group
     group.shutdown()
 
 
-def test_a_door_that_does_not_open_leaves_no_coordinator_behind(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch.process_group import reconfigurable
+def test_a_presence_port_that_does_not_open_leaves_no_coordinator_behind(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.torch.backend import _reconfigurable
 
     running: list[str] = []
 
@@ -668,7 +670,7 @@ def test_a_door_that_does_not_open_leaves_no_coordinator_behind(alone: Any, monk
     async def broken(presence: Presence, host: str) -> None:
         raise OSError("no descriptor is left")
 
-    monkeypatch.setattr(reconfigurable, "coordinator", counted)
+    monkeypatch.setattr(_reconfigurable, "coordinator", counted)
     with monkeypatch.context() as patch:
         patch.setattr(Presence, "open", broken)
         with pytest.raises(OSError, match="no descriptor"):
@@ -680,12 +682,12 @@ def test_a_door_that_does_not_open_leaves_no_coordinator_behind(alone: Any, monk
 
 def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`abort` in one, while `reconfigure` leaves them in the other."""
-    from paceline.torch.process_group import reconfigurable
+    from paceline.torch.backend import _reconfigurable
 
-    options = reconfigurable.c10d.ReconfigureOptions()
+    options = _reconfigurable.c10d.ReconfigureOptions()
     options.uuid, options.handles = 1, [alone.get_reconfigure_handle()]
     alone.reconfigure(options)
-    end, nowhere, other = reconfigurable.end, alone._nowhere, threading.Thread(target=alone._abort)
+    end, nowhere, other = _reconfigurable.close_group, alone._empty_group, threading.Thread(target=alone._abort)
     left: list[str] = []
 
     def counted(*members: Any) -> None:
@@ -698,9 +700,9 @@ def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.Mo
             other.join(0.2)  # it would be through by then, were there no lock
         return nowhere(reason)
 
-    monkeypatch.setattr(reconfigurable, "end", counted)
-    monkeypatch.setattr(alone, "_nowhere", held_up)
-    alone._part("over")
+    monkeypatch.setattr(_reconfigurable, "close_group", counted)
+    monkeypatch.setattr(alone, "_empty_group", held_up)
+    alone._leave_members("over")
     other.join()
     alone.shutdown()
     assert left == ["once"]
@@ -708,30 +710,30 @@ def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.Mo
 
 def test_an_abort_at_the_end_of_a_reconfiguration_is_told_as_one(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All links are up, and `reconfigure` has just looked for aborts."""
-    from paceline.torch.process_group import reconfigurable
+    from paceline.torch.backend import _reconfigurable
 
-    options = reconfigurable.c10d.ReconfigureOptions()
+    options = _reconfigurable.c10d.ReconfigureOptions()
     options.uuid, options.handles = 1, [alone.get_reconfigure_handle()]
-    look = alone._end_if_aborted
+    look = alone._raise_if_aborted
 
     def then_abort(aborts: int) -> None:
         look(aborts)
         if alone._group.size:
             alone.abort()
 
-    monkeypatch.setattr(alone, "_end_if_aborted", then_abort)
+    monkeypatch.setattr(alone, "_raise_if_aborted", then_abort)
     with pytest.raises(PeerRaised):
         alone.reconfigure(options)
 
 
 def test_a_port_that_is_advertised_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The members of one generation have it still, while those of the next are met."""
-    from paceline.torch.process_group import reconfigurable
+    from paceline.torch.backend import _reconfigurable
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("PACELINE_ADVERTISE", f"127.0.0.1:{taken.getsockname()[1]}")
-        group = reconfigurable.Reconfigurable(0, 1, float(TIMEOUT_S), Endpoint("127.0.0.1", 1))
-        options = reconfigurable.c10d.ReconfigureOptions()
+        group = _reconfigurable.Reconfigurable(0, 1, float(TIMEOUT_S), Endpoint("127.0.0.1", 1))
+        options = _reconfigurable.c10d.ReconfigureOptions()
         options.uuid, options.handles = 1, [group.get_reconfigure_handle()]
         group.reconfigure(options)
         group.shutdown()
@@ -740,12 +742,12 @@ def test_a_port_that_is_advertised_is_not_bound(monkeypatch: pytest.MonkeyPatch)
 def test_a_name_that_does_not_resolve_is_said_while_it_is_looked_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from paceline.torch.process_group.reconfigurable import Reconfigurable
+    from paceline.torch.backend._reconfigurable import Reconfigurable
 
     async def unknown(host: str, timeout: float) -> Found:
         raise OSError(f"{host} is unknown")
 
-    monkeypatch.setattr("paceline.session.address.look_up_within", unknown)
+    monkeypatch.setattr("paceline._address.look_up_within", unknown)
     group = Reconfigurable(0, 1, 0.1, Endpoint("nowhere", 1))
     with pytest.raises(CoordinatorUnreachable, match="nowhere is unknown"):
         group.get_reconfigure_handle()
@@ -760,7 +762,7 @@ class Elsewhere(dist.TCPStore):  # type: ignore[misc]
 
 
 def test_members_meet_at_torch_s_store_unless_its_address_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch.process_group.reconfigurable import meeting_point
+    from paceline.torch.backend._reconfigurable import meeting_point
 
     near, far = (kind("127.0.0.1", 0, is_master=True, wait_for_workers=False) for kind in (dist.TCPStore, Elsewhere))
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -1,4 +1,4 @@
-"""Why the backend is no subclass of torch's `Backend` (DESIGN.md, 10.5). What fails here is what torch has mended."""
+"""Why the backend is no subclass of torch's `Backend` (docs/decisions/035). A failure means that torch has changed."""
 
 from __future__ import annotations
 

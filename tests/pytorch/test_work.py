@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.torch.process_group import messenger
-from paceline.torch.work import Futures, Operation, Promise
+from paceline.torch.backend import _messenger
+from paceline.torch.backend._operation import FutureThreads, Operation, Promise
 
 pytestmark = [pytest.mark.torch, pytest.mark.newest]
 
@@ -54,15 +54,15 @@ class Unfinished(Handle):
         return self.waited
 
 
-def operation(handle: Handle, futures: Futures) -> Operation:
-    return Operation([handle], [torch.ones(2)], [], futures)  # type: ignore[list-item]
+def operation(handle: Handle, threads: FutureThreads) -> Operation:
+    return Operation([handle], [torch.ones(2)], [], threads)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("kind", [Handle, Unfinished])
 @pytest.mark.parametrize("asked", ["before", "after"])
 def test_a_future_has_its_value_when_wait_has_returned(kind: type[Handle], asked: str) -> None:
-    futures, handle = Futures(), kind()
-    work = operation(handle, futures)
+    threads, handle = FutureThreads(), kind()
+    work = operation(handle, threads)
     heard: list[object] = []
     if asked == "before":
         work.get_future().then(heard.append)
@@ -73,20 +73,20 @@ def test_a_future_has_its_value_when_wait_has_returned(kind: type[Handle], asked
     handle.release.set()
     for thread in handle.threads:
         thread.join()
-    futures.close()
+    threads.close()
     assert len(heard) == (asked == "before")
 
 
 def test_a_callback_may_wait_for_the_work_it_is_called_by() -> None:
-    futures, handle = Futures(), Unfinished()
-    work = operation(handle, futures)
+    threads, handle = FutureThreads(), Unfinished()
+    work = operation(handle, threads)
     after = work.get_future().then(lambda _: work.wait())
     work.wait()
     assert after.wait()
     handle.release.set()
     for thread in handle.threads:
         thread.join()
-    futures.close()
+    threads.close()
 
 
 def test_wait_waits_for_a_value_that_another_thread_is_giving() -> None:
@@ -98,16 +98,16 @@ def test_wait_waits_for_a_value_that_another_thread_is_giving() -> None:
         return 7
 
     promise = Promise(value)
-    keeper = threading.Thread(target=promise.keep)
-    keeper.start()
+    completer = threading.Thread(target=promise.complete)
+    completer.start()
     entered.wait()
-    settler = threading.Thread(target=promise.settle)
-    settler.start()
+    waiter = threading.Thread(target=promise.wait_until_complete)
+    waiter.start()
     assert not promise.future.done()
     go.set()
-    settler.join()
+    waiter.join()
     assert promise.future.value() == 7
-    keeper.join()
+    completer.join()
 
 
 @pytest.mark.parametrize("kind", ["message", "operation"])
@@ -116,11 +116,11 @@ def test_a_future_is_done_though_another_thread_gives_it_its_value(kind: str, mo
     giving, go = threading.Event(), threading.Event()
 
     class Given(Promise):
-        """One that another thread is giving its value as soon as others may know of it; `settle` lets that go on."""
+        """One that another thread completes once others may know of it; `wait_until_complete` lets that go on."""
 
-        def settle(self) -> None:
+        def wait_until_complete(self) -> None:
             go.set()
-            super().settle()
+            super().wait_until_complete()
 
     def value() -> list[Any]:
         giving.set()
@@ -135,15 +135,15 @@ def test_a_future_is_done_though_another_thread_gives_it_its_value(kind: str, mo
                 giver.start()
                 giving.wait()
 
-        monkeypatch.setattr(messenger, "Promise", Given)
-        message = messenger.Message(lambda: 0, messenger._Line(), [])
+        monkeypatch.setattr(_messenger, "Promise", Given)
+        message = _messenger.MessageWork(lambda: 0, _messenger._MessageQueue("to rank 1"), [])
         monkeypatch.setattr(message, "_value", value)
         message._promises = Promises()
         giver, ask = threading.Thread(target=message.run), message.get_future
     else:
-        work = Operation([], [], [], Futures())
+        work = Operation([], [], [], FutureThreads())
         work._promise = promise = Given(value)
-        giver, ask = threading.Thread(target=promise.keep), work.get_future
+        giver, ask = threading.Thread(target=promise.complete), work.get_future
         giver.start()
         giving.wait()
     try:

@@ -17,20 +17,20 @@ from paceline_server import Coordinator
 from paceline_server._grpc import aio
 from paceline_server.budget import Budget
 from paceline_server.services.calls import CALL_BYTES
-from paceline_server.services.sizes import most_bytes
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Change, KeySet
 from paceline_server.storage.memory import MemoryStorage
+from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, duration, reason_of, run, running
-from support.http2 import claimed
+from support.http2 import framed
 from support.siege import Attacker
 
 MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
 MEMORY = 64 << 20
 _SETTINGS = ServerSettings(memory_bytes=MEMORY)
-ROOM = (_SETTINGS.call_bytes // 2 - 3 * most_bytes(_SETTINGS)) // CALL_BYTES
+ROOM = (_SETTINGS.call_bytes // 2 - 3 * _SETTINGS.longest_request) // CALL_BYTES
 """Calls of one job that may wait, about: half of all, and one with a value can still be made."""
 
 
@@ -68,12 +68,12 @@ def test_calls_of_one_job_that_wait(tmp_path: Path) -> None:
             ]
             store: Any = StoreServiceStub(channel)
             get = pb.GetRequest(caller=theirs.caller, key="never", timeout=duration(3_600))
-            fill = pb.SetRequest(caller=mine.caller, key="k", value=bytes(100_000))
+            fill = in_messages(pb.SetRequest(caller=mine.caller, key="k", value=cut(bytes(100_000))))
             for _ in range(2):
                 calls = [store.Get(get, metadata=shown(THEIRS)) for _ in range(ROOM + 50)]
                 ends = asyncio.as_completed([asyncio.ensure_future(outcome(call)) for call in calls])
                 for _ in range(50):
-                    assert (await next(ends)).startswith("LIMIT: the open calls of job 'two' take 8 MiB of")
+                    assert (await next(ends)).startswith("LIMIT: the open calls of job 'two' take 12 MiB of")
                 for _ in range(20):
                     await store.Set(fill, metadata=shown(MINE))
                 assert sum(not call.done() for call in calls) > ROOM - 50
@@ -85,13 +85,27 @@ def test_calls_of_one_job_that_wait(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_burst_of_values_waits_for_room_and_none_is_refused() -> None:
+def test_none_of_a_burst_of_values_is_refused() -> None:
     async def main() -> None:
         async with running(memory_bytes=MEMORY) as channel:
             session = await RawSession.register(channel, least=1, most=1)
             store: Any = StoreServiceStub(channel)
-            requests = [pb.SetRequest(caller=session.caller, key=str(i), value=bytes(30_000)) for i in range(60)]
-            await asyncio.gather(*(store.Set(request) for request in requests))
+            requests = [pb.SetRequest(caller=session.caller, key=str(i), value=cut(bytes(30_000))) for i in range(60)]
+            await asyncio.gather(*(store.Set(in_messages(request)) for request in requests))
+
+    run(main)
+
+
+def test_of_too_many_long_values_some_are_refused_and_the_others_are_set() -> None:
+    """They come at one time, so all are half way when there is no more room."""
+
+    async def main() -> None:
+        async with running(memory_bytes=MEMORY) as channel:
+            session = await RawSession.register(channel, least=1, most=1)
+            store: Any = StoreServiceStub(channel)
+            value = in_messages(pb.SetRequest(caller=session.caller, key="k", value=cut(bytes(1 << 20))))
+            ends = await asyncio.gather(*(outcome(store.Set(value)) for _ in range(20)))
+            assert {end.partition(":")[0] for end in ends} == {"", "LIMIT"}
 
     run(main)
 
@@ -159,7 +173,7 @@ def test_a_value_counts_until_it_is_stored_though_its_caller_hangs_up() -> None:
         async with running(disk, memory_bytes=MEMORY) as channel:
             session = await RawSession.register(channel, least=1, most=1)
             store: Any = StoreServiceStub(channel)
-            request = pb.SetRequest(caller=session.caller, key="k", value=bytes(1 << 20))
+            request = in_messages(pb.SetRequest(caller=session.caller, key="k", value=cut(bytes(1 << 20))))
             for number in range(10):
                 call = asyncio.ensure_future(outcome(store.Set(request)))
                 written = asyncio.create_task(disk.written.get())
@@ -170,7 +184,7 @@ def test_a_value_counts_until_it_is_stored_though_its_caller_hangs_up() -> None:
                 call.cancel()
             return 10
 
-    assert run(main) == 3, "12 MiB are for one, and a value counts three times"
+    assert run(main) == 5, "16 MiB are for one, and a value counts three times"
 
 
 class Watched(Budget):
@@ -214,7 +228,7 @@ def test_all_is_free_again_however_calls_end(monkeypatch: pytest.MonkeyPatch, tm
                 await session.view()
                 store: Any = StoreServiceStub(channel)
                 get = pb.GetRequest(caller=session.caller, key="never", timeout=duration(3_600))
-                value = pb.SetRequest(caller=session.caller, key="k", value=bytes(1 << 20))
+                value = in_messages(pb.SetRequest(caller=session.caller, key="k", value=cut(bytes(1 << 20))))
                 calls = [
                     *(store.Get(get, metadata=shown(MINE)) for _ in range(20)),
                     *(store.Get(get, metadata=shown(MINE), timeout=0.1) for _ in range(5)),
@@ -231,7 +245,7 @@ def test_all_is_free_again_however_calls_end(monkeypatch: pytest.MonkeyPatch, tm
                 for call in calls[::3]:
                     call.cancel()
                 attacker = Attacker(address, MINE)
-                data = claimed(value.ByteSize()) + value.SerializeToString()
+                data = b"".join(framed(each) for each in value)
                 for method in ("Set", "Wait", "Delete"):
                     attacker.open(f"/pacelinepb.v1.StoreService/{method}", [data[:-1], data[:100], b""] * 30, 3)
                 attacker.open("/pacelinepb.v1.SessionService/Session", [b"", data[:100]] * 10, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,17 +11,19 @@ from typing import Any
 
 import pytest
 
+import paceline
+from paceline._door_key import METADATA, DoorKey
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline._rpc import error_from_status
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.links.door_key import METADATA, DoorKey
-from paceline.session.wire import error_from_status
 from paceline.testing import coordinator
+from paceline_server import Coordinator, ServerSettings
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import admin_pb2, peer_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
-from support.coordinator import RawSession
+from support.coordinator import RawSession, run
 from support.processes import Worker
 
 JOB = "job"
@@ -136,3 +140,40 @@ def test_member_ids_open_nothing(place: Place, method: Any) -> None:
         error = place.call(method, proof, IN_THE_CLEAR if proof else credentials)
         assert error is None or error.code() is grpc.StatusCode.FAILED_PRECONDITION, error  # "it has no state yet"
     refused(place.call(method, proof), "this call has come before")
+
+
+def test_a_secret_of_an_old_line_opens_nothing() -> None:
+    """The next line is of a member that had the same secret, as a candidate."""
+    began = asyncio.Queue[str]()
+
+    def observe(what: str, member_id: str, _: float) -> None:
+        if what == "stream_began":
+            began.put_nowait(member_id)
+
+    async def knock(there: Any, secret: bytes) -> aio.AioRpcError | None:
+        key = DoorKey()
+        key.learn(secret, "a member")
+        request = peer_pb2.KnockRequest(job=JOB, from_member="a member", to_member=there.member_id)
+        async with Credentials(door_key=key).member_channel(there.address, ()) as door:
+            try:
+                await PeerServiceStub(door).Knock(request, timeout=10)
+            except aio.AioRpcError as error:
+                return error
+            return None
+
+    async def main() -> None:
+        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0"), observer=observe)
+        join = functools.partial(paceline.join, await coordinator.start(), job=JOB, min_workers=1, max_workers=1)
+        first = await asyncio.to_thread(join)
+        old = first._connection._door_key._secret
+        joins = asyncio.create_task(asyncio.to_thread(join))
+        assert await began.get() != await began.get()
+        await asyncio.to_thread(first.leave)
+        second = await joins
+        there, new = second._connection.mesh.peers[0], second._connection._door_key._secret
+        refused(await knock(there, old), "the caller does not prove that it is of this job, or not as it is now")
+        assert await knock(there, new) is None
+        await asyncio.to_thread(second.leave)
+        await coordinator.stop(grace=0.2)
+
+    run(main)

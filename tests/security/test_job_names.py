@@ -23,7 +23,7 @@ async def come_and_go(channel: aio.Channel, name: str) -> int:
     """A job of one member, which leaves a key behind; returns its generation."""
     session = await RawSession.register(channel, name, least=1, most=1)
     generation = (await session.view()).generation
-    await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=session.caller, key="k", value=b"v"))
+    await StoreServiceStub(channel).Set([store_pb2.SetRequest(caller=session.caller, key="k", value=[b"v"])])
     await session.leave()
     return generation
 
@@ -76,7 +76,9 @@ def test_candidates_that_hang_up_leave_nothing() -> None:
         async with running(storage, **LIMITS) as channel:
             for number in range(20):
                 session = await RawSession.register(channel, f"job {number}")
-                await StoreServiceStub(channel).Set(store_pb2.SetRequest(caller=session.caller, key="k", value=b"v"))
+                await StoreServiceStub(channel).Set(
+                    [store_pb2.SetRequest(caller=session.caller, key="k", value=[b"v"])]
+                )
                 await session.leave()
             admin: Any = AdminServiceStub(channel)
             assert not (await admin.ListJobs(admin_pb2.ListJobsRequest())).jobs

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.group import Group
 from paceline.links.grpc_door import Door
+from paceline.links.tcp import TcpKind
 from support.mixed_world import Place, kinds_of, mixed_world, run_all
 
 STRANGERS = 300
@@ -71,8 +72,9 @@ def crowds() -> Iterator[list[Crowd]]:
 def test_a_new_member_s_links_are_tcp(come_again: bool, crowds: list[Crowd]) -> None:
     def besiege(door: Door) -> None:
         if not crowds:
-            assert door.ways._tcp is not None
-            crowds.append(Crowd(door.ways._tcp.port, come_again=come_again))
+            tcp = door.kinds.of(TcpKind).host
+            assert tcp is not None
+            crowds.append(Crowd(tcp.port, come_again=come_again))
 
     def total(group: Group) -> int:
         return int(group.all_reduce(group.empty(1, "int64") * 0 + group.rank)[0])

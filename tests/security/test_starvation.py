@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from google.protobuf.message import Message
 
 from paceline.cli.health import trouble_at
 from paceline_server._grpc import aio
 from paceline_server.services.probes import PROBE
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.pieces import MESSAGE_BYTES, cut, in_messages
+from pacelinepb.v1 import session_pb2
 from pacelinepb.v1 import store_pb2 as pb
 from support.coordinator import RawSession, duration, run
-from support.http2 import claimed
+from support.http2 import claimed, framed
 from support.siege import Attacker, Siege, siege
 
 MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
@@ -31,13 +35,17 @@ PATIENCE = 10.0
 """Seconds for an answer on a machine where other tests run. At rest the 99th percentile is below 0.1 s."""
 
 STORE = "/pacelinepb.v1.StoreService"
+SESSION = "/pacelinepb.v1.SessionService/Session"
 PART = 1
 """Bytes that are held back of a request that is not to come in whole."""
 
 
-def message(request: pb.SetRequest | pb.GetRequest | pb.WaitRequest) -> bytes:
-    data = request.SerializeToString()
-    return claimed(len(data)) + data
+def message(request: Message) -> bytes:
+    return b"".join(framed(each) for each in in_messages(request))
+
+
+def never_whole(size: int) -> bytes:
+    return claimed(size) + bytes(size - PART)
 
 
 class Attack(NamedTuple):
@@ -60,20 +68,41 @@ def waits_for_a_thousand_keys(caller: pb.Caller) -> Sequence[bytes]:
 
 
 def values_in_flight(caller: pb.Caller) -> Sequence[bytes]:
-    return [message(pb.SetRequest(caller=caller, key="k", value=bytes(1 << 20)))[:-PART]] * 600
+    return [message(pb.SetRequest(caller=caller, key="k", value=cut(bytes(1 << 20))))[:-PART]] * 600
 
 
 def values_that_are_stored(caller: pb.Caller) -> Sequence[bytes]:
-    return [message(pb.SetRequest(caller=caller, key=str(number), value=bytes(1 << 20))) for number in range(100)]
+    return [message(pb.SetRequest(caller=caller, key=str(number), value=cut(bytes(1 << 20)))) for number in range(100)]
 
 
 def answers_that_are_not_read(caller: pb.Caller) -> Sequence[bytes]:
-    first = message(pb.SetRequest(caller=caller, key="k", value=bytes(1 << 20)))
+    first = message(pb.SetRequest(caller=caller, key="k", value=cut(bytes(1 << 20))))
     return [first] + [message(pb.GetRequest(caller=caller, key="k", timeout=duration(5)))] * 999
 
 
-def long_requests_that_never_end(caller: pb.Caller) -> Sequence[bytes]:
-    return [message(pb.SetRequest(caller=caller, key="k", value=bytes(60_000)))[:-PART]] * 4_000
+def requests_that_never_end(_: pb.Caller) -> Sequence[bytes]:
+    return [never_whole(MESSAGE_BYTES)] * 4_000
+
+
+def first_messages_that_never_end(_: pb.Caller) -> Sequence[bytes]:
+    return [never_whole(MESSAGE_BYTES)] * 4_000
+
+
+def first_messages_that_are_too_long(_: pb.Caller) -> Sequence[bytes]:
+    return [never_whole(1 << 20)] * 400
+
+
+def sessions_with_a_message_that_never_ends(_: pb.Caller) -> Sequence[bytes]:
+    """All are members' sessions of the attacker's job, and may be silent for as long as its first one."""
+    settings = session_pb2.JobSettings(min_workers=1, max_workers=1, failure_timeout=duration(3_600))
+    register = session_pb2.Register(
+        job="attacker",
+        protocol_version=PROTOCOL_VERSION,
+        process=session_pb2.ProcessIdentity(host="h", pid=1),
+        address="h:1",
+        settings=settings,
+    )
+    return [message(session_pb2.SessionRequest(register=register)) + never_whole(MESSAGE_BYTES)] * 2_000
 
 
 def nothing(_: pb.Caller) -> Sequence[bytes]:
@@ -86,8 +115,11 @@ ATTACKS = {
     "values in flight": Attack(f"{STORE}/Set", 6, values_in_flight),
     "values that are stored": Attack(f"{STORE}/Set", 4, values_that_are_stored),
     "answers that are not read": Attack(f"{STORE}/Get", 1, answers_that_are_not_read, deaf=True),
-    "short calls that never end": Attack(f"{STORE}/Delete", 4, long_requests_that_never_end),
-    "sessions that say nothing": Attack("/pacelinepb.v1.SessionService/Session", 27, nothing),
+    "short calls that never end": Attack(f"{STORE}/Delete", 4, requests_that_never_end),
+    "sessions that say nothing": Attack(SESSION, 27, nothing),
+    "sessions whose first message never ends": Attack(SESSION, 6, first_messages_that_never_end),
+    "sessions whose first message is too long": Attack(SESSION, 6, first_messages_that_are_too_long),
+    "members whose message never ends": Attack(SESSION, 6, sessions_with_a_message_that_never_ends),
 }
 
 

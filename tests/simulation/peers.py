@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.state import Content, Copy, Plan
 
-from paceline.elastic.take_shards import Holder
+from paceline.elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline_protocol import Tag
@@ -37,11 +37,11 @@ class Peers:
         failures = []
         for peer in self._world.rng.sample(donors, len(donors)):
             try:
-                content, shelf, epoch = await self._open(taker, peer, tag, patience)
+                content, offered, epoch = await self._open(taker, peer, tag, patience)
                 rest = content.tree()
                 await asyncio.sleep(self._world.delay(0.005, 0.3))
                 self._check_there(taker, peer)
-                shelf._check(epoch, tag)
+                offered._check(epoch, tag)
             except PacelineError as error:
                 failures.append(f"{peer}: {error}")
                 continue
@@ -65,10 +65,10 @@ class Peers:
                     failures.append(f"{holder.peer}: {error}")
         await asyncio.sleep(self._world.delay(0.005, 0.3))
         given, names = [], []
-        for peer, content, shelf, epoch in opened:
+        for peer, content, offered, epoch in opened:
             try:
                 self._check_there(taker, peer)
-                shelf._check(epoch, tag)
+                offered._check(epoch, tag)
                 given.append(dict(content.parts))
                 names.append(self._world.by_id[peer.member_id].name)
             except PacelineError as error:
@@ -116,10 +116,10 @@ class Peers:
                 raise LinkUnavailable("it does not answer")
             await asyncio.sleep(0.2)
         self._check_there(taker, peer)
-        shelf = donor.shelf
-        content, epoch = shelf._get(tag)
+        offered = donor.offered
+        content, epoch = offered._get(tag)
         world.moment("take", taker)
-        return content, shelf, epoch
+        return content, offered, epoch
 
     def _check_there(self, taker: Process, peer: Peer) -> None:
         donor = self._world.by_id[peer.member_id]

@@ -17,14 +17,14 @@ from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
 
 from paceline import errors
+from paceline._address import Endpoint
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.elastic.dismissed import Dismissed
+from paceline.elastic.session import CoordinatedSession
+from paceline.errors import Dismissed
 from paceline.links.base import Peer
-from paceline.session.address import Endpoint
 from paceline.session.member import MemberConnection
 from paceline.session.membership import Membership
-from paceline.session.session import CoordinatedSession
 from paceline_protocol import MemberState, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
@@ -52,7 +52,7 @@ class _Door:
 
     def __init__(self, process: Process) -> None:
         self.window = _Window()
-        self.ways = process
+        self.kinds = process
 
     def on_exhausted(self, tell: Any) -> None:
         pass
@@ -211,7 +211,7 @@ class Process:
         return self.connection._door.window  # type: ignore[return-value]
 
     @property
-    def shelf(self) -> Any:
+    def offered(self) -> Any:
         """What it offers."""
         return self.window.source
 
@@ -356,7 +356,7 @@ class Process:
         self.world.note(self.name, f"meets after generation {meet.generation} with {self.held and tuple(self.held)}")
         self.world.moment("meet", self)
         line = self.session._line if self.session is not None else None
-        if line is not None and line._waiting.planned:
+        if line is not None and line._meeting_wait.planned:
             self.world.moment("planned", self)
 
     def _update(self, generation: int, *, half: bool = False) -> None:

@@ -19,10 +19,10 @@ from simulation.network import COORDINATOR, Stream, refusal, unavailable
 from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
 from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
 
-from paceline import _wait
-from paceline.elastic import port, saver, spread_saver, steps, taking, waiting
+from paceline import _rpc, _wait
+from paceline.elastic import coordination, recovery, saver, session, steps, waiting
 from paceline.links import fault
-from paceline.session import control, generations, line_side, mail, member, membership, session, view, wire
+from paceline.session import control, generations, line_side, mail, member, membership, view
 from paceline_protocol import Process as Identity
 from paceline_server import dispatcher, timers
 from paceline_server.errors import Refused
@@ -191,11 +191,11 @@ def installed(world: World) -> Iterator[None]:
     stub = SimpleNamespace(ReportExit=calls.report_exit)
     chance = SimpleNamespace(Random=lambda: world.rng, uniform=world.rng.uniform)
     names: list[tuple[Any, str, Any]] = [
-        *((module, "time", time) for module in (fault, waiting, taking, saver, line_side, control, member, session)),
+        *((module, "time", time) for module in (fault, waiting, recovery, saver, line_side, control, member, session)),
         (_wait.Latch, "wait", _wait_for),
         (_wait.Latch, "set", _set),
         (waiting, "random", chance),
-        (wire, "random", chance),
+        (_rpc, "random", chance),
         (control, "open_stream", calls.open_stream),
         (control, "CoordinatorChannel", _Channel),
         (control, "check_tls", _nothing),
@@ -205,8 +205,8 @@ def installed(world: World) -> Iterator[None]:
         (saver, "is_there", world.files.is_there),
         (saver, "save_once", world.files.save_once),
         (saver, "fingerprint", world.files.fingerprint),
-        (spread_saver, "ShardedSaver", simulated_files.ShardedSaver),
-        (spread_saver, "save_sharded", simulated_files.save_sharded),
+        (saver, "ShardedSaver", simulated_files.ShardedSaver),
+        (saver, "save_sharded", simulated_files.save_sharded),
         (steps, "_script", lambda: ""),
         (steps, "_draining_on_sigterm", contextlib.nullcontext),
         (member, "Door", lambda *_: _Door(current().process)),
@@ -222,11 +222,11 @@ def installed(world: World) -> Iterator[None]:
         (line_side, "is_gone", calls.is_gone),
         (membership, "process_identity", lambda: _process().identity()),
         (generations, "GrpcMesh", Mesh),
-        (port, "GrpcMesh", Mesh),
-        (port, "take_state", peers.take_state),
-        (port, "take_shards", peers.take_shards),
-        (port, "out_of_reach", peers.out_of_reach),
-        (port, "get_manifest", peers.get_manifest),
+        (coordination, "GrpcMesh", Mesh),
+        (coordination, "take_state", peers.take_state),
+        (coordination, "take_shards", peers.take_shards),
+        (coordination, "out_of_reach", peers.out_of_reach),
+        (coordination, "get_manifest", peers.get_manifest),
         (session, "atexit", SimpleNamespace(register=lambda _: None, unregister=lambda _: None)),
         (
             dispatcher,

@@ -13,9 +13,9 @@ from simulation.group import Group
 from simulation.test_broken_rules import found
 from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST, RECLAIMED, SMALL, STUCK, STUCK_MOST
 
-from paceline.elastic import failures
-from paceline.elastic.line import Line
+from paceline.elastic import attempts
 from paceline.elastic.saver import Saver
+from paceline.elastic.training_loop import TrainingLoop
 from paceline.session import line_side
 from paceline.session.generations import Generations
 from paceline.session.mail import Letter, ViewCame
@@ -55,18 +55,18 @@ def test_most_members_hang_together_and_are_waited_for(monkeypatch: pytest.Monke
 
 
 def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Line.close
+    honest = TrainingLoop.close
 
-    def close(line: Line) -> None:
-        line._port.finish(line._total)
+    def close(line: TrainingLoop) -> None:
+        line._coordinator.finish(line._total)
         honest(line)
 
-    monkeypatch.setattr(Line, "close", close)
+    monkeypatch.setattr(TrainingLoop, "close", close)
     assert found(400, DISKS).startswith("durability")
 
 
 def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_worker", lambda peer: "some worker")
+    monkeypatch.setattr(attempts, "_worker", lambda peer: "some worker")
     assert "StepVoid" in found(400, RECLAIMED)
 
 
@@ -83,23 +83,23 @@ def test_tags_that_are_brought_do_not_raise_the_number_of_the_next_generation(mo
 
 def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the others wait for it until the step times out."""
-    honest = Line._end_generation
+    honest = TrainingLoop._end_generation
 
-    def end_generation(line: Line, why: str) -> None:
+    def end_generation(line: TrainingLoop, why: str) -> None:
         if not why.startswith("holds the state"):
             honest(line, why)
 
-    monkeypatch.setattr(Line, "_end_generation", end_generation)
+    monkeypatch.setattr(TrainingLoop, "_end_generation", end_generation)
     assert found(400, replace(AWAY, steps=(8, 14), step_timeout=600.0), first=140).startswith("liveness")
 
 
 def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Line._read
+    honest = TrainingLoop._read
 
-    def read(line: Line, letter: Letter) -> None:
-        honest(line, replace(letter, member_id=line._port.member_id) if isinstance(letter, ViewCame) else letter)
+    def read(line: TrainingLoop, letter: Letter) -> None:
+        honest(line, replace(letter, member_id=line._coordinator.member_id) if isinstance(letter, ViewCame) else letter)
 
-    monkeypatch.setattr(Line, "_read", read)
+    monkeypatch.setattr(TrainingLoop, "_read", read)
     assert found(400, replace(LATE, step_timeout=600.0), first=435).startswith("liveness")
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from paceline.collectives.choose import choose, only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.config import Config
 from paceline.group import Group
 from paceline.links.local import local_meshes
@@ -86,7 +86,7 @@ def groups_by(world: int, collective: str, schedule: str) -> list[Group]:
 
 def segments_of(nbytes: int) -> AbstractContextManager[Any]:
     """Small segments, so that small arrays are cut as large ones are."""
-    return mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", nbytes)
+    return mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", nbytes)
 
 
 def exact_values(rng: Any, shape: Any, dtype: Any) -> Any:

@@ -196,6 +196,9 @@ class RawSession:
         if message is EOF:
             raise EOFError("the stream has ended")
         assert isinstance(message, pb.SessionResponse)
+        if message.HasField("new_door_secret"):
+            self.door_secret = message.new_door_secret.door_secret
+            return await self.read()
         return message
 
     async def next(self, kind: str) -> Any:

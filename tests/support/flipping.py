@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.credentials import Credentials
-from paceline.links.tcp import dial
+from paceline.links.tcp import _tcp_kind
 from support.relay import Relay
 
 __all__ = ["Flipper", "send_through"]
@@ -66,7 +66,7 @@ def send_through(change: Callable[[bytes], bytes]) -> None:
                 relays[address] = Relay(address, change=change)
             return relays[address].address
 
-    reach, member_channel = dial._reach, Credentials.member_channel
+    reach, member_channel = _tcp_kind._reach, Credentials.member_channel
 
     async def reaching(loop: Any, host: str, port: int) -> Any:
         there, _, number = by_relay(f"{host}:{port}").rpartition(":")
@@ -75,5 +75,5 @@ def send_through(change: Callable[[bytes], bytes]) -> None:
     def channel(self: Credentials, address: str, options: Any) -> Any:
         return member_channel(self, by_relay(address), options)
 
-    dial._reach = reaching
+    _tcp_kind._reach = reaching
     Credentials.member_channel = channel  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,21 @@ class GrpcWorld:
     meshes: list[GrpcMesh]
     faults: list[Fault]
 
+    def lose(self, rank: int) -> None:
+        """What the death of its process does to a member's sockets: all its streams end without a word."""
+        (server,) = self.doors[rank]._servers
+        loop_thread().run(_drop_streams(self.meshes[rank]))
+        loop_thread().run(server.stop(None))
+
+
+async def _drop_streams(mesh: GrpcMesh) -> None:
+    """Breaks what the mesh has dialled, behind its back: it has not closed anything itself."""
+    for task in list(mesh._tasks):
+        task.cancel()
+    await asyncio.gather(*mesh._tasks, return_exceptions=True)
+    for channel in mesh._channels.values():
+        await channel.close(None)
+
 
 @contextmanager
 def grpc_world(
@@ -52,7 +68,7 @@ def grpc_world(
     ]
     faults = [Fault(generation, rank, verdict_timeout) for rank in range(world)]
     meshes = [
-        GrpcMesh(JOB, generation, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR, doors[rank].ways)
+        GrpcMesh(JOB, generation, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR, doors[rank].kinds)
         for rank in range(world)
     ]
     for door, mesh in zip(doors, meshes, strict=True):

@@ -6,6 +6,8 @@ import socket
 import struct
 from collections.abc import Mapping
 
+from google.protobuf.message import Message
+
 __all__ = [
     "DATA",
     "END_HEADERS",
@@ -20,6 +22,7 @@ __all__ = [
     "claimed",
     "connect",
     "frame",
+    "framed",
     "open_call",
 ]
 
@@ -52,6 +55,12 @@ def call_headers(method: str, more: Mapping[str, str] | None = None) -> bytes:
 def claimed(size: int) -> bytes:
     """The head of a gRPC message that says it is so long."""
     return b"\0" + struct.pack(">I", size)
+
+
+def framed(message: Message) -> bytes:
+    """A gRPC message, whole."""
+    data = message.SerializeToString()
+    return claimed(len(data)) + data
 
 
 def open_call(method: str, stream: int = 1) -> bytes:

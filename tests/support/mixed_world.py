@@ -88,7 +88,7 @@ def mixed_world(
         meshes = []
         for rank, (door, place) in enumerate(zip(doors, places, strict=True)):
             fault = Fault(1, rank, 0.05)
-            mesh = GrpcMesh(JOB, 1, rank, peers, fault, thread, patience, place.credentials, door.ways)
+            mesh = GrpcMesh(JOB, 1, rank, peers, fault, thread, patience, place.credentials, door.kinds)
             stack.callback(_close, mesh)
             meshes.append(mesh)
             thread.loop.call_soon_threadsafe(door.enter, mesh)
@@ -122,5 +122,5 @@ def kinds_of(mesh: GrpcMesh, group: str = "") -> dict[int, str]:
     return {
         rank: link.kind
         for (rank, _, name), link in mesh._links.items()
-        if name == group and link in mesh._dialled and link._settled.is_set()
+        if name == group and link in mesh._dialled and link.kind
     }

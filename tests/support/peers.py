@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.bench.recipes import PEERS, check_peer
+from paceline.cli.bench.peers import PEERS, check_peer
 from paceline.cli.output import UsageError
 
 __all__ = ["descendants", "need_peers"]

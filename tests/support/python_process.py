@@ -33,7 +33,7 @@ _SERVERS = 2
 """With a seed for hashes each, so that workers do not all happen to order their sets alike."""
 
 _MODULES = (
-    "paceline.session.join",
+    "paceline.elastic.join",
     "paceline.elastic",
     "paceline.parallel",
     "paceline.checkpoint",

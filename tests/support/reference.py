@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.group import Group
 
 __all__ = ["MIB", "X", "Background", "every", "states", "talk_both_ways", "wait_for"]

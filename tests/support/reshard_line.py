@@ -21,14 +21,14 @@ from paceline._loop import loop_thread
 from paceline.checkpoint import Tag
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.elastic.offer import Shelf
+from paceline.elastic.offer import OfferedState
+from paceline.elastic.peer_calls import Holder, take_shards
 from paceline.elastic.state import TrainState
-from paceline.elastic.take_shards import Holder, take_shards
 from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
 from paceline.links.nowhere import NoMesh
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline.session.identity import process_identity
 from paceline_protocol import Share
 
@@ -70,10 +70,10 @@ def member(rank: int, world: int, pipe: Connection) -> None:
     state.switch(state.resharding(Share(rank, world)))
     state.keep_live_share()
     fill(optimizer, Share(rank, world))
-    shelf, door = Shelf(), Door("job", IN_THE_CLEAR)
-    shelf.offer(TAG, state.offered())
+    offered, door = OfferedState(), Door("job", IN_THE_CLEAR)
+    offered.offer(TAG, state.offered())
     port = loop_thread().run(door.start("127.0.0.1", 0))
-    door.window.member_id, door.window.source = f"member-{rank}", shelf
+    door.window.member_id, door.window.source = f"member-{rank}", offered
     here = process_identity()
     pipe.send((port, here.pid, here.start_ticks))
     while (order := pipe.recv()) is not None:

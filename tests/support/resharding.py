@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.elastic.resharding import Resharding
-from paceline.elastic.runs import assign
+from paceline.elastic.reshard_plan import ReshardPlan, assign
 from paceline.elastic.state import TrainState
 from paceline.group import Group
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 
@@ -128,7 +127,7 @@ def form(trainees: Sequence[Trainee], generation: int) -> None:
     """A view of these, in this order of ranks."""
     for trainee, mesh in zip(trainees, local_meshes(len(trainees), generation=generation), strict=True):
         trainee.group.move(mesh)
-        trainee.group.vouch()
+        trainee.group.confirm_same_state()
 
 
 def together(trainees: Sequence[Trainee], number: int) -> None:
@@ -143,7 +142,7 @@ def together(trainees: Sequence[Trainee], number: int) -> None:
             raise outcome
 
 
-def fill_from(plan: Resharding, holders: Sequence[Trainee]) -> None:
+def fill_from(plan: ReshardPlan, holders: Sequence[Trainee]) -> None:
     """What `take_shards` does, without a network."""
     held = {n: holder.state.shares() for n, holder in enumerate(holders)}
     for n, runs in assign(plan.wanted, held, plan.cut).items():

@@ -28,7 +28,7 @@ from paceline.links.tcp import (
     connect,
     server_context,
 )
-from paceline.links.tcp.wire import ACCEPTED, Hello, encode_hello
+from paceline.links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from paceline.testing import LinkPair
 
 __all__ = [

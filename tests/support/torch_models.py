@@ -165,7 +165,7 @@ def check_gradients(
         model = FSDP(made(make).double(), group, auto_wrap=kinds, **chosen(name))
         for number in range(steps):
             call(model, X[2 * group.rank : 2 * group.rank + 2], number).backward()
-        return model.engine.padded_gradients(), len(model.engine._unit.placement.replicas)
+        return model.sharded.padded_gradients(), len(model.sharded.unit.placement.replicas)
 
     ranks = run_ranks(2, rank, config=Config(step_timeout=5.0))
     expected = {path: p.grad for path, p in reference.named_parameters()}

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.collectives.choose import choose as choose_by_rules
 from paceline.collectives.choose import only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.group import Group

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from paceline.collectives.choose import choose, only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, OperationTimeout, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
 from paceline.group import Group
@@ -289,7 +289,7 @@ def check_kind(error: PacelineError, act: Callable[[], None], at: int, label: An
 @contextmanager
 def worlds_of(way: tuple[str, str, str], nbytes: int, count: int = 1) -> Iterator[Worlds]:
     case = Case(*way)
-    with mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", case.segment(nbytes)):
+    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", case.segment(nbytes)):
         worlds = Worlds(case, nbytes, count)
         try:
             worlds.check_clean()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.arrays import address_of, as_array, as_bytes, as_flat, check_out, deliver, from_bytes, landing
+from paceline.arrays import as_array, as_bytes, as_flat, check_out, deliver, from_bytes, landing
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
 from paceline.links.frame import MAX_SIGNATURE_BYTES
 from paceline.signature import Signature
@@ -18,14 +18,6 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [
     np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 ]
-
-
-@pytest.mark.parametrize("writable", [True, False])
-@pytest.mark.parametrize("start", [0, 3])
-def test_where_bytes_lie(start: int, writable: bool) -> None:
-    x = np.arange(10, dtype=np.float32)
-    x.flags.writeable = writable
-    assert address_of(as_bytes(x)[4 * start :]) == x.ctypes.data + 4 * start
 
 
 @pytest.mark.parametrize(
@@ -65,7 +57,7 @@ def test_bytes_and_back(dtype: Any) -> None:
     "x", [np.array([None]), np.array(["a"]), np.zeros(2, "M8[s]"), np.zeros(2, "g"), np.zeros(1, "i4,i4"), [None]]
 )
 def test_what_cannot_travel_is_refused(x: Any) -> None:
-    with pytest.raises(UnsupportedOp, match="cannot travel"):
+    with pytest.raises(UnsupportedOp, match="cannot be sent"):
         as_array(x)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.ops import reduction
+from paceline.collectives.arithmetic import reduction
 from paceline.errors import UnsupportedOp
 from paceline.group import Group
 from paceline.links.base import LEND_BYTES

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from paceline.compression import PIECE, Bf16, Codec, Int8, codec_of
-from paceline.compression.codec import words_of
+from paceline.compression import PIECE, Bf16, Codec, Int8, codec_of, words_of
 from paceline.errors import UnsupportedOp
 
 Floats = NDArray[np.float32]

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.group import Group
 from paceline.testing import run_ranks
 from support.worlds import scheduled

@@ -108,7 +108,7 @@ def test_two_roots_that_both_send_more_than_links_hold() -> None:
 
     with (
         mock.patch("paceline.collectives.exchange.PATIENCE", 0.05),
-        mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", 64),
+        mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", 64),
     ):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
         for thread in threads:

@@ -221,15 +221,15 @@ def test_where_no_thread_can_be_had_the_group_fails_and_can_be_closed(monkeypatc
 
 
 def test_a_groups_thread_that_fails_ends_what_is_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    frees, in_line = Lane._frees, threading.Event()
+    end_turn, in_line = Lane._end_turn, threading.Event()
 
     def fail(lane: Lane) -> None:
         if threading.current_thread().name == "paceline-group":
             assert in_line.wait(20.0)
             raise MemoryError("planted")
-        frees(lane)
+        end_turn(lane)
 
-    monkeypatch.setattr(Lane, "_frees", fail)
+    monkeypatch.setattr(Lane, "_end_turn", fail)
 
     def rank(group: Group) -> Any:
         works = [group.all_reduce(np.ones(3), async_op=True) for _ in range(3)]

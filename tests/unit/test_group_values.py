@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives.choose import choose, only
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
 from paceline.group import Group
@@ -36,7 +36,7 @@ NUMPY = {
 @contextmanager
 def segments_of(nbytes: Any) -> Any:
     """Small segments, so that small arrays are cut as large ones are."""
-    with mock.patch("paceline.collectives.tasks.task.SEGMENT_BYTES", nbytes):
+    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", nbytes):
         yield
 
 
@@ -292,7 +292,7 @@ def test_user_mistakes_are_errors_at_the_call_and_cost_nothing(world: int) -> No
             group.send(x, 2)
         with pytest.raises(InvalidRank, match="src 9"):
             group.recv(9)
-        with pytest.raises(UnsupportedOp, match="cannot travel"):
+        with pytest.raises(UnsupportedOp, match="cannot be sent"):
             group.all_reduce(np.array([object()]))
         with pytest.raises(UnsupportedOp, match="unknown op"):
             group.all_reduce(x, op="avg")

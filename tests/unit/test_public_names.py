@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -44,10 +48,10 @@ def test_every_module_names_what_it_offers() -> None:
 
 
 def test_the_tree_at_the_top_of_errors_is_the_tree() -> None:
-    drawn = {line.split()[0] for line in (errors.__doc__ or "").splitlines() if line.strip() and line[0] in " P"}
+    drawn = {line.split()[0] for line in (errors.__doc__ or "").splitlines() if line.strip() and line[0] in " PD"}
     assert drawn >= set(errors.__all__)
     for name in errors.__all__:
-        assert issubclass(getattr(errors, name), errors.PacelineError)
+        assert name == "Dismissed" or issubclass(getattr(errors, name), errors.PacelineError)
         assert getattr(paceline, name) is getattr(errors, name)
 
 
@@ -55,3 +59,81 @@ def test_importing_the_package_loads_neither_grpc_nor_the_command_line() -> None
     code = "import sys, paceline; print([m for m in ('grpc', 'typer', 'rich', 'numpy', 'sklearn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+ROOT = Path(__file__).parents[2]
+
+_MODULES = ("checkpoint", "compression", "nn", "optim", "testing", "torch")
+FOR_USERS = ("paceline", *(f"paceline.{name}" for name in _MODULES))
+"""Where the names for users are; everything else is internal."""
+
+
+def source_of(module: str) -> ast.Module:
+    """The file of a module, or the `__init__` of a package, which may need what is not installed."""
+    path = ROOT.joinpath("client", *module.split("."))
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def offered_by(module: str) -> set[str]:
+    """`__all__` of a module."""
+    for node in source_of(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def shown_to_users() -> Iterator[tuple[str, ast.Module]]:
+    """The Python code of README.md and the examples."""
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)):
+        yield f"README.md, block {number}", ast.parse(block)
+    for file in sorted((ROOT / "examples").rglob("*.py")):
+        yield file.name, ast.parse(file.read_text())
+
+
+def names_used(code: ast.Module) -> Iterator[tuple[str, str]]:
+    """What a script uses of paceline: (module, name)."""
+    modules = {"paceline": "paceline"}
+    for node in ast.walk(code):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "paceline":
+            for alias in node.names:
+                yield str(node.module), alias.name
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "__all__") for alias in node.names if alias.name.startswith("paceline."))
+    for node in ast.walk(code):
+        if isinstance(node, ast.Attribute):
+            *outer, name = ast.unparse(node).split(".")
+            module = ".".join([modules.get(outer[0], ""), *outer[1:]])
+            if module in FOR_USERS:
+                yield module, name
+
+
+def test_readme_and_examples_use_public_names_alone() -> None:
+    wrong = []
+    for where, code in shown_to_users():
+        for module, name in names_used(code):
+            known = (
+                {"__all__"}
+                | offered_by(module)
+                | {each.rpartition(".")[2] for each in FOR_USERS if module == "paceline"}
+            )
+            if module not in FOR_USERS or name not in known:
+                wrong.append(f"{where} uses {name} of {module}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", FOR_USERS)
+def test_a_module_for_users_offers_what_it_names_and_nothing_else(module: str) -> None:
+    """A name without an underscore that is made there, or taken from another module of paceline, is for users."""
+    if module != "paceline.torch":  # where torch is there, tests/pytorch looks at its names
+        for name in offered_by(module) - {"__version__"}:
+            assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name} has no description"
+    made = set()
+    for node in source_of(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.Assign):
+            made |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.ImportFrom) and (ROOT / "client" / module.replace(".", "/")).is_dir():
+            made |= {alias.asname or alias.name for alias in node.names if str(node.module).startswith("paceline")}
+    assert {name for name in made if not name.startswith("_")} <= offered_by(module)

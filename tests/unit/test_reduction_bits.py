@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.programs import SCHEDULES
-from paceline.collectives.rows import Sums
+from paceline.collectives.rows import SumOrder
+from paceline.collectives.schedules import SCHEDULES
 from paceline.group import Group
 from paceline.testing import run_groups
 from support.collective_calls import (
@@ -123,7 +123,7 @@ def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, worl
             timeout=20,
         )
     means = np.concatenate(results) if collective == "reduce_scatter" else results[0]
-    in_order = SCHEDULES[collective][schedule].sums is Sums.IN_RANK_ORDER
+    in_order = SCHEDULES[collective][schedule].sums is SumOrder.IN_RANK_ORDER
     for i, found in enumerate(means):
         exact = sum(Fraction(part[i]) for part in parts) * Fraction(2) ** shift / world
         bound = ulp(exact, dtype)

@@ -17,7 +17,7 @@ from paceline._loop import loop_thread
 from paceline._wait import SLICE, Latch, Outcome, wait_in_slices
 from paceline.links.base import LinkTimeout
 from paceline.links.fault import Fault
-from paceline.links.grpc_queues import Inbox
+from paceline.links.grpc_kind import GrpcIncoming
 from paceline.work import Work
 
 
@@ -51,10 +51,10 @@ def test_a_link_and_an_operation_are_waited_for_in_slices() -> None:
             slept.append(timeout)
             raise queue.Empty
 
-    inbox = Inbox(mock.Mock())
-    inbox._items = Items()
+    incoming = GrpcIncoming(mock.Mock(), Fault(1, 0, verdict_timeout=0.0))
+    incoming._items = Items()
     with pytest.raises(LinkTimeout):
-        inbox.get(monotonic() + 0.01, Fault(1, 0, verdict_timeout=0.0))
+        incoming.recv(monotonic() + 0.01)
     work: Work[int] = Work(1, lambda: 7, lambda operation, error: None)
     assert slept
     assert all(0 <= seconds <= SLICE for seconds in slept)

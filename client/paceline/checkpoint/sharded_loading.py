@@ -30,8 +30,8 @@ def load_sharded(
 
     Args:
         directory: where checkpoints are kept.
-        wanted: a state of the same form (`sharded_state`); where it has a `Shard`, this rank gets those elements, of
-            all other arrays the whole. Nothing else of it counts.
+        wanted: a state of the same form (`paceline.sharded_state`); where it has a `Shard`, this rank gets those
+            elements; of all other arrays it gets the whole. Nothing else of it counts.
         group: the ranks.
         tag: the one to load; the greatest if None. The same on all ranks.
 

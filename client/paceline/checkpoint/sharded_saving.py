@@ -33,8 +33,8 @@ def save_sharded(
 
     Args:
         directory: where checkpoints are kept; made if it is not there.
-        state: as for `save`; a `Shard` stands where this rank holds a part of an array (`sharded_state`). Every other
-            value is the same on all ranks.
+        state: as for `save`; a `Shard` stands where this rank holds a part of an array (`paceline.sharded_state`).
+            Every other value is the same on all ranks.
         tag: (generation, step) that the state is of. Equal tags are equal states: one that is there stays.
         group: the ranks that hold the state.
         keep: how many of the greatest tags stay, 1 or more.

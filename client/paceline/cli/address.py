@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
 from paceline.cli.output import UsageError
 from paceline.cli.own_coordinators import own_addresses
-from paceline.session.address import DEFAULT_PORT, Endpoint, parse_endpoint
 
 __all__ = ["coordinator_address", "endpoint"]
 

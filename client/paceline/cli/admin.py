@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
+from paceline._rpc import CHANNEL_OPTIONS, error_from_status
 from paceline.cli.credentials import own_credentials
 from paceline.credentials import Credentials
 from paceline.errors import CoordinatorUnreachable
 from paceline.session.handshake import check_tls
-from paceline.session.wire import CHANNEL_OPTIONS, error_from_status
 from pacelinepb.v1.admin_pb2 import (
     DrainMembersRequest,
     ForgetJobRequest,

@@ -149,7 +149,7 @@ def demo(
     went on without the killed worker and took in the new one.
     """
     with one_line_errors():
-        from paceline.demo.command import run_demo
+        from paceline.cli.demo import run_demo
 
         raise typer.Exit(run_demo(workers, kill_at_step=kill_at_step, as_json=json))
 
@@ -233,7 +233,7 @@ def bench(
     ] = "all-reduce",
     workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=64, help="Worker processes.")] = 2,
     sizes: Annotated[
-        str, typer.Option(help="Bytes of the whole array, with commas; rounded up to parts that are equal.")
+        str, typer.Option(help="Bytes of the whole array, with commas; rounded up to equal parts.")
     ] = "1KiB,64KiB,1MiB,16MiB",
     links: Annotated[
         str | None,
@@ -241,28 +241,28 @@ def bench(
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME[,NAME]", help="Force these schedules, turn about; default: the one that is chosen."),
+        typer.Option(
+            metavar="NAME[,NAME]", help="Take these schedules, in turns; default: the one that Paceline chooses."
+        ),
     ] = None,
     vs: Annotated[
         str | None,
-        typer.Option(metavar="NAME[,NAME]", help="Measure these beside it, turn about: gloo, openmpi."),
+        typer.Option(metavar="NAME[,NAME]", help="Measure these too, in turns: gloo, openmpi."),
     ] = None,
-    memory: Annotated[
-        str, typer.Option(help="Whose the arrays are: any of NumPy's, or those of group.empty (group).")
-    ] = "any",
+    memory: Annotated[str, typer.Option(help="Where arrays come from: NumPy (any), or group.empty (group).")] = "any",
     place: Annotated[
         str,
         typer.Option(
-            help="Where an all-reduce's sum goes: in (place), out (another array), usual (each as by default)."
+            help="Where an all-reduce's sum goes: in (place), out (another array), usual (each one's default)."
         ),
     ] = "usual",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Measure for so long for each row, about.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long to measure for each row, about.")] = 2.0,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw bus bandwidth over size."),
     ] = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Measure all schedules, and print a table of rules that takes the fastest.")
+        bool, typer.Option("--tune", help="Measure all schedules, and print a table of rules that chooses the fastest.")
     ] = False,
     tune_out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write that table here.")] = None,
     json: Json = False,
@@ -304,7 +304,7 @@ def schedules(
 ) -> None:
     """Show which schedule a collective is done by, and who sends what to whom."""
     with one_line_errors():
-        from paceline.cli.schedules import Asked, show_schedules
+        from paceline.cli.schedules_command import Asked, show_schedules
 
         show_schedules(collective, Asked(workers, size, rank, schedule), as_json=json)
 

@@ -13,8 +13,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from paceline._grpc import grpc
+from paceline._rpc import call_options
 from paceline.credentials import Credentials
-from paceline.session.wire import call_options
 
 __all__ = ["main", "trouble_at"]
 

@@ -1,47 +1,118 @@
-"""The arithmetic of a reduction, on segments. No links, no frames.
+"""The reductions: which name means which ufunc, for which dtypes; and the arithmetic on segments. No links, no frames.
 
-Infinities are values here, and a warning on one rank would help nobody: NumPy is told to give none.
+All of them commute, bit for bit but for which NaN survives and which zero `min` and `max` choose of two; the order of
+the *ranks* belongs to the schedule. bool keeps its dtype: sum and max are "any", prod and min are "all".
 
 Shapes: n elements of a segment.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from contextvars import Context
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.arrays import Array
-from paceline.collectives.ops import Reduction
+from paceline.collectives.rows import SumOrder
+from paceline.errors import UnsupportedOp
 
-__all__ = ["Arithmetic", "arithmetic"]
+__all__ = ["Arithmetic", "Reduction", "arithmetic", "reduction"]
+
+_BITS, _ORDERED, _REAL_OR_COMPLEX, _ALL = "biu", "biufV", "fcV", "biufcV"  # kinds of dtype; V is bfloat16
+
+_TABLE: dict[str, tuple[np.ufunc, str]] = {
+    "sum": (np.add, _ALL),
+    "mean": (np.add, _REAL_OR_COMPLEX),
+    "prod": (np.multiply, _ALL),
+    "min": (np.minimum, _ORDERED),
+    "max": (np.maximum, _ORDERED),
+    "band": (np.bitwise_and, _BITS),
+    "bor": (np.bitwise_or, _BITS),
+    "bxor": (np.bitwise_xor, _BITS),
+}
 
 
-def _run_quietly(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
-    with np.errstate(all="ignore"):
-        ufunc(*args, out=out)
+class Reduction(NamedTuple):
+    """How arrays become one.
 
-
-class _Quiet(threading.local):
-    """A context in which NumPy warns of nothing; each thread has its own, for a context is entered by one at a time.
-
-    Nothing but a ufunc runs in it, so no signal handler finds itself there (a finalizer may, before Python 3.12). It
-    costs a tenth of `np.errstate`, which a small all_reduce notices.
+    Attributes:
+        name: "sum", "mean", ...
+        ufunc: applied to two operands of the same dtype, with a result of that dtype.
+        dtype: of the operands.
+        wide: dtype in which several are added up at one rank, if that is another one: float16 and bfloat16 have too
+            few digits. What travels between ranks is always `dtype`.
+        sums: how an element must be combined, at least.
     """
 
-    def __init__(self) -> None:
-        self.run: Callable[..., Any] = _run_quietly
-        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before that it is the thread's to warn, not the context's
-            context = Context()
-            context.run(np.seterr, all="ignore")
-            self.run = context.run
+    name: str
+    ufunc: np.ufunc
+    dtype: np.dtype[Any]
+    wide: np.dtype[Any] | None = None
+    sums: SumOrder = SumOrder.ALIKE
+
+    def scale(self, world: int) -> np.generic | None:
+        """By what each rank multiplies its values first, or None: for a mean, a power of two up to 1/W.
+
+        So the sum overflows only where the mean does; and as it is a power of two, nothing is rounded but what falls
+        below the smallest normal number. float16 would fall there soon, but it is added up in `wide`.
+        """
+        if self.name != "mean" or world == 1 or self.dtype == np.float16:
+            return None
+        scale: np.generic = np.zeros(0, self.dtype).real.dtype.type(2.0 ** -_exponent(world))
+        return scale
+
+    def divisor(self, world: int) -> float:
+        """By what the total is divided, once."""
+        if self.name != "mean":
+            return 1.0
+        return float(world) if self.scale(world) is None else world / 2 ** _exponent(world)
 
 
-_quiet = _Quiet()
+def _exponent(world: int) -> int:
+    """The least power of two that is not below the world size."""
+    return (world - 1).bit_length()
+
+
+def reduction(op: object, dtype: np.dtype[Any]) -> Reduction:
+    """Looks up a reduction.
+
+    Raises:
+        UnsupportedOp: no such name, or the dtype does not have it.
+    """
+    return _reduction(op if isinstance(op, str) else repr(op), dtype)
+
+
+@lru_cache(maxsize=256)
+def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
+    if op not in _TABLE:
+        raise UnsupportedOp(f"unknown op {op!r}; there are {', '.join(_TABLE)}")
+    ufunc, kinds = _TABLE[op]
+    if dtype.kind not in kinds:
+        raise UnsupportedOp(f"op {op!r} is not defined for dtype {dtype}{_advice(op, dtype)}")
+    half = dtype == np.float16 or dtype.kind == "V"
+    wide = np.dtype(np.float32) if half and ufunc in (np.add, np.multiply) else None
+    sums = SumOrder.ALIKE
+    if op == "mean" and dtype == np.float16:  # needs `wide`
+        sums = SumOrder.IN_RANK_ORDER
+    elif (op == "prod" and dtype.kind == "c") or (op in ("min", "max") and dtype.kind in "fV"):
+        sums = (
+            SumOrder.ONCE
+        )  # not all CPUs round a product of complex numbers alike; min(0.0, -0.0) is whichever they like
+    return Reduction(op, ufunc, dtype, wide, sums)
+
+
+def _advice(op: str, dtype: np.dtype[Any]) -> str:
+    if op == "mean":
+        return ": the mean of whole numbers is not one; sum them, or convert to a float first"
+    return ": complex numbers have no order" if dtype.kind == "c" else ": only bool and integers have bits to combine"
+
+
+def _apply(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
+    """Calls a ufunc without NumPy's warnings: infinities are values here, and a warning on one rank helps nobody."""
+    with np.errstate(all="ignore"):
+        ufunc(*args, out=out)
 
 
 class Arithmetic:
@@ -65,12 +136,12 @@ class Arithmetic:
         if self.scale is None:
             return own
         scaled = np.empty_like(own)
-        _quiet.run(np.multiply, _real(own), self.scale, out=_real(scaled))
+        _apply(np.multiply, _real(own), self.scale, out=_real(scaled))
         return scaled
 
     def combine(self, left: Array, right: Array, target: Array) -> None:
         """Two operands into the target, which may be one of them."""
-        _quiet.run(self._ufunc, left, right, out=target)
+        _apply(self._ufunc, left, right, out=target)
 
     def finish(self, target: Array) -> None:
         """The total is complete: divides it, if it is to be divided."""
@@ -81,7 +152,7 @@ class Arithmetic:
                 target[...] = target.astype(np.float32) / np.float32(self._divisor)
         else:
             real = _real(target)
-            _quiet.run(np.true_divide, real, real.dtype.type(self._divisor), out=real)
+            _apply(np.true_divide, real, real.dtype.type(self._divisor), out=real)
 
     def fold(self, terms: Mapping[int, Array], target: Array) -> None:
         """The terms of all ranks, added up in rank order and finished, into the target, which may be a term.

@@ -1,19 +1,42 @@
-"""The choice among schedules: a table of rules, by bytes, world size and nodes, which all ranks share.
+"""Which schedule is used: a table of rules, by bytes, world size and nodes, which all ranks share. Pure, but for files.
 
 The first rule that holds decides. Bytes are those of the whole array: of each rank's array where arrays are reduced or
-spread, of all of them together where they are gathered.
+broadcast, of all of them together where they are gathered.
+
+`paceline bench --tune` writes tables that suit a machine, as JSON: {"rules": {collective: [rule, ...]}}, a rule as
+`Rule` has it. For a collective that the file leaves out Paceline's own rules hold. Members of one job must have the
+same table: its digest is one of the settings on which they agree, so that all ranks of a view choose alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from paceline.collectives.programs import SCHEDULES
-from paceline.collectives.rows import Nodes, Sums
+from paceline.collectives.rows import Nodes, SumOrder
+from paceline.collectives.schedules import SCHEDULES
+from paceline.links.base import Peer
 
-__all__ = ["RULES", "Choice", "Rule", "Rules", "Where", "choose", "format_rules", "only", "where_of"]
+__all__ = [
+    "Choice",
+    "RULES",
+    "Rule",
+    "Rules",
+    "Where",
+    "choose",
+    "rules_digest",
+    "dump_rules",
+    "format_rules",
+    "load_rules",
+    "nodes_of",
+    "only",
+    "parse_rules",
+    "where_of",
+]
 
 Where: TypeAlias = Literal["any", "one_node", "shared_nodes"]
 """Which ranks a rule is for: any; all on one node, in shared memory; on several nodes, of which one has several."""
@@ -99,12 +122,18 @@ RULES: Rules = {
         Rule("dissemination", reason="log2 W steps"),
     ),
 }
-"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (DESIGN.md, section 8; `paceline bench
+"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (docs/decisions/016; `paceline bench
 --schedule` repeats them). Beyond W=8 the rules follow from the number of steps, bytes and links."""
 
 
 def choose(
-    collective: str, nbytes: int, world: int, *, sums: Sums = Sums.ALIKE, rules: Rules = RULES, nodes: Nodes = ()
+    collective: str,
+    nbytes: int,
+    world: int,
+    *,
+    sums: SumOrder = SumOrder.ALIKE,
+    rules: Rules = RULES,
+    nodes: Nodes = (),
 ) -> Choice:
     """The schedule for a collective; the same on all ranks that ask for the same.
 
@@ -117,7 +146,7 @@ def choose(
         nodes: the node of each rank.
     """
     fit, where = rules[collective], where_of(nodes)
-    if sums is not Sums.ALIKE:
+    if sums is not SumOrder.ALIKE:
         fit = _fit(rules, collective, sums) or _fit(RULES, collective, sums)
     for rule in fit:
         if rule.holds(nbytes, world, where):
@@ -156,7 +185,7 @@ def format_rules(rules: Rules = RULES) -> str:
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows)
 
 
-def _fit(rules: Rules, collective: str, sums: Sums) -> tuple[Rule, ...]:
+def _fit(rules: Rules, collective: str, sums: SumOrder) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules[collective] if SCHEDULES[collective][rule.schedule].sums >= sums)
 
 
@@ -172,3 +201,80 @@ def _when(rule: Rule) -> str:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes // _KIB} KiB" if nbytes % _MIB else f"{nbytes // _MIB} MiB"
+
+
+def nodes_of(peers: Sequence[Peer]) -> Nodes:
+    """The number of each member's node. One that shares memory with nobody is on a node of its own."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(peer.node or f" {rank}", len(numbers)) for rank, peer in enumerate(peers))
+
+
+_MOST_BYTES = 1 << 20
+"""Of a file; a table has some hundred lines."""
+
+_LIMITS = ("max_bytes", "max_world", "max_incast")
+
+
+def load_rules(path: Path) -> Rules:
+    """The table in a file.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no table; the text names it and says what is wrong.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError("it is longer than any table")
+        return parse_rules(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"the table of schedules in {path} (PACELINE_TUNING) cannot be used: {error}") from None
+
+
+def parse_rules(text: str) -> Rules:
+    """The table that a text holds.
+
+    Raises:
+        ValueError: it holds none; the text says what is wrong.
+    """
+    table = json.loads(text)
+    given = table.get("rules") if isinstance(table, dict) else None
+    if not isinstance(given, dict):
+        raise ValueError('it is not of the form {"rules": {collective: [rule, ...]}}')
+    rules = dict(RULES)
+    for collective, of in given.items():
+        if collective not in SCHEDULES or not isinstance(of, list) or not of:
+            raise ValueError(f"no rules, or no collective: {collective!r:.40}")
+        rules[collective] = tuple(_rule(collective, number, rule) for number, rule in enumerate(of, start=1))
+    return rules
+
+
+def dump_rules(rules: Rules = RULES) -> str:
+    """The table as a file has it."""
+    return json.dumps({"rules": {of: [_as_dict(rule) for rule in each] for of, each in rules.items()}}, indent=1)
+
+
+def rules_digest(rules: Rules) -> str:
+    """16 hexadecimal digits for what a table says; reasons do not count."""
+    bare = {of: [rule._replace(reason="") for rule in each] for of, each in sorted(rules.items())}
+    return hashlib.sha256(json.dumps(bare).encode()).hexdigest()[:16]
+
+
+def _rule(collective: str, number: int, found: object) -> Rule:
+    name = f"rule {number} of {collective}"
+    if not isinstance(found, dict) or found.keys() - set(Rule._fields):
+        raise ValueError(f"{name} has something else than {', '.join(Rule._fields)}")
+    if found.get("schedule") not in list(SCHEDULES[collective]):  # it may be anything, and what is no text has no hash
+        raise ValueError(f"{name}: there is no schedule {found.get('schedule')!r:.40}")
+    for limit in _LIMITS:
+        value = found.get(limit)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name}: {limit} must be a number from 0, or null")
+    if found.get("where", "any") not in get_args(Where) or not isinstance(found.get("reason", ""), str):
+        raise ValueError(f"{name}: where is one of {', '.join(get_args(Where))}, and reason a text")
+    return Rule(**found)
+
+
+def _as_dict(rule: Rule) -> Mapping[str, Any]:
+    defaults = Rule(rule.schedule)._asdict()
+    return {key: value for key, value in rule._asdict().items() if key == "schedule" or value != defaults[key]}

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from paceline.arrays import Array, address_of, as_bytes, copy_bytes, from_bytes
+from paceline.arrays import Array, as_bytes, copy_bytes, from_bytes
 from paceline.collectives import blame
 from paceline.collectives.arithmetic import Arithmetic
+from paceline.collectives.choose import nodes_of
 from paceline.collectives.exchange import Disagreement, Exchange, History
-from paceline.collectives.nodes import nodes_of
 from paceline.collectives.program import Area, Do, Move, Program
 from paceline.errors import PacelineError
 from paceline.links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh
@@ -29,7 +28,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
 
-__all__ = ["PHASE", "Call", "Engine"]
+__all__ = ["PHASE", "CollectiveCall", "Engine"]
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ _SETTLING = -1
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """One call of a collective.
 
     Attributes:
@@ -86,13 +85,13 @@ class Engine:
         self.plans: dict[Any, Any] = {}
         self._label = f"group={label}" if label else ""
         self._exchange = Exchange(mesh, history)
-        self._call: Call | None = None
+        self._call: CollectiveCall | None = None
         self._program: Program | None = None
         self._at: Move | None = None  # the move of it that is being carried out, for blame
 
     def run(
         self,
-        call: Call,
+        call: CollectiveCall,
         program: Program,
         base: Array,
         out: Array,
@@ -117,7 +116,6 @@ class Engine:
         areas, out_bytes = (base, out, scratch), as_bytes(out)
         base_bytes = out_bytes if base is out else as_bytes(base)
         data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
-        addresses: list[int | None] = [None, None]  # of base and out, once somebody asks
         scale = arithmetic is not None and arithmetic.scale is not None
         held: dict[int, Array] = {}
         self._program = program
@@ -125,20 +123,13 @@ class Engine:
             self._at = move
             do, peer, part, n, own_area, own_lo, to_area, to_lo = move
             if do is Do.SEND:
-                lend, address = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH, 0
+                lend = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH
                 if scale and own_area is Area.BASE:
                     assert arithmetic is not None
                     payload = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n]))
                 else:
                     payload = data[own_area][own_lo * size : (own_lo + n) * size]
-                    if lend:
-                        start = addresses[own_area]
-                        if start is None:
-                            start = addresses[own_area] = address_of(data[own_area])
-                            if base is out:
-                                addresses = [start, start]
-                        address = start + own_lo * size
-                exchange.send(peer, self._frame(call, part, payload, address), deadline, lend=lend)
+                exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
                 continue
             place = data[to_area][to_lo * size : (to_lo + n) * size] if do is Do.STORE else None
             if first is None:
@@ -175,7 +166,7 @@ class Engine:
         if exchange.lent:
             self._settle(deadline)
 
-    def run_empty(self, call: Call, program: Program) -> None:
+    def run_empty(self, call: CollectiveCall, program: Program) -> None:
         """As `run`, for a program whose frames carry nothing: only that all were there.
 
         Raises:
@@ -187,7 +178,7 @@ class Engine:
             self._at = move
             if move.do is Do.SEND:
                 if move.part or not exchange.mark(move.peer, call.operation, deadline):
-                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING, 0), deadline)
+                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING), deadline)
                 continue
             found = exchange.recv(move.peer, deadline) if move.part else exchange.await_mark(move.peer, deadline)
             if found != call.operation:
@@ -199,12 +190,12 @@ class Engine:
         signature = self.sign("barrier").encode()
         return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
-    def _frame(self, call: Call, part: int, payload: memoryview, address: int) -> Frame:
+    def _frame(self, call: CollectiveCall, part: int, payload: memoryview) -> Frame:
         signature = b"" if part else call.signature
         part += call.phase * PHASE
-        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload, address)
+        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
 
-    def _check(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> None:
+    def _check(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> None:
         """Believes a frame that is the one due, and no other (I4)."""
         if (
             frame.operation != call.operation
@@ -218,7 +209,7 @@ class Engine:
     def _settle(self, deadline: float) -> None:
         """Returns when nobody reads this rank's arrays any more."""
         for peer in sorted(self._exchange.lent):
-            self._at = _moving(Do.SEND, peer, _SETTLING)
+            self._at = _wait_for(Do.SEND, peer, _SETTLING)
             self._exchange.settle(peer, deadline)
 
     def sign(
@@ -227,12 +218,14 @@ class Engine:
         """The signature of an operation of this group."""
         return Signature(kind, " ".join(filter(None, (self._label, detail))), dtype, shape)
 
-    def disagree(self, call: Call, peer: int, what: str) -> NoReturn:
+    def disagree(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
         """Ends the generation because a rank's arguments do not fit this member's."""
         mesh = self.mesh
         self._raise(blame.misfits(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
 
-    def first_frame(self, call: Call, peer: int, asked: Signature) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
+    def first_frame(
+        self, call: CollectiveCall, peer: int, asked: Signature
+    ) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
         """The first frame of an operation whose array the sender describes; dtype and shape, as it says.
 
         Args:
@@ -240,7 +233,7 @@ class Engine:
             peer: who sends it.
             asked: kind and detail, which must agree.
         """
-        self._at = _moving(Do.STORE, peer, 0)
+        self._at = _wait_for(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)
         if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
             self._refuse(call, peer, 0, len(frame.payload), frame)
@@ -254,7 +247,7 @@ class Engine:
             self._breach(call, peer, "no description of the array")
         return frame, told.dtype, told.shape
 
-    def attempt(self, call: Call, body: Callable[[Call], T]) -> T:
+    def attempt(self, call: CollectiveCall, body: Callable[[CollectiveCall], T]) -> T:
         """Runs the body of an operation; whatever it raises is this generation's end.
 
         Raises:
@@ -304,7 +297,7 @@ class Engine:
             name = str(call) if call is not None and call.operation == operation else "in line"
             mesh.fault.suspect(blame.raised(mesh.peers, mesh.rank, operation, name, cause))
 
-    def _refuse(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
+    def _refuse(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
         """Tells apart a peer that is in another call from one that breaks the protocol."""
         mesh = self.mesh
         if frame.generation != mesh.generation:
@@ -321,11 +314,11 @@ class Engine:
             what = f"{len(frame.payload)} bytes in frame {part} where {nbytes} were due"
         self._breach(call, peer, what)
 
-    def _breach(self, call: Call, peer: int, what: str) -> NoReturn:
+    def _breach(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
         mesh = self.mesh
         self._raise(blame.broke_protocol(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
 
-    def _blame_link(self, call: Call, error: LinkEnded | LinkTimeout) -> Suspicion:
+    def _blame_link(self, call: CollectiveCall, error: LinkEnded | LinkTimeout) -> Suspicion:
         mesh, at = self.mesh, self._at
         assert at is not None, "a link failed outside a move"
         if isinstance(error, LinkEnded):
@@ -333,7 +326,7 @@ class Engine:
             return blame.link_ended(mesh.peers, mesh.rank, peer, call.operation, str(call), error)
         return self._late(call, at)
 
-    def _late(self, call: Call, at: Move) -> Suspicion:
+    def _late(self, call: CollectiveCall, at: Move) -> Suspicion:
         mesh, seconds = self.mesh, monotonic() - call.started
         sending = at.do is Do.SEND
         moves = self._program.moves if self._program is not None else ()
@@ -349,7 +342,6 @@ class Engine:
         raise self.mesh.fault.error() from None
 
 
-@lru_cache(maxsize=1024)
-def _moving(do: Do, peer: int, part: int) -> Move:
-    """What is being done, as blame needs it."""
+def _wait_for(do: Do, peer: int, part: int) -> Move:
+    """A move that no program has, so that a failure says what this member waited for."""
     return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

@@ -1,8 +1,12 @@
-"""Messages between two ranks: matched by tag in the order of arrival, from one rank or from any.
+"""Messages between two ranks: as frames and back, and matched by tag in the order of arrival, from one rank or any.
 
-It has no thread of its own: whoever waits for a message takes in what has arrived, one thread at a time (the pump), and
-the others wait for it. Links ring a doorbell, so that waiting for any rank needs no polling. Messages that nobody has
-asked for stay here up to a limit; beyond it they stay in the link, and the sender waits.
+A message is the frames of one number: part 0 says "send tag=T dtype[shape]", and all parts carry segments. A message
+that its sender gave up half-way is dropped when the next one begins. Memory is taken as bytes arrive, never because a
+signature announces them (I9).
+
+A mailbox has no thread of its own: a thread that waits for a message takes in what has arrived, one thread at a time
+(the pump), and the others wait for it. Links ring a doorbell, so that waiting for any rank needs no polling. Messages
+that nobody has asked for stay here up to a limit; beyond it they stay in the link, and the sender waits.
 
 What ends the generation is a lost peer or a broken protocol; a timeout of `send` or `recv` ends that call alone.
 """
@@ -13,23 +17,120 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from time import monotonic
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import numpy as np
 
 from paceline._wait import SLICE
-from paceline.arrays import Array, check_out, deliver, landing
+from paceline.arrays import Array, as_bytes, as_flat, check_out, deliver, landing, native
 from paceline.collectives import blame
-from paceline.collectives.messages import Assembler, Message, to_frames
+from paceline.collectives.program import SEGMENT_BYTES
 from paceline.errors import OperationTimeout
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
-from paceline.links.frame import Frame
+from paceline.links.frame import Frame, FrameKind
+from paceline.signature import Signature
 
-__all__ = ["MAX_WAITING_BYTES", "Mailbox"]
+__all__ = ["Assembler", "MAX_WAITING_BYTES", "Mailbox", "ArrayMessage", "to_frames"]
+
+
+@dataclass(slots=True, eq=False)
+class ArrayMessage:
+    """A message, whole or on its way.
+
+    Attributes:
+        source: rank that sent it.
+        tag: its tag.
+        dtype: of the array.
+        shape: of the array.
+        missing: bytes that have not arrived.
+        payloads: what has arrived, in order.
+    """
+
+    source: int
+    tag: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    missing: int
+    payloads: list[bytes | memoryview] = field(default_factory=list)
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes here, with 1 KiB for itself, so that empty messages weigh something too."""
+        return sum(map(len, self.payloads)) + 1024
+
+    def unpack(self, result: Array) -> None:
+        """Copies a whole message into a contiguous array of its dtype and shape."""
+        target, at = as_bytes(result.reshape(-1)), 0
+        for payload in self.payloads:
+            target[at : at + len(payload)] = payload
+            at += len(payload)
+
+
+def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Frame]:
+    """The frames of a message; their payloads are views of `x` where its layout allows.
+
+    Raises:
+        UnsupportedOp: the dtype cannot travel.
+        LimitExceeded: the array is too large, or has too many dimensions.
+    """
+    signature = Signature("send", f"tag={tag}", native(x.dtype), x.shape).encode()
+    data = as_bytes(as_flat(x))
+    for part, at in enumerate(range(0, max(1, len(data)), SEGMENT_BYTES)):
+        yield Frame(FrameKind.DATA, generation, number, part, signature, data[at : at + SEGMENT_BYTES])
+        signature = b""
+
+
+class Assembler:
+    """Makes messages of the frames of one source, in the order in which they come."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._number = 0
+        self._part = 0
+        self._message: ArrayMessage | None = None
+
+    def add(self, frame: Frame) -> ArrayMessage | None:
+        """Takes the next frame; returns the message that it completes, if it does.
+
+        Raises:
+            ValueError: no right sender sends this frame now; the text says what is wrong.
+        """
+        if frame.part == 0:
+            if frame.operation != self._number + 1:
+                raise ValueError(f"message {frame.operation} where message {self._number + 1} was due")
+            self._message = self._open(frame.signature)
+            self._number, self._part = frame.operation, 0
+        message = self._message
+        if message is None or frame.operation != self._number or frame.part != self._part:
+            raise ValueError(f"frame {frame.part} of message {frame.operation} out of order")
+        due = min(SEGMENT_BYTES, message.missing)
+        if len(frame.payload) != due:
+            raise ValueError(f"{len(frame.payload)} bytes in frame {frame.part} where {due} were due")
+        message.payloads.append(frame.payload)
+        message.missing -= due
+        self._part += 1
+        if message.missing:
+            return None
+        self._message = None
+        return message
+
+    def _open(self, data: bytes) -> ArrayMessage:
+        signature = Signature.decode(data)
+        name, _, tag = signature.detail.partition("=")
+        if signature.kind != "send" or name != "tag" or not tag.isdecimal():
+            raise ValueError(f"no message: {data[:80]!r}")
+        if signature.dtype is None or signature.shape is None:
+            raise ValueError(f"a message without an array: {data[:80]!r}")
+        nbytes = prod(signature.shape) * signature.dtype.itemsize
+        return ArrayMessage(self._source, int(tag), signature.dtype, signature.shape, nbytes)
+
 
 MAX_WAITING_BYTES = 64 << 20
-"""Weight of the messages from one rank that may wait here (`Message.weight`)."""
+"""Weight of the messages from one rank that may wait here (`ArrayMessage.weight`)."""
 
 _SLICE = 0.02
 """Seconds after which a blocked sender takes in what has arrived, so that two ranks may both send first."""
@@ -47,7 +148,7 @@ class Mailbox:
         self._changed = threading.Condition(
             self._lock
         )  # guards these, and tells of messages that came and of a free pump:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[ArrayMessage] = deque()
         self._weight: Counter[int] = Counter()  # of the messages, by source
         self._links: dict[int, Link] = {}
         self._pumping = False
@@ -192,12 +293,12 @@ class Mailbox:
                 with self._lock:
                     self._keep(message)
 
-    def _keep(self, message: Message) -> None:
+    def _keep(self, message: ArrayMessage) -> None:
         self._messages.append(message)
         self._weight[message.source] += message.weight
         self._changed.notify_all()
 
-    def _take(self, sources: list[int], tag: int, out: Array | None) -> Message | None:
+    def _take(self, sources: list[int], tag: int, out: Array | None) -> ArrayMessage | None:
         """Takes the first message that matches; one that does not fit `out` stays."""
         for message in self._messages:
             if message.tag == tag and message.source in sources:

@@ -1,11 +1,11 @@
-"""From a schedule's rows to one rank's program: every frame that it sends and receives, in one order. Pure.
+"""What one rank does in a collective: a schedule's rows and the size of the array make its program, and caches keep it.
 
-It owns segments and pipelining. Chunks are cut into segments, one frame each. The receives of a step stand in waves:
-the first frame of each peer, then the second of each. A send stands right behind the receive that makes it possible,
-so that a rank passes a segment on, and reduces it, while the next one is still on its way. Because the order is known
-beforehand, running it takes one thread and no queue.
+A program is every frame that the rank sends and receives, in one order. Pure. Chunks are cut into segments, one frame
+each. The receives of a step stand in waves: the first frame of each peer, then the second of each. A send stands right
+behind the receive that makes it possible, so that a rank passes a segment on, and reduces it, while the next one is
+still on its way. Because the order is known beforehand, running it takes one thread and no queue.
 
-Letters: n elements, c chunk, j segment within a chunk, W world size.
+Letters: r rank, n elements, c chunk, j segment within a chunk, W world size.
 """
 
 from __future__ import annotations
@@ -13,22 +13,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, TypeAlias
 
-from paceline.collectives.rows import Action, Row
+from paceline.collectives.rows import Action, Nodes, Row, chunk_bounds
+from paceline.collectives.schedules import SCHEDULES, chunks_of, rows_of
 
-__all__ = ["AHEAD", "SEGMENT_BYTES", "Area", "Bounds", "Do", "Layout", "Move", "Program", "compile_rows"]
+__all__ = [
+    "AHEAD",
+    "Area",
+    "Bounds",
+    "Do",
+    "ChunkLayout",
+    "Move",
+    "Program",
+    "SEGMENT_BYTES",
+    "all_gather_program",
+    "all_reduce_program",
+    "all_to_all_program",
+    "barrier_program",
+    "broadcast_program",
+    "compile_rows",
+    "gather_program",
+    "reduce_program",
+    "reduce_scatter_program",
+    "scatter_program",
+]
 
 SEGMENT_BYTES = 1 << 20
-"""Bytes per frame, of collectives between nodes (`tasks.task` has those within one) and of messages. Source: as for
+"""Bytes per frame, of collectives between nodes (`tasks.segment` has those within one) and of messages. Source: as for
 `AHEAD`."""
 
 AHEAD = 4
 """Where a step both sends and receives, sending to a peer is never more frames ahead of the waves than this. So the
 sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames on their way for nobody to wait
-for ever; fewer if a program is compiled so. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5
-GB/s."""
+for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
 
 Bounds: TypeAlias = tuple[int, int]
 
@@ -57,7 +77,7 @@ class Do(IntEnum):
     SEND = 5
 
 
-class Layout(NamedTuple):
+class ChunkLayout(NamedTuple):
     """Where each chunk is at one rank, as bounds in elements; None where it has no place.
 
     Attributes:
@@ -128,10 +148,9 @@ class _Send(NamedTuple):
 
 def compile_rows(
     rows: Sequence[Row],
-    layout: Layout,
+    layout: ChunkLayout,
     segment: int,
     *,
-    ahead: int = AHEAD,
     pass_on: bool = True,
     lend: bool = True,
 ) -> Program:
@@ -141,11 +160,10 @@ def compile_rows(
         rows: one rank's rows.
         layout: where its chunks are.
         segment: elements per segment, at least 1.
-        ahead: as `AHEAD`; fewer where segments are longer.
         pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
         lend: as in `Program`.
     """
-    memory = _Memory(rows, layout, segment)
+    memory = _ChunkMemory(rows, layout, segment)
     receives: list[Move] = []
     sends: list[_Send] = []
     waves: list[int] = []  # how many receives are done at the end of each wave so far
@@ -168,8 +186,8 @@ def compile_rows(
         for turn, (peer, frames_out) in enumerate(outgoing.items()):
             for m, frame in enumerate(frames_out):
                 after = memory.made_by(frame) if pass_on else start
-                if incoming and first_wave + m >= ahead:
-                    after = max(after, waves[min(first_wave + m - ahead, len(waves) - 1)])
+                if incoming and first_wave + m >= AHEAD:
+                    after = max(after, waves[min(first_wave + m - AHEAD, len(waves) - 1)])
                 latest[peer] = max(latest[peer], after)
                 own, own_lo = memory.own(frame)
                 move = Move(Do.SEND, peer, told[peer], frame.n, own, own_lo, own, own_lo)
@@ -181,7 +199,7 @@ def compile_rows(
 
 
 def _receives(
-    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _Memory, heard: Counter[int], done: int
+    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _ChunkMemory, heard: Counter[int], done: int
 ) -> Iterator[Move]:
     """The receives of a step, wave by wave; `done` of them came before."""
     folds = Counter(frame.pieces for frames in incoming.values() for frame, action in frames if action is Action.FOLD)
@@ -217,10 +235,10 @@ def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
             yield receives[done]
 
 
-class _Memory:
+class _ChunkMemory:
     """Where each chunk's value is while the program goes on."""
 
-    def __init__(self, rows: Sequence[Row], layout: Layout, segment: int) -> None:
+    def __init__(self, rows: Sequence[Row], layout: ChunkLayout, segment: int) -> None:
         self._layout = layout
         self._segment = segment
         self._sizes: dict[int, int] = {}
@@ -304,3 +322,106 @@ class _Memory:
                 self._slots[chunk] = self._used
                 self._used += 1
         return Area.SCRATCH, self._slots[chunk] * self._slot_size
+
+
+@lru_cache(maxsize=512)
+def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
+    """N elements at each rank, before and after."""
+    bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
+    return _compile("all_reduce", schedule, rank, world, ChunkLayout(bounds, bounds), segment, nodes=nodes)
+
+
+@lru_cache(maxsize=256)
+def reduce_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
+    """N elements at each rank; the result at the root."""
+    layout = ChunkLayout([(0, n)], [(0, n) if rank == root else None])
+    return _compile("reduce", schedule, rank, world, layout, segment, root)
+
+
+@lru_cache(maxsize=256)
+def reduce_scatter_program(schedule: str, rank: int, world: int, n: int, segment: int) -> Program:
+    """N elements at each rank, of which each gets its chunk."""
+    bounds = chunk_bounds(n, world)
+    return _compile("reduce_scatter", schedule, rank, world, ChunkLayout(bounds, _only(rank, bounds)), segment)
+
+
+@lru_cache(maxsize=256)
+def broadcast_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
+    """N elements at the root, then everywhere."""
+    bounds = chunk_bounds(n, chunks_of("broadcast", schedule, world))
+    layout = ChunkLayout(bounds if rank == root else [None] * len(bounds), bounds)
+    return _compile("broadcast", schedule, rank, world, layout, segment, root)
+
+
+@lru_cache(maxsize=256)
+def scatter_program(rank: int, world: int, root: int, n: int, segment: int) -> Program:
+    """W times n elements at the root; n of them at each rank."""
+    bounds = chunk_bounds(n * world, world)
+    out = _only(rank, bounds)
+    layout = ChunkLayout(bounds if rank == root else [None] * world, out)
+    return _compile("scatter", "direct", rank, world, layout, segment, root)
+
+
+@lru_cache(maxsize=64)
+def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, ...], segment: int) -> Program:
+    """sizes[r] elements at rank r; all of them everywhere, in rank order.
+
+    By "bruck" a rank's own are in the result from the start: they travel together with others' elements.
+    """
+    out = _places(sizes)
+    base: list[Bounds | None] = [None] * world
+    if schedule != "bruck":
+        base[rank] = (0, sizes[rank])
+    return _compile("all_gather", schedule, rank, world, ChunkLayout(base, out), segment)
+
+
+@lru_cache(maxsize=64)
+def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], segment: int) -> Program:
+    """sizes[r] elements at rank r; all of them at the root, in rank order. Elsewhere only the own size counts."""
+    base: list[Bounds | None] = [None] * world
+    base[rank] = (0, sizes[rank])
+    layout = ChunkLayout(base, _places(sizes) if rank == root else [None] * world)
+    return _compile("gather", "direct", rank, world, layout, segment, root)
+
+
+@lru_cache(maxsize=64)
+def all_to_all_program(
+    rank: int, world: int, sent: tuple[int, ...], received: tuple[int, ...], segment: int
+) -> Program:
+    """sent[c] elements for rank c, one after the other; received[c] of rank c likewise."""
+    base: list[Bounds | None] = [*_places(sent), *[None] * world]
+    base[world + rank] = base[rank]
+    layout = ChunkLayout(base, [*[None] * world, *_places(received)])
+    return _compile("all_to_all", "pairwise", rank, world, layout, segment)
+
+
+@lru_cache(maxsize=16)
+def barrier_program(schedule: str, rank: int, world: int) -> Program:
+    """Empty frames."""
+    return _compile("barrier", schedule, rank, world, ChunkLayout([(0, 0)], [(0, 0)]), 1)
+
+
+def _compile(
+    collective: str,
+    schedule: str,
+    rank: int,
+    world: int,
+    layout: ChunkLayout,
+    segment: int,
+    root: int = 0,
+    nodes: Nodes = (),
+) -> Program:
+    how = SCHEDULES[collective][schedule]
+    rows = rows_of(collective, schedule, rank, world, root, nodes)
+    return compile_rows(rows, layout, segment, pass_on=how.pass_on, lend=how.lend)
+
+
+def _places(sizes: Sequence[int]) -> list[Bounds]:
+    """Bounds of chunks of these sizes that lie one after the other."""
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def _only(rank: int, bounds: Sequence[Bounds]) -> list[Bounds | None]:
+    """A result that holds the rank's own chunk and no other."""
+    lo, hi = bounds[rank]
+    return [(0, hi - lo) if c == rank else None for c in range(len(bounds))]

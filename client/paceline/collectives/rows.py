@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Action", "Nodes", "Row", "Sums", "chunk_bounds", "format_schedule", "ring_neighbours"]
+__all__ = ["Action", "Nodes", "Row", "SumOrder", "chunk_bounds", "format_schedule", "ring_neighbours"]
 
 Nodes: TypeAlias = tuple[int, ...]
 """For each rank the number of its node, from 0 in the order of the lowest ranks: ranks of one node share memory. Empty
@@ -32,7 +32,7 @@ class Action(IntEnum):
     """Set it aside until all rows of the step have theirs; then combine all with its own, in rank order."""
 
 
-class Sums(IntEnum):
+class SumOrder(IntEnum):
     """Where a schedule combines the values of an element, and in which order. Each has what those before it have."""
 
     ALIKE = 0

@@ -1,17 +1,21 @@
-"""What workers tell, folded into the state of the run. Pure."""
+"""The state of a run of the demo, folded from what its workers report. Pure: all times are arguments.
+
+    Ledger       which samples the committed steps used
+    Recoveries   how long a killed worker and a new one held up the others
+    Progress     everything that is shown
+
+Times are of the monotonic clock, which all processes of one machine share.
+"""
 
 from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cli.launcher.outcome import Exit
-from paceline.demo.ledger import Ledger
-from paceline.demo.recoveries import Recoveries, Recovery
-
-__all__ = ["Progress", "WorkerRow", "sparkline"]
+__all__ = ["Ledger", "Progress", "Recoveries", "Recovery", "WorkerRow", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=+*#"
@@ -20,21 +24,220 @@ _FAR = 1e300
 """Stands for infinity in a curve, so that the distance between any two values is a number."""
 
 _MAX_COUNT = 1 << 63
-"""No run counts so far."""
+"""Counts in reports are below this; others are ignored."""
 
 _RATE_OVER_S = 0.5
-"""Steps per second are those of the last time span of this length."""
+"""Steps per second are measured over the latest span of this length."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Which samples the committed steps used, computed from every worker's reports of every attempt.
+
+    A worker reports the samples it takes before it computes, and whether the step was applied afterwards. So the
+    samples of a worker that dies are known, and the others report whether they count. A step may be attempted in
+    several generations; it counts in the greatest one in which a worker applied it. The other attempts were undone.
+    """
+
+    _taken: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """By (step, generation): samples of all workers, each as often as it was taken."""
+    _counts: dict[int, int] = field(default_factory=dict)
+    """By step: the generation in which it counts."""
+    _losses: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
+    """By (step, generation): sum of the samples' losses, and how many samples were reported."""
+
+    @property
+    def generations(self) -> int:
+        """In how many generations some step counts."""
+        return len(set(self._counts.values()))
+
+    def took(self, step: int, generation: int, samples: Sequence[int]) -> None:
+        """Note that a worker begins an attempt with these samples."""
+        self._taken.setdefault((step, generation), []).extend(samples)
+
+    def applied(self, step: int, generation: int, loss: float, samples: int) -> None:
+        """Note that a worker has applied a step; `loss` is the mean over its samples, of which there may be none."""
+        self._counts[step] = max(generation, self._counts.get(step, 0))
+        total, count = self._losses.get((step, generation), (0.0, 0))
+        self._losses[step, generation] = total + loss * samples if samples else total, count + samples
+
+    def mean_loss(self, steps: range) -> float | None:
+        """Mean training loss over the reported samples of some steps that count; None if there are none."""
+        told = [self._losses[step, self._counts[step]] for step in steps if step in self._counts]
+        samples = sum(count for _, count in told)
+        return sum(total for total, _ in told) / samples if samples else None
+
+    def samples_once(self, *, samples: int, steps_per_epoch: int, total: int) -> bool:
+        """True if the steps 1 to `total` used every sample exactly once in every epoch.
+
+        Args:
+            samples: how many there are.
+            steps_per_epoch: how many steps go through all of them.
+            total: steps of the run; whole epochs.
+        """
+        if total < 1 or steps_per_epoch < 1 or total % steps_per_epoch:
+            return False
+        for first in range(1, total + 1, steps_per_epoch):
+            used: list[int] = []
+            for step in range(first, first + steps_per_epoch):
+                if step not in self._counts:
+                    return False
+                used += self._taken.get((step, self._counts[step]), ())
+            if len(used) != samples or sorted(used) != list(range(samples)):
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A change of the members after which the job went on.
+
+    Attributes:
+        cause: "killed" or "joined".
+        detect_ms: killed: until the first survivor noticed, because its step was undone. joined: from the start of the
+            new process until it was ready to be admitted.
+        recover_ms: killed: until every survivor had applied a step in the next generation. joined: from the end of the
+            above until the new worker had applied its first step.
+        text: a sentence for the user.
+    """
+
+    cause: str
+    detect_ms: float
+    recover_ms: float
+    text: str
+
+    def as_dict(self) -> dict[str, object]:
+        """The form that `--json` gives it."""
+        return {
+            "cause": self.cause,
+            "detect_ms": round(self.detect_ms, 1),
+            "recover_ms": round(self.recover_ms, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Kill:
+    pid: int
+    rank: int
+    generation: int
+    step: int
+    at: float
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """How long a killed worker and a new one held up the others. Workers are known by their pids.
+
+    Each worker reports on a pipe of its own, so earlier events may be read later: facts are collected first, and then
+    looked at together.
+
+    Attributes:
+        found: the recoveries so far, in the order in which they were complete.
+    """
+
+    found: list[Recovery] = field(default_factory=list)
+    _worlds: dict[int, int] = field(default_factory=dict)
+    _members: dict[int, set[int]] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _knew: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By (pid, generation): when the worker learned that the generation had failed."""
+    _applied: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By (pid, generation): when the worker had applied its first step there."""
+    _kill: _Kill | None = None
+    _new: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """New workers that have yet to apply a step: when their process began, and when `join` had returned."""
+
+    def formed(self, pid: int, generation: int, world: int, at: float) -> list[Recovery]:
+        """Note that a worker goes on in a generation. Returns the recoveries that this completes, as all methods do."""
+        self._worlds[generation] = world
+        self._members.setdefault(generation, set()).add(pid)
+        earlier = [before for before in self._members if before < generation and pid in self._members[before]]
+        if earlier:  # between two steps a failure undoes none: then this is how the worker learns of it
+            self._knew.setdefault((pid, max(earlier)), at)
+        return self._look()
+
+    def killing(self, pid: int, rank: int, generation: int, step: int, at: float) -> list[Recovery]:
+        """Note that a worker is about to kill itself."""
+        self._kill = self._kill or _Kill(pid, rank, generation, step, at)
+        return self._look()
+
+    def undone(self, pid: int, generation: int, at: float) -> list[Recovery]:
+        """Note that a worker's step was undone."""
+        self._knew.setdefault((pid, generation), at)
+        return self._look()
+
+    def applied(self, pid: int, generation: int, at: float) -> list[Recovery]:
+        """Note that a worker has applied a step."""
+        if (pid, generation) in self._applied:
+            return []
+        self._applied[pid, generation] = at
+        return self._look()
+
+    def joined(self, pid: int, began: float, at: float) -> list[Recovery]:
+        """Note that a worker which replaces another one has joined."""
+        self._new[pid] = began, at
+        return self._look()
+
+    def ended(self, pid: int) -> list[Recovery]:
+        """Note that a worker's process has ended; recoveries no longer depend on it."""
+        self._ended.add(pid)
+        return self._look()
+
+    def _look(self) -> list[Recovery]:
+        complete = [recovery for pid in list(self._new) if (recovery := self._replaced(pid)) is not None]
+        if (survived := self._survived()) is not None:
+            complete.insert(0, survived)
+        self.found += complete
+        return complete
+
+    def _survived(self) -> Recovery | None:
+        kill = self._kill
+        if kill is None or any(recovery.cause == "killed" for recovery in self.found):
+            return None
+        members = self._members.get(kill.generation, set())
+        if len(members) != self._worlds.get(kill.generation):  # some have not reported yet
+            return None
+        survivors = members - {kill.pid} - self._ended
+        back = [self._first_step_after(pid, kill.generation) for pid in survivors]
+        knew = [at for pid in survivors if (at := self._knew.get((pid, kill.generation))) is not None]
+        went_on = [at for at in back if at is not None]
+        if not knew or len(went_on) < len(back):
+            return None
+        after = _ms(kill.at, max(went_on))
+        who = "1 worker" if len(survivors) == 1 else f"{len(survivors)} workers"
+        text = f"rank {kill.rank} was killed in step {kill.step}; {who} went on after {after:.0f} ms"
+        return Recovery("killed", _ms(kill.at, min(knew)), after, text)
+
+    def _replaced(self, pid: int) -> Recovery | None:
+        steps = [(at, generation) for (who, generation), at in self._applied.items() if who == pid]
+        if not steps:
+            return None
+        began, joined = self._new.pop(pid)
+        first, generation = min(steps)
+        after = _ms(joined, first)
+        world = self._worlds.get(generation, 0)
+        text = f"a new worker joined; {world} train on after {after:.0f} ms"
+        return Recovery("joined", _ms(began, joined), after, text)
+
+    def _first_step_after(self, pid: int, generation: int) -> float | None:
+        return min(
+            (at for (who, later), at in self._applied.items() if who == pid and later > generation), default=None
+        )
+
+
+def _ms(start: float, end: float) -> float:
+    return 1e3 * (end - start)
 
 
 @dataclass(slots=True)
 class WorkerRow:
-    """What is known of one worker.
+    """What is shown of one worker.
 
     Attributes:
         pid: its process.
         rank: its rank, None before the view; that of the last one for a worker that has ended.
         state: one word.
-        samples: samples that it has trained on.
+        samples: samples the worker has trained on.
         step: steps of the line that it has applied, counted from the first of all.
         rate: its steps per second, lately.
         bytes_sent: bytes that it has handed to its links.
@@ -54,7 +257,7 @@ class WorkerRow:
     _sent_now: int = 0
 
     def applied(self, step: int, at: float) -> None:
-        """It has applied a step."""
+        """Note that the worker has applied a step."""
         self.step, self.state = step, "training"
         if self._since == -math.inf:
             self._since, self._since_step = at, step
@@ -63,7 +266,7 @@ class WorkerRow:
             self._since, self._since_step = at, step
 
     def sent(self, count: int) -> None:
-        """It has sent so many bytes in its generation, which begins anew in the next one."""
+        """Note how many bytes the worker has sent in its generation; the count starts again with the next one."""
         if count < self._sent_now:
             self._sent_before += self._sent_now
         self._sent_now = count
@@ -75,16 +278,16 @@ class Progress:
     """The state of the run.
 
     Attributes:
-        rows: the workers by their pids: whoever was killed stays beside the one in its place.
+        rows: the workers by their pids; a killed worker stays beside its replacement.
         total: steps of the whole run, 0 while unknown.
         samples: training samples, 0 while unknown.
         steps_per_epoch: 0 while unknown.
         losses: mean training loss of each epoch so far.
         accuracy: share of the held-back samples that are recognised, after the last epoch.
-        step: the last step that anybody has applied.
+        step: the last step that a worker has applied.
         ledger: which samples were used.
         recoveries: what killed and new workers cost.
-        result: what rank 0 said at the end.
+        result: what rank 0 reported at the end.
     """
 
     rows: dict[int, WorkerRow] = field(default_factory=dict)
@@ -112,20 +315,20 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Steps per second of the line: steps are made together, so this is no sum."""
+        """Steps per second of the job. Workers make each step together, so this is a mean and not a sum."""
         rates = [row.rate for row in self.rows.values() if row.rate and row.state == "training"]
         return sum(rates) / len(rates) if rates else 0.0
 
     @property
     def samples_once(self) -> bool:
-        """Every training sample was used exactly once in every epoch; counted from the records, not assumed."""
+        """True if every training sample was used exactly once in every epoch, computed from the reports."""
         return self.ledger.samples_once(samples=self.samples, steps_per_epoch=self.steps_per_epoch, total=self.total)
 
     def told(self, index: int, pid: int, record: dict[str, Any]) -> list[str]:
-        """A worker told something; what is not of the demo, or not as the demo says it, is left alone.
+        """Take a worker's report; a report that the demo does not make is ignored.
 
         Returns:
-            What of it is worth a sentence.
+            Sentences to show.
         """
         row = self._row(index, pid)
         match record:
@@ -167,11 +370,20 @@ class Progress:
                 return _texts(self._about_members(index, pid, record, at))
         return []
 
-    def ended(self, index: int, end: Exit) -> list[str]:
-        """A worker ended. Returns what of it is worth a sentence beside that it did."""
-        row = self._row(index, end.pid)
-        row.state = _state_at_the_end(end)
-        return _texts(self.recoveries.ended(end.pid))
+    def ended(self, index: int, pid: int, returncode: int, *, follows: bool = False) -> list[str]:
+        """Note that a worker's process has ended.
+
+        Args:
+            index: the launcher's place of the worker.
+            pid: its process.
+            returncode: its exit code, or the negated number of the signal that killed it.
+            follows: it failed because another member did, and said so.
+
+        Returns:
+            Sentences to show besides that it ended.
+        """
+        self._row(index, pid).state = _state_at_the_end(returncode, follows)
+        return _texts(self.recoveries.ended(pid))
 
     def _row(self, index: int, pid: int) -> WorkerRow:
         self._pids.setdefault(index, pid)
@@ -179,7 +391,7 @@ class Progress:
 
     def _epoch_ended(self, epoch: int, accuracy: float) -> None:
         self.accuracy = accuracy
-        # Some workers' last records may still be on their way: a mean over fewer samples, for the eye.
+        # Some workers' last reports may still be on their way; the curve shows a mean over fewer samples then.
         loss = self.ledger.mean_loss(range((epoch - 1) * self.steps_per_epoch + 1, epoch * self.steps_per_epoch + 1))
         if loss is not None:
             self.losses.append(loss)
@@ -207,15 +419,15 @@ def _are_counts(*found: object) -> bool:
     return all(type(number) is int and 0 <= number < _MAX_COUNT for number in found)
 
 
-def _state_at_the_end(end: Exit) -> str:
-    """One word that tells a victim from those who gave up because of it."""
-    if end.returncode == 0:
+def _state_at_the_end(returncode: int, follows: bool) -> str:
+    """One word, which tells the worker that was killed from those that gave up because of it."""
+    if returncode == 0:
         return "done"
-    if end.returncode == -signal.SIGTERM:
+    if returncode == -signal.SIGTERM:
         return "stopped"
-    if end.returncode < 0:
+    if returncode < 0:
         return "killed"
-    return "gave up" if end.follows else "failed"
+    return "gave up" if follows else "failed"
 
 
 def sparkline(values: list[float], width: int, *, unicode: bool = True) -> str:

@@ -1,7 +1,8 @@
-"""The demo's model and its training, for any session: what a user's own script looks like, plus telling of it.
+"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP.
 
-Every rank holds the whole model (DDP) and takes its share of each global batch, so the run is the same whatever the
-number of workers, and whoever dies and comes meanwhile. B samples in a global batch, n training samples.
+`train` is what a user's own script looks like, plus reports for the view. Every rank holds the whole model (DDP) and
+takes its share of each global batch, so the run is the same for any number of workers, even if some die or join.
+The digits are scikit-learn's: 1797 images of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -9,33 +10,68 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import paceline
 from paceline import nn, optim
-from paceline.demo.data import Digits
+from paceline.session.identity import process_identity
+from paceline.session.launcher import tell_launcher
 
-__all__ = ["Outcome", "Plan", "Tell", "build_model", "train"]
+__all__ = ["Digits", "Outcome", "Plan", "Tell", "build_model", "load_digits", "main", "train"]
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Hears of kinds of news ("share", "applied", ...) with their facts."""
+"""Takes a report: its kind ("share", "applied", ...) and its facts."""
 
 _EPOCHS = 60
 
 _LAST_EPOCHS = 20
-"""Before these a new worker should be there: training would be over else, with nobody to see it come in."""
+"""Epochs at the end that wait for a new worker, so that training does not end before it joins."""
 
 _PAUSE_S = 0.05
+
+_SPLIT_SEED = 0
+"""All workers must hold back the same samples; the numbers in the README are of this split."""
+
+_WAIT_S = 30.0
+"""How long a report waits for a slow launcher. The count of samples needs every report, so training waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Images as rows of 64 values from 0 to 1, and labels from 0 to 9; the test samples are never trained on."""
+
+    train_x: NDArray[np.float32]
+    train_t: NDArray[np.int64]
+    test_x: NDArray[np.float32]
+    test_t: NDArray[np.int64]
+
+
+def load_digits() -> Digits:
+    """Load the digits in a fixed random order; the last fifth is held back for tests.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    from sklearn import datasets  # the optional dependency of this module alone
+
+    loaded: Any = datasets.load_digits()
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(loaded.target))
+    x = (loaded.data[order] / 16).astype(np.float32)  # pixels come as 0 to 16
+    t = loaded.target[order].astype(np.int64)
+    kept = len(t) - len(t) // 5
+    return Digits(x[:kept], t[:kept], x[kept:], t[kept:])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is trained, and for how long.
+    """What the demo trains, and for how long.
 
     Attributes:
         workers: how many there should be.
@@ -56,13 +92,13 @@ class Plan:
     seed: int = 0
 
     def epochs(self, steps_per_epoch: int) -> int:
-        """Passes over the training samples: enough of them follow on the kill."""
+        """Passes over the training samples, so many that enough of them follow the kill."""
         return _EPOCHS + self.kill_at_step // steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run went; the same on all ranks but for `seconds`.
+    """The result of a run; the same on all ranks but for `seconds`.
 
     Attributes:
         accuracy: share of the held-back samples that are recognised.
@@ -88,10 +124,10 @@ def build_model(plan: Plan) -> nn.Sequential:
 
 
 def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> Outcome:
-    """Trains with the other members of the session, whoever they are at the time.
+    """Train with the current members of the session.
 
     Raises:
-        Dismissed: this worker was told to leave, or came when all was done.
+        Dismissed: this worker was told to leave, or joined after the last step.
         PacelineError: training cannot go on.
     """
     model = build_model(plan)
@@ -110,7 +146,7 @@ def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> 
     for step in session.steps(state, total=total):
         where = {"generation": step.generation, "step": step.number}
         with step:
-            samples = len(step.indices) if step.weight else 0  # a rank without a sample is given one that counts 0
+            samples = len(step.indices) if step.weight else 0  # a rank without a sample gets one of weight 0
             tell("share", {**where, "samples": step.indices[:samples].tolist()})
             loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[step.indices]), digits.train_t[step.indices])
             optimizer.zero_grad()
@@ -125,7 +161,7 @@ def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> 
             tell("epoch", {"epoch": step.number // per_epoch, "accuracy": _accuracy(model, digits)})
         patience.between_steps(step)
 
-    # Everybody holds the same weights: nobody has to be asked.
+    # All ranks hold the same weights, so each can evaluate alone.
     accuracy = _accuracy(model, digits)
     return Outcome(accuracy, total, session.size, time.perf_counter() - start)
 
@@ -135,31 +171,31 @@ def _accuracy(model: nn.Sequential, digits: Digits) -> float:
 
 
 class _Killer:
-    """Kills the worker of the highest rank once in the life of a job, as `kill -9` would."""
+    """Kills the worker of the highest rank once in a job, as `kill -9` would."""
 
     def __init__(self, session: paceline.Session, plan: Plan, tell: Tell) -> None:
         self._store = session.store
         self._plan = plan
         self._tell = tell
-        self._armed = plan.kill_at_step > 0 and plan.workers > 1  # a single worker would leave nobody to go on
+        self._armed = plan.kill_at_step > 0 and plan.workers > 1  # nobody could go on without a single worker
 
     def may_kill(self, step: paceline.Step) -> None:
-        """Between forward and backward: the others wait for this worker's gradients now."""
+        """Kill this worker, perhaps, between forward and backward: the others wait for its gradients now."""
         if not self._armed or step.number < self._plan.kill_at_step:
             return
         if step.rank != step.world - 1 or step.world < self._plan.workers:
             return
         self._armed = False
-        if self._store.add("kills") > 1:  # this is the worker that has come in place of the killed one
+        if self._store.add("kills") > 1:  # this worker replaces the killed one
             return
         self._tell("killing", {"generation": step.generation, "step": step.number, "rank": step.rank})
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Patience:
-    """Gives a new worker the time to come in before the training is over, and says so.
+    """Slows down the last steps while a worker is missing, so that its replacement can join before training ends.
 
-    A few workers on a fast machine can be done with all steps before a new Python process has started.
+    A few workers on a fast machine may finish all steps before a new Python process has started.
     """
 
     def __init__(self, workers: int, after: int, tell: Tell) -> None:
@@ -169,10 +205,40 @@ class _Patience:
         self._said = False
 
     def between_steps(self, step: paceline.Step) -> None:
-        """Pauses if a worker is lacking and not much is left to do; all members do so alike."""
+        """Pause if a worker is missing and few steps are left; all members pause alike."""
         if step.number < self._after or step.world >= self._workers:
             return
         if not self._said and step.rank == 0:
             self._said = True
             self._tell("pauses", {"pause_ms": round(_PAUSE_S * 1e3)})
         time.sleep(_PAUSE_S)
+
+
+def main() -> None:
+    """Join, train, and report to the launcher."""
+    began = _began()
+    os.environ.setdefault("PACELINE_FLIGHT_DIR", "off")  # the demo kills its workers itself
+    workers, kill_at_step = (int(argument) for argument in sys.argv[1:])
+    digits = load_digits()
+    with paceline.join() as session:
+        _tell("joined", {"began": began})
+        outcome = train(session, digits, Plan(workers, kill_at_step), _tell)
+        if session.rank == 0:
+            _tell("result", asdict(outcome))
+
+
+def _tell(kind: str, facts: dict[str, Any]) -> None:
+    """Send the launcher a report with the time, on the clock that all processes of this machine share."""
+    tell_launcher(kind, {**facts, "at": time.monotonic()}, wait_s=_WAIT_S)
+
+
+def _began() -> float:
+    """Time at which this process was started, to 10 ms; the current time if the system does not tell."""
+    ticks, now = process_identity().start_ticks, time.monotonic()
+    if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
+        return now
+    return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Other frameworks: NumPy views of their arrays, the way there and back, and their seeds. Imports no framework."""
+"""Arrays of other frameworks: NumPy views of them, conversion there and back, and seeds. Imports no framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ Tree = Any
 
 
 def view(value: Any) -> NDArray[Any]:
-    """The memory of an array of any framework."""
+    """A NumPy view of the memory of an array of any framework.
+
+    Raises:
+        UnsupportedOp: it cannot be read as an array.
+    """
     data = getattr(value, "data", value)
     if isinstance(value, np.ndarray):
         return value
@@ -39,7 +43,7 @@ def view(value: Any) -> NDArray[Any]:
 
 
 def marks_of(value: Any) -> set[int]:
-    """By which an array is known, or another one over the same memory: its id, and where its memory begins."""
+    """Marks that identify an array, or another one over the same memory: its id, and the address of its memory."""
     try:
         return {id(value), view(value).__array_interface__["data"][0]}
     except UnsupportedOp:
@@ -47,12 +51,12 @@ def marks_of(value: Any) -> set[int]:
 
 
 def _is_bfloat16(value: Any) -> bool:
-    """Of a framework: NumPy has it from `ml_dtypes`, and frameworks need not know of that."""
+    """True for a framework's bfloat16 array. NumPy's bfloat16 comes from `ml_dtypes`, which frameworks do not know."""
     return is_foreign(value) and str(getattr(value, "dtype", "")).endswith(".bfloat16")
 
 
 def _module(value: Any) -> Any:
-    """The framework whose array it is."""
+    """The module of the framework that the array belongs to."""
     return sys.modules[type(value).__module__.partition(".")[0]]
 
 
@@ -62,12 +66,12 @@ def is_foreign(value: Any) -> bool:
 
 
 def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
-    """A copy with NumPy arrays in place of a framework's; notes for each array whose it was, "" for NumPy's.
+    """A copy of nested values with NumPy arrays in place of a framework's.
 
     Args:
-        tree: what is copied.
-        frameworks: where the names go.
-        into: an earlier copy, whose memory is used again where it fits.
+        tree: the nested values.
+        frameworks: a list that gets for each array the name of its framework, "" for NumPy.
+        into: an earlier copy, whose memory is reused where it fits.
     """
     if is_foreign(tree):
         frameworks.append(type(tree).__module__.partition(".")[0])
@@ -85,7 +89,7 @@ def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
 
 
 def copied(array: NDArray[Any], into: Any) -> NDArray[Any]:
-    """A copy: `into`, if that is an array of the same shape and dtype, else a new one."""
+    """A copy of an array: in `into` if that has the same shape and dtype, else in a new array."""
     if not isinstance(into, np.ndarray) or not _fits(into, array):
         return array.copy()
     np.copyto(into, array)
@@ -93,7 +97,7 @@ def copied(array: NDArray[Any], into: Any) -> NDArray[Any]:
 
 
 def from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
-    """A copy with a framework's arrays where they were; undoes `_to_arrays`."""
+    """A copy of nested values with a framework's arrays where they were; undoes `to_arrays`."""
     if isinstance(tree, np.ndarray):
         framework = next(frameworks, "")
         return _made(framework, tree.copy()) if framework else tree.copy()
@@ -105,11 +109,11 @@ def from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
 
 
 _ARRAY_OF = "paceline: array of "
-"""With a framework's name behind it the one key of what stands for one of its arrays."""
+"""Followed by a framework's name: the only key of the dict that represents one of its arrays."""
 
 
 def to_plain(tree: Tree) -> Tree:
-    """A copy of nested values that says itself which of its arrays are a framework's; for `taken`."""
+    """A copy of nested values that marks the arrays of frameworks itself; `taken` reads it."""
     if is_foreign(tree):
         return {_ARRAY_OF + type(tree).__module__.partition(".")[0]: view(tree).copy()}
     if isinstance(tree, Mapping):
@@ -120,14 +124,14 @@ def to_plain(tree: Tree) -> Tree:
 
 
 def taken(plain: Tree, here: Tree) -> Tree:
-    """What `to_plain` gave, written into arrays, dicts and lists that are here already where they fit.
+    """Writes what `to_plain` returned into existing arrays, dicts and lists where they fit.
 
     Args:
-        plain: not changed, and not kept.
-        here: what shall have these values.
+        plain: the values; neither changed nor kept.
+        here: the object that gets these values.
 
     Returns:
-        `here`, or what is to stand in its place.
+        `here`, or a new object to put in its place.
     """
     if isinstance(plain, dict):
         name = next(iter(plain)) if len(plain) == 1 else None
@@ -151,7 +155,7 @@ def taken(plain: Tree, here: Tree) -> Tree:
             return here
         return type(plain)(new)
     if isinstance(plain, np.ndarray) and isinstance(here, np.ndarray) and _fits(here, plain):
-        np.copyto(here, plain)  # whoever holds the array sees it
+        np.copyto(here, plain)  # other references to the array see the values
         return here
     return copy.deepcopy(plain)
 
@@ -161,7 +165,11 @@ def _fits(here: NDArray[Any], values: NDArray[Any]) -> bool:
 
 
 def _made(framework: str, array: NDArray[Any]) -> Any:
-    """A framework's array of the same memory, if the framework is loaded here."""
+    """A framework's array over the same memory.
+
+    Raises:
+        UnsupportedOp: the framework is not loaded in this process.
+    """
     module = sys.modules.get(framework)
     make: Callable[[NDArray[Any]], Any] | None = getattr(module, "from_numpy", None)
     if make is None:
@@ -175,7 +183,7 @@ def seed_frameworks(*numbers: int) -> None:
     """Seeds the generator that torch draws from by default (dropout, `torch.rand`), if torch is loaded.
 
     Args:
-        numbers: whole, 0 or above; what is drawn afterwards depends on them alone.
+        numbers: whole numbers from 0; what is drawn afterwards depends only on them.
     """
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.elastic.blocks import Blocks
-from paceline.elastic.port import Port
-from paceline.elastic.rules import Watch
+from paceline.elastic.attempts import FinishedBlocks
+from paceline.elastic.coordination import JobCoordinator
+from paceline.elastic.recovery import StateRecovery
+from paceline.elastic.rules import StateWatch
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
-from paceline.elastic.taking import Taking
 from paceline.errors import DivergenceError, StepOrderError
 from paceline_protocol import MemberState
 
@@ -25,11 +25,11 @@ class StateGuard:
     """Guards one member's training state; a `step.StepRunner` and a `state.Gate`.
 
     Args:
-        port: the session.
+        coordinator: the session.
         state: what is trained.
         member: what this member holds and may do next.
         saver: keeps checkpoints.
-        taking: takes the state from others, or finishes a step.
+        recovery: takes the state from others, or finishes a step.
         blocks: counts the blocks between the steps.
         committed: called with the number of the last committed step.
 
@@ -39,23 +39,23 @@ class StateGuard:
 
     def __init__(
         self,
-        port: Port,
+        coordinator: JobCoordinator,
         state: TrainState,
         member: MemberState,
         saver: Saver,
-        taking: Taking,
-        blocks: Blocks,
+        recovery: StateRecovery,
+        blocks: FinishedBlocks,
         committed: Callable[[int], None],
     ) -> None:
         self.step: Step | None = None
-        self._port = port
+        self._coordinator = coordinator
         self._state = state
         self._member = member
         self._saver = saver
-        self._taking = taking
+        self._recovery = recovery
         self._blocks = blocks
         self._tell_committed = committed
-        self._watch = Watch(state)
+        self._watch = StateWatch(state)
         self._divergences = 0
 
     def begin(self) -> None:
@@ -64,7 +64,7 @@ class StateGuard:
         Raises:
             StepOrderError: the state has changed since the step before.
         """
-        self._heed(self._watch.begin)
+        self._check_state(self._watch.begin)
 
     def forget(self) -> None:
         """Forgets what the state looked like: in a new generation it may have come from another member."""
@@ -74,7 +74,7 @@ class StateGuard:
 
     def word_completed(self, step: int) -> None:
         """Commits the step before `step`: every member has entered `step`, so all have applied the one before."""
-        self._port.word_completed(step)
+        self._coordinator.word_completed(step)
         self._saver.commit(step - 1)
         self._tell_committed(step - 1)
         self._member.all_began()
@@ -87,9 +87,9 @@ class StateGuard:
             StepOrderError: it has changed already.
         """
         if self.step is not None and not self.step.keeps_copy:
-            self._heed(self._watch.before_update)
-        self._port.shelf.withdraw()
-        self._saver.settle()
+            self._check_state(self._watch.before_update)
+        self._coordinator.offered.withdraw()
+        self._saver.wait_until_copied()
 
     def diverged(self, text: str) -> None:
         """See `step.StepRunner`."""
@@ -103,7 +103,7 @@ class StateGuard:
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """See `step.StepRunner`."""
         self._member.prepare(step.number)
-        self._taking.keep_gradients(small, updated=step.updates)
+        self._recovery.keep_gradients(small, updated=step.updates)
 
     def applied(self, step: int) -> None:
         """Records that the step was applied here."""
@@ -111,7 +111,7 @@ class StateGuard:
         self._blocks.forget()
         self._member.applied(step)
 
-    def _heed(self, look: Callable[[], None]) -> None:
+    def _check_state(self, look: Callable[[], None]) -> None:
         """Runs a check of the state; if the state has changed where it must not, it is marked as unusable."""
         try:
             look()

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Skeleton, join, split_shards
 from paceline.elastic.parcel import Parcel
-from paceline.elastic.runs import Run, checksum
+from paceline.elastic.reshard_plan import ElementRun, checksum
 from paceline.errors import PacelineError, SizeMismatch
 from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 from paceline_protocol import Tag
 
-__all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "Shelf"]
+__all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "OfferedState"]
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 16
@@ -69,7 +69,7 @@ class Content:
         }
         return cls(skeleton, arrays, shards)
 
-    def select(self, runs: Sequence[Run], most_bytes: int) -> list[NDArray[Any]]:
+    def select(self, runs: Sequence[ElementRun], most_bytes: int) -> list[NDArray[Any]]:
         """Views of some runs of the sharded arrays, shape [count] each.
 
         Raises:
@@ -80,7 +80,7 @@ class Content:
             raise PacelineError(f"{size} bytes were requested; at most {most_bytes} are sent at a time")
         return found
 
-    def _find(self, run: Run) -> NDArray[Any]:
+    def _find(self, run: ElementRun) -> NDArray[Any]:
         for shard in self.shards.get(run.name, ()):
             first = run.start - shard.start
             if first >= 0 and 0 <= run.count <= shard.values.size - first:
@@ -233,7 +233,7 @@ def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
     return name, dtype, tuple(dims)
 
 
-class Shelf:
+class OfferedState:
     """The state that this member offers to others now, at most one. Thread-safe."""
 
     def __init__(self) -> None:
@@ -293,7 +293,7 @@ class Shelf:
             PacelineError: another state is offered, or none, or a run is not held, or they have more than `most_bytes`.
         """
         content, epoch = self._get(tag)
-        asked = [Run(*run) for run in runs]
+        asked = [ElementRun(*run) for run in runs]
         parcel = Parcel(content.select(asked, most_bytes), checksum(asked))
         self._check(epoch, tag)
         return parcel

@@ -1,10 +1,10 @@
 """A parcel: copies of some runs of a state for another member, sent through shared memory on the same machine.
 
-gRPC moves 0.4 GB/s on 2 cores, which is too slow for a model while training waits. A process of the
-same user and pid namespace may open another one's memory through /proc (proc(5), /proc/pid/fd), which needs no socket;
-what it maps is sealed, so nobody can cut it short. The CRC tells whoever mapped something else by mistake. A giver
-names a number only: it is looked up among the descriptors of the process that the coordinator knows the giver by, and
-opened if memory of Paceline's is behind it.
+gRPC moves 0.4 GB/s on 2 cores, which is too slow for a model while training waits. A process of the same user and pid
+namespace may open another one's memory through /proc (proc(5), /proc/pid/fd), which needs no socket. The memory is
+sealed, so its size cannot change while it is mapped, and a CRC detects that something else was mapped by mistake. The
+giver sends only the number of a descriptor. The taker looks that up in the process that the coordinator knows the giver
+by, and opens it only if it is memory of Paceline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Parcel:
 
     Args:
         runs: arrays, copied one after the other.
-        asked: checksum of the request (`runs.checksum`).
+        asked: checksum of the request (`reshard_plan.checksum`).
 
     Attributes:
         crc: CRC-32 of the request followed by the bytes.
@@ -50,7 +50,7 @@ class Parcel:
         self.crc = zlib.crc32(self.data, asked)
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
-        """Where another process finds the bytes; None if it cannot map them."""
+        """The place of the bytes for another process; None if that cannot map them."""
         here = process_identity()
         if not here.node or (here.node, here.pid_namespace) != (process.node, process.pid_namespace):
             return None
@@ -75,10 +75,10 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
     """
     if lent.pid != giver.pid or not giver.start_ticks:
         raise SegmentError(f"{giver} names memory of process {lent.pid}")
-    # O_PATH opens nothing: whatever else the number may be by now, it neither waits for us nor notices (open(2)).
+    # O_PATH opens nothing: whatever else the number may be by now, opening it has no effect (open(2)).
     found = os.open(f"/proc/{giver.pid}/fd/{lent.descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
-        if process_identity(giver.pid).start_ticks != giver.start_ticks:  # if it is there now, it was there before
+        if process_identity(giver.pid).start_ticks != giver.start_ticks:  # the same process now as when it was opened
             raise SegmentError(f"{giver} has ended, and another process has its pid")
         path = f"/proc/self/fd/{found}"
         if not stat.S_ISREG(os.fstat(found).st_mode) or os.readlink(path) != MEMORY_NAME:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf
-from paceline.elastic.fit import write
 from paceline.elastic.foreign import (
     copied,
     from_arrays,
@@ -32,12 +31,12 @@ from paceline.elastic.foreign import (
     view,
 )
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.parallel.fsdp import FSDP
-from paceline.parallel.optimizer import OptimizerState
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.resharding import Holding
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._holdings import Holding
+from paceline.parallel.sharding._sharded_model import ShardedModel
 
-__all__ = ["Part", "as_trained", "opaque", "part_of", "trains"]
+__all__ = ["as_trained", "check_fit", "opaque", "StatePart", "part_of", "trains", "write_in_place"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
@@ -45,7 +44,7 @@ Tree = Any
 _NOTHING = Holding((0, 1), {}, {})
 
 
-class Part(abc.ABC):
+class StatePart(abc.ABC):
     """One object of a training state.
 
     Attributes:
@@ -69,7 +68,7 @@ class Part(abc.ABC):
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
         """Copies arrays of the same shapes into the live ones."""
-        write(self.arrays(held), arrays)
+        write_in_place(self.arrays(held), arrays)
 
     @abc.abstractmethod
     def rest(self) -> Tree:
@@ -127,7 +126,7 @@ class Part(abc.ABC):
         return None
 
 
-class _Model(Part):
+class _Model(StatePart):
     """A module of this or another framework, wrapped or not."""
 
     kind = "model"
@@ -135,7 +134,7 @@ class _Model(Part):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[str, Any] = {}
-        """The parameters at the last call of `arrays`: listing those of a module takes a millisecond."""
+        """The parameters at the last call of `arrays`; it takes a millisecond to list those of a module."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
         self._known = self.parameters()
@@ -145,12 +144,8 @@ class _Model(Part):
         return {path: p for path, p in self.parameters().items() if _is_spread(p)}
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
-        if isinstance(self._model, FSDP):
-            self._model._expire()
-            for unit in self._model._tree():
-                if unit.is_fresh and any(array is not None for array in arrays.values()):
-                    for flat in unit.flats:
-                        flat.given = True
+        if isinstance(self._model, ShardedModel):
+            self._model.will_load(values=any(array is not None for array in arrays.values()))
         super().write(held, arrays)
 
     def parameters(self) -> dict[str, Any]:
@@ -177,7 +172,7 @@ class _Model(Part):
 
     def load_rest(self, rest: Tree) -> None:
         old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
-        write(self._buffers(), rest if old else rest["buffers"])
+        write_in_place(self._buffers(), rest if old else rest["buffers"])
         for path, parameter in {} if old else self.parameters().items():
             if trains(parameter) == (path in rest["frozen"]):
                 parameter.requires_grad = not trains(parameter)
@@ -200,7 +195,7 @@ class _Model(Part):
             parameter.grad = None
 
 
-class _Optimizer(Part):
+class _Optimizer(StatePart):
     """An optimizer of `paceline.optim`, or the stand-in for one of another framework."""
 
     kind = "optimizer"
@@ -252,7 +247,7 @@ class _Optimizer(Part):
         return self._optimizer.stepper
 
 
-class _Values(Part):
+class _Values(StatePart):
     """A nested dict of arrays (also of frameworks) and plain values, which the user may change at any time."""
 
     kind = "values"
@@ -273,7 +268,7 @@ class _Values(Part):
         return set(_marks(self._values))
 
 
-class _Opaque(Part):
+class _Opaque(StatePart):
     """Anything else with `state_dict` and `load_state_dict`: copied whole at every step unless it has a gate.
 
     An object with a gate is an optimizer of another framework. Outside of the gate only its settings, the items of
@@ -336,12 +331,12 @@ class _Opaque(Part):
         return self._thing if self._gate else None
 
 
-def opaque(thing: Any, kind: str) -> Part:
+def opaque(thing: Any, kind: str) -> StatePart:
     """Makes a part of an object with `state_dict` and `load_state_dict`; `kind` must be the same on all members."""
     return _Opaque(thing, kind)
 
 
-def part_of(name: str, thing: Any) -> Part:
+def part_of(name: str, thing: Any) -> StatePart:
     """Makes a part of an object, by its own method `as_part` if it has one.
 
     Raises:
@@ -349,7 +344,7 @@ def part_of(name: str, thing: Any) -> Part:
     """
     own = getattr(thing, "as_part", None)
     part = own() if callable(own) else None
-    if isinstance(part, Part):
+    if isinstance(part, StatePart):
         return part
     if isinstance(thing, OptimizerState):
         return _Optimizer(thing)
@@ -368,7 +363,7 @@ def part_of(name: str, thing: Any) -> Part:
 def _is_spread(parameter: Any) -> bool:
     """True if the parameter, or the piece that is trained in its place, belongs to a wrapper that shards."""
     owner = getattr(parameter, "_owner", None)
-    return isinstance(owner, FSDP) and owner.spreads
+    return isinstance(owner, ShardedModel) and owner.spreads
 
 
 def _values(leaf: Leaf) -> NDArray[Any]:
@@ -397,3 +392,56 @@ def _marks(tree: Tree) -> Iterator[int]:
 def _names(rest: Tree) -> Tree:
     """The names in an optimizer's small state."""
     return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}
+
+
+def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
+    """Copies arrays in place into those of the same path, all or none; from a whole array a shard takes its elements.
+
+    Args:
+        here: the arrays or shards that are written.
+        there: the arrays or shards that are read; None leaves a sharded array as it is.
+
+    Raises:
+        SizeMismatch: paths or shapes differ; nothing was changed.
+    """
+    check_fit(here, there)
+    for path, array in here.items():
+        other = there[path]
+        if not isinstance(array, Shard):
+            np.copyto(array, other)
+        elif other is not None:
+            values = array.values.reshape(-1)
+            whole = not isinstance(other, Shard)
+            flat = np.asarray(other if whole else other.values).reshape(-1)
+            np.copyto(values, flat[array.start : array.start + values.size] if whole else flat)
+
+
+def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
+    """Checks that `write_in_place` would succeed.
+
+    Raises:
+        SizeMismatch: paths or shapes differ, or a dtype cannot be converted.
+    """
+    odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
+    for path in sorted(here.keys() & there.keys()):
+        mine, other = here[path], there[path]
+        if isinstance(mine, Shard) and other is None:
+            continue
+        if isinstance(other, Shard) and not (
+            isinstance(mine, Shard) and (mine.start, mine.values.size) == (other.start, other.values.size)
+        ):
+            odd.append(f"{path} has {other.values.size} elements from {other.start}, which are not those held here")
+            continue
+        (kind, shape), (their_kind, their_shape) = _kind(mine), _kind(other)
+        if shape != their_shape or not np.can_cast(their_kind, kind, "same_kind"):
+            odd.append(f"{path} is {their_kind}{list(their_shape)}, not {kind}{list(shape)}")
+    if odd:
+        raise SizeMismatch(f"the state does not fit: {'; '.join(odd[:8])}")
+
+
+def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of the whole array."""
+    if isinstance(leaf, Shard):
+        return leaf.values.dtype, leaf.shape
+    array = np.asarray(leaf)
+    return array.dtype, array.shape

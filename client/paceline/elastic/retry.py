@@ -11,10 +11,9 @@ import logging
 from collections.abc import Iterator
 from types import TracebackType
 
-from paceline.elastic.blocks import Outcome
-from paceline.elastic.failures import Failures
-from paceline.elastic.line import Line
+from paceline.elastic.attempts import BlockOutcome, FailedAttempts
 from paceline.elastic.step import BETWEEN_STEPS
+from paceline.elastic.training_loop import TrainingLoop
 from paceline.errors import PacelineError
 from paceline.group import Group
 
@@ -42,9 +41,9 @@ class Attempt:
         self._barred = ""
 
     def __enter__(self) -> Attempt:
-        self._barred = self._group.barred
+        self._barred = self._group.ban_reason
         if self._barred == BETWEEN_STEPS:
-            self._group.bar("")
+            self._group.ban_collectives("")
         return self
 
     def __exit__(
@@ -57,28 +56,28 @@ class Attempt:
                 self.completed = True
             except PacelineError as failure:
                 error = failure
-        self._group.bar(self._barred)
+        self._group.ban_collectives(self._barred)
         if self._fault.failed and (error is None or isinstance(error, Exception)):
             _log.info("a block between steps was interrupted: %s", error or self._fault.error())
             return True
         return False
 
 
-def attempts(line: Line | None, group: Group) -> Iterator[Attempt]:
+def attempts(loop: TrainingLoop | None, group: Group) -> Iterator[Attempt]:
     """Yields attempts until one completes; see `Session.retry`."""
-    failures = Failures()
+    failures = FailedAttempts()
     while True:
         attempt = Attempt(failures.begin(_WHAT, group.mesh.peers), group)
         yield attempt
         if not attempt.completed:
-            if line is None or line.done or line.left:
+            if loop is None or loop.done or loop.left:
                 raise group.mesh.fault.error()
             failures.add(_WHAT, group.mesh.fault.error(), group.mesh.peers)
-            outcome = line.retry()
-            if outcome is Outcome.OVERTAKEN:
+            outcome = loop.retry()
+            if outcome is BlockOutcome.OVERTAKEN:
                 return
-            attempt.completed = outcome is Outcome.PASSED and attempt.ended
+            attempt.completed = outcome is BlockOutcome.PASSED and attempt.ended
         if attempt.completed:
-            if line is not None:
-                line.block_done()
+            if loop is not None:
+                loop.block_done()
             return

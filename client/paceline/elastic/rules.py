@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.elastic.digests import crc_of
+from paceline.elastic.differences import crc_of
 from paceline.elastic.foreign import marks_of, view
 from paceline.elastic.parts import as_trained
 from paceline.elastic.state import TrainState
 from paceline.errors import StepOrderError, UnsupportedOp
 
-__all__ = ["Watch", "check_complete", "no_other_optimizer"]
+__all__ = ["StateWatch", "check_complete", "no_other_optimizer"]
 
 _STEPS = 3
 """Number of steps of a job that are checked: a script that breaks a rule mostly does so in every step."""
@@ -109,7 +109,7 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
             handle.remove()
 
 
-class Watch:
+class StateWatch:
     """Checks that the training state changes only inside a step, after the gate.
 
     Args:

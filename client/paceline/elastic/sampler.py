@@ -1,8 +1,8 @@
-"""Which samples a rank takes in a step: a pure function of (step, rank, world), so that the world may change any time.
+"""The samples that a rank takes in a step: a pure function of (step, rank, world), so the world may change at any time.
 
-n samples, global batch B, W ranks. Batch t of an epoch is perm(seed, epoch)[tB : min((t + 1) B, n)], b samples; rank r
-takes [r b // W, (r + 1) b // W) of it. Nobody holds a lease on samples, so nothing has to be given back when a member
-goes: the step runs again with other shares (I6). The sampler's position is part of the training state, and moves when a
+There are n samples, a global batch of B, and W ranks. Batch t of an epoch is perm(seed, epoch)[tB : min((t + 1) B, n)],
+b samples; rank r takes [r b // W, (r + 1) b // W) of it. No member reserves samples, so nothing is given back when one
+goes: the step runs again with other ranges (I6). The sampler's position is part of the training state, and moves when a
 step is applied.
 """
 
@@ -20,31 +20,31 @@ __all__ = ["ElasticSampler", "Planned", "share_out"]
 
 
 class Planned(NamedTuple):
-    """What one rank takes in one step."""
+    """The samples of one rank in one step."""
 
     epoch: int
-    """Epochs that are through by then."""
+    """Number of epochs that are finished by then."""
     offset: int
-    """Samples of this epoch that earlier steps have used."""
+    """Number of samples of this epoch that earlier steps have used."""
     indices: NDArray[np.intp]
-    """The rank's samples, as of `ElasticSampler.share`."""
+    """Indices of the rank's samples, as `ElasticSampler.share` returns them."""
     weight: float
-    """Their weight, as of `ElasticSampler.share`."""
+    """Their weight, as `ElasticSampler.share` returns it."""
 
 
 class ElasticSampler:
-    """Shuffles n samples anew in every epoch and shares each global batch out.
+    """Shuffles n samples anew in every epoch, and splits each global batch between the ranks.
 
     Args:
         n: number of samples.
         global_batch: B, samples in a step over all ranks. It does not depend on the world, so neither does training.
-        seed: of the shuffling, not negative; alike on every rank.
-        per_rank_batch: in place of `global_batch`: samples of each rank, so that B grows with the world. Then, and only
+        seed: seed of the shuffling, not negative; the same on every rank.
+        per_rank_batch: samples of each rank, in place of `global_batch`, so that B grows with the world. Then, and only
             then, the learning rate has to follow: `lr_scale` is W.
 
     Attributes:
-        epoch: where the sampler is: epochs that are through,
-        offset: and samples of the next one that are. Both are part of the training state.
+        epoch: number of finished epochs. It and `offset` are part of the training state.
+        offset: number of samples of the present epoch that were used.
 
     Raises:
         ValueError: n or B is below 1, the seed is negative, or not exactly one kind of batch was given.
@@ -65,14 +65,14 @@ class ElasticSampler:
         self._size = size
         self._per_rank = per_rank_batch is not None
         self._orders: dict[int, NDArray[np.intp]] = {}
-        """perm(seed, epoch) of the epoch that is looked at, and near its end of the next one: kept, not state."""
+        """perm(seed, epoch) of the present epoch, and near its end of the next one: a cache, not state."""
 
     @property
     def global_batch(self) -> int:
-        """B.
+        """B, the samples of a step over all ranks.
 
         Raises:
-            ValueError: it depends on the world, for the sampler was made with `per_rank_batch`.
+            ValueError: it depends on the world, because the sampler was made with `per_rank_batch`.
         """
         if self._per_rank:
             raise ValueError("with per_rank_batch the global batch is that times the world")
@@ -80,51 +80,51 @@ class ElasticSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in an epoch; the last one is smaller where B does not divide n."""
+        """Number of batches in an epoch; the last one is smaller if B does not divide n."""
         return -(-self.n // self.global_batch)
 
     @property
     def settings(self) -> dict[str, object]:
-        """What must be alike on every rank."""
+        """The settings that must be the same on every rank."""
         batch = "per_rank_batch" if self._per_rank else "global_batch"
         return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed}
 
     def lr_scale(self, world: int) -> float:
-        """What to multiply the learning rate by: W with `per_rank_batch`, else 1, for B is the same in any world."""
+        """The factor for the learning rate: W with `per_rank_batch`, else 1, because B is the same in any world."""
         return float(world) if self._per_rank else 1.0
 
     def current(self, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
-        """One rank's part of the batch that the sampler is at; as `share`."""
+        """One rank's part of the present batch, as `share` returns it."""
         return share_out(self._batch(self.epoch, self.offset, world), rank, world)
 
     def ahead(self, rank: int, world: int) -> Iterator[Planned]:
-        """One rank's part of the batch that the sampler is at, and of all that follow if the world stays as it is.
+        """Yields one rank's part of the present batch, and of all later ones if the world stays as it is. Never ends.
 
-        Without end, and nothing moves: whoever fetches samples early looks here for what is likely to come. The first
-        item is what `current` gives now; a sampler that moves later does not change the rest.
+        A loader that fetches samples early reads here what is likely to come. The sampler does not move; the first
+        item is what `current` returns now, and a later move of the sampler does not change the rest.
         """
         return self._walk(self.epoch, self.offset, rank, world)
 
     def advance(self, world: int) -> None:
-        """The batch that the sampler is at was used, in a world of that size."""
+        """Moves past the present batch, which was used in a world of that size."""
         used = len(self._batch(self.epoch, self.offset, world))
         before, (self.epoch, self.offset) = self.epoch, self._after(self.epoch, self.offset + used)
         if self.epoch != before:
             self._orders.pop(before, None)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the sampler is."""
+        """The sampler's position."""
         return {"epoch": self.epoch, "offset": self.offset}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes there.
+        """Moves to a position of `state_dict`.
 
         Raises:
-            ValueError: there is no such place.
+            ValueError: there is no such position.
         """
         epoch, offset = int(saved["epoch"]), int(saved["offset"])
         if epoch < 0 or not 0 <= offset < self.n:
-            raise ValueError(f"no place in {self.n} samples: epoch {epoch}, offset {offset}")
+            raise ValueError(f"no position in {self.n} samples: epoch {epoch}, offset {offset}")
         self.epoch, self.offset = epoch, offset
 
     def batch(self, step: int) -> NDArray[np.intp]:
@@ -142,9 +142,9 @@ class ElasticSampler:
         """One rank's part of a step.
 
         Returns:
-            Indices, and their weight b_r / b for `ddp.backward(dy, weight)` with dy of the mean loss over them. A rank
-            without a sample gets one index with weight 0: the mean over nothing would be NaN, and the rank must take
-            part in the collectives.
+            Indices, and their weight b_r / b for `ddp.backward(dy, weight)`, where dy is the gradient of the mean loss
+            over them. A rank without a sample gets one index with weight 0: the mean over no samples would be NaN, and
+            the rank must take part in the collectives.
 
         Raises:
             InvalidWorldSize: the world is below 1.
@@ -164,7 +164,7 @@ class ElasticSampler:
         return self._permutation(epoch)[offset : offset + size]
 
     def _after(self, epoch: int, offset: int) -> tuple[int, int]:
-        """Where the next batch begins, if so many samples of the epoch are used."""
+        """The position of the next batch, if `offset` samples of the epoch are used."""
         return (epoch, offset) if offset < self.n else (epoch + 1, 0)
 
     def _permutation(self, epoch: int) -> NDArray[np.intp]:
@@ -178,7 +178,7 @@ class ElasticSampler:
 
 
 def share_out(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:
-    """One rank's part of a global batch, shape [b] with b >= 1; as `ElasticSampler.share`."""
+    """One rank's part of a global batch, shape [b] with b >= 1, as `ElasticSampler.share` returns it."""
     if world < 1:
         raise InvalidWorldSize(f"a world has at least one rank, not {world}")
     if not 0 <= rank < world:

@@ -2,6 +2,7 @@
 
 The lowest rank of each host writes. If hosts share the directory, only one of them does: all writers of a generation
 use the same folder name, and a host that finds the folder leaves the checkpoint to the host that created it.
+
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import numpy as np
 from paceline import checkpoint
 from paceline.checkpoint.folder import fingerprint, is_there
 from paceline.checkpoint.keep import save_once
+from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
 from paceline.elastic.parts import trains
-from paceline.elastic.resharding import Resharding
+from paceline.elastic.reshard_plan import ReshardPlan
 from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline.group import Group
 from paceline_protocol import Tag
 
-__all__ = ["VISIBLE_S", "Saver", "warning_of_frozen"]
+__all__ = ["Saver", "JointSaver", "VISIBLE_S", "warning_of_frozen"]
 
 VISIBLE_S = 70.0
 """Seconds after which all hosts see what one of them has written: a network file system caches directories for up to a
@@ -144,7 +146,7 @@ class Saver:
         """True if the checkpoint of that tag is here, and complete by its file sizes."""
         return self._directory is not None and is_there(Path(self._directory) / str(tag))
 
-    def read(self, tag: Tag, plan: Resharding, interrupted: Callable[[], bool] = lambda: False) -> Any:
+    def read(self, tag: Tag, plan: ReshardPlan, interrupted: Callable[[], bool] = lambda: False) -> Any:
         """Fills a plan from a checkpoint that other members can read; returns the rest of the state.
 
         If this member does not see it, waits for it for up to `VISIBLE_S` since it first looked.
@@ -196,7 +198,7 @@ class Saver:
             self._pending = held, state.state_dict(), _attempt(group)
             self._last = held
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Waits, before the state changes, until what is to be saved of it has been copied."""
 
     @property
@@ -312,3 +314,107 @@ def _attempt(group: Group) -> str:
     if len({member.host for member in group.members}) == 1:
         return ""
     return hashlib.sha256(f"{group.generation} {group.members[0].member_id}".encode()).hexdigest()[:16]
+
+
+class JointSaver(Saver):
+    """Writes the checkpoints of a sharded state: the members of a generation write each one together.
+
+    A checkpoint is begun when a step begins, copied before that step changes anything, and written while training goes
+    on. It is published when a later step begins, once all members know from a step word that none is writing any more;
+    by then the state is committed. A checkpoint that is not published when its generation ends is dropped. All
+    decisions follow from the step's number and the words, so that all members decide alike; rank 0 says which
+    checkpoints exist already. The directory must lie on a disk that all members share.
+    """
+
+    _saver: ShardedSaver | None = None
+    """The writer of this generation; None until its first checkpoint."""
+    _generation = 0
+    """The generation of `_saver`."""
+    _begun = False
+    """True while a checkpoint is being written."""
+    _written = False
+    """True once all members have written it, as the last step word says."""
+
+    def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """See `Saver.begin`; a collective.
+
+        Raises:
+            PacelineError: the generation has failed.
+        """
+        if self._generation != group.generation:
+            self.wait_until_copied()
+            self._saver, self._begun = None, False
+        try:
+            if self._saver is not None and self._begun and self._written:
+                self._begun = False
+                self._saver.finish()
+            if self._directory is None or held is None or not self._is_due(held):
+                return
+            if self._begun:
+                if group.rank == 0:
+                    _log.warning("no checkpoint of step %d: the one before is still being written", held.step)
+                return
+            self._saver = self._saver or ShardedSaver(self._directory, group)
+            self._generation = group.generation
+            self._saver.begin(state.content(), held)
+            self._begun, self._written = True, False
+        except CheckpointFailed as error:  # all members see it; the next checkpoint is tried all the same
+            _log.error("%s", error)
+
+    def wait_until_copied(self) -> None:
+        """See `Saver.wait_until_copied`."""
+        if self._saver is not None:
+            self._saver.settle()
+
+    @property
+    def is_writing(self) -> bool:
+        """See `Saver.is_writing`."""
+        return self._saver is not None and self._saver.is_writing
+
+    def heard(self, *, writing: bool) -> None:
+        """See `Saver.heard`."""
+        self._written = not writing
+
+    def commit(self, step: int) -> None:
+        """See `Saver.commit`: `begin` publishes what is committed."""
+
+    def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """See `Saver.keep_last`. If a member is lost, so is its shard, and the log says so.
+
+        Raises:
+            CheckpointFailed: the disk refused.
+        """
+        try:
+            self.keep(held, state, group)
+        except CheckpointFailed:
+            raise
+        except PacelineError as error:
+            _log.error(
+                "the members cannot write a checkpoint together any more, and the state of step %d is lost: %s",
+                state.step if held is None else held.step,
+                error,
+            )
+
+    def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
+        """See `Saver.keep`; a collective.
+
+        Raises:
+            CheckpointFailed: the disk refused.
+            PacelineError: the generation has failed.
+        """
+        if self._directory is None or held is None:
+            return
+        group.mesh.fault.check()
+        if self._saver is not None and self._begun and self._generation == group.generation:
+            self._begun = False
+            self._saver.finish()
+        save_sharded(self._directory, state.content(), held, group)
+
+    def wait(self) -> None:
+        """See `Saver.wait`; drops a checkpoint that was begun."""
+        if self._saver is not None:
+            self._saver.abandon()
+        super().wait()
+
+    def _is_due(self, held: Tag) -> bool:
+        return self._every is not None and held.step > 0 and held.step % self._every == 0

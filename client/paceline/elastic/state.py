@@ -16,16 +16,14 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf, join, split, split_shards
-from paceline.elastic.fit import check_fit
 from paceline.elastic.offer import Content
-from paceline.elastic.parts import Part, part_of
-from paceline.elastic.resharding import Resharding
-from paceline.elastic.runs import fill
+from paceline.elastic.parts import StatePart, check_fit, part_of
+from paceline.elastic.reshard_plan import ReshardPlan, fill
 from paceline.elastic.sampler import ElasticSampler
-from paceline.elastic.spread import Spread
+from paceline.elastic.sharded_state import ShardedState
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.parallel.optimizer import standing_for
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._optimizer_state import standing_for
+from paceline.parallel._parameter import Parameter
 from paceline_protocol import WHOLE, Share
 
 __all__ = ["Gate", "TrainState"]
@@ -87,13 +85,13 @@ class TrainState:
         self.step = 0
         self.is_whole = True
         self._things = {name: standing_for(thing) for name, thing in parts.items()}
-        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in self._things.items()}
+        self._parts: dict[str, StatePart] = {name: part_of(name, thing) for name, thing in self._things.items()}
         samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
         if len(samplers) > 1:
             raise UnsupportedOp("a training state has one sampler, which gives step.indices: leave out the others")
         self.sampler: ElasticSampler | None = samplers[0] if samplers else None
         self._given = parts
-        self._spread = Spread(self._parts, self._things)
+        self._spread = ShardedState(self._parts, self._things)
         self._kept: dict[Share, dict[str, Shard]] = {}
         """Earlier shares that are still offered to other members, with their arrays by name."""
         self._copy: dict[str, tuple[Any, Any]] = {}
@@ -129,7 +127,7 @@ class TrainState:
                 check_fit(part.arrays(held), parts[name]["arrays"])
             except SizeMismatch as error:
                 raise SizeMismatch(f"{name}: {error}") from None
-        before: list[tuple[Part, Any]] = []
+        before: list[tuple[StatePart, Any]] = []
         was_whole, self.is_whole = self.is_whole, False
         try:
             for name, part in self._parts.items():
@@ -165,7 +163,7 @@ class TrainState:
         return Content.of(self.content(), list(self._kept.values()))
 
     @property
-    def objects(self) -> dict[str, tuple[Any, Part]]:
+    def objects(self) -> dict[str, tuple[Any, StatePart]]:
         """By name, each object and the part that represents it."""
         return {name: (self._things[name], part) for name, part in self._parts.items()}
 
@@ -283,7 +281,7 @@ class TrainState:
         """The shares that this member can give in full, the live one first."""
         return tuple(dict.fromkeys((self._spread.share, *self._kept)))
 
-    def resharding(self, share: Share, *, own: bool = True) -> Resharding:
+    def resharding(self, share: Share, *, own: bool = True) -> ReshardPlan:
         """Prepares a change to a share; allocates memory for it and changes nothing else.
 
         Args:
@@ -294,9 +292,9 @@ class TrainState:
         targets = self._spread.named(move.target)
         sources = [self._spread.named(self._spread.holding()), *self._kept.values()]
         wanted = fill(targets, sources if own else [])
-        return Resharding(share, own, targets, wanted, self._spread.cut, move.switch)
+        return ReshardPlan(share, own, targets, wanted, self._spread.cut, move.switch)
 
-    def switch(self, plan: Resharding, rest: Mapping[str, Any] | None = None) -> None:
+    def switch(self, plan: ReshardPlan, rest: Mapping[str, Any] | None = None) -> None:
         """Makes the prepared and filled share the live one. All or nothing.
 
         The share before is kept until `keep_live_share` if it is of the same state.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.elastic.digests import find_minority
-from paceline.elastic.errand import Errand
+from paceline.elastic.differences import find_minority
 from paceline.elastic.foreign import seed_frameworks
 from paceline.elastic.sampler import ElasticSampler
 from paceline.elastic.state import TrainState
@@ -24,11 +23,12 @@ from paceline.errors import (
 )
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
+from paceline.work import Work
 from paceline_protocol import StepFlag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]
+__all__ = ["BETWEEN_STEPS", "PendingStepWord", "Step", "StepRunner"]
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -107,7 +107,7 @@ class Step:
         group: Group,
         state: TrainState,
         runner: StepRunner,
-        word: Errand,
+        word: PendingStepWord,
         digest: int,
         seed: int,
     ) -> None:
@@ -181,7 +181,7 @@ class Step:
             why = "is over" if self.left else "has its batch"
             raise StepOrderError(f"step {self.number} {why}: this {name} gives one in each attempt, inside the block")
         self._counted = weight
-        self._group.count(weight)
+        self._group.set_share(weight)
 
     @property
     def lr_scale(self) -> float:
@@ -274,7 +274,7 @@ class Step:
             self._prepared = False
         self._runner.about_to_change()
         if not self.keeps_copy:
-            self._group.bar(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
+            self._group.ban_collectives(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
         self._open = True
 
     def _check_complete(self) -> None:
@@ -292,7 +292,7 @@ class Step:
             raise StepOrderError(f"step {self.number} was entered before: use each step of session.steps(...) once")
         self._state.is_whole = False
         self.entered = True
-        self._group.bar("")
+        self._group.ban_collectives("")
         seed_frameworks(self._seed, self.number, self.rank)
         return self
 
@@ -307,8 +307,8 @@ class Step:
                 self.open_gate()  # no optimizer ran in this step: all members may have skipped it
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
-        self._group.bar(BETWEEN_STEPS)
-        self._group.count(1.0)
+        self._group.ban_collectives(BETWEEN_STEPS)
+        self._group.set_share(1.0)
         self._word.drop()
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled and not self._takes_back(error):
@@ -364,7 +364,7 @@ class Step:
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         if self._share is None:
             self._share = self.sampler.current(self.rank, self.world)
-            self._group.count(self._share[1])
+            self._group.set_share(self._share[1])
         return self._share
 
     def _find_divergence(self) -> None:
@@ -387,3 +387,54 @@ class Step:
 def not_entered(step: Step) -> StepOrderError:
     """The error of a loop that does not enter its steps."""
     return StepOrderError(f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`")
+
+
+class PendingStepWord:
+    """One member's step word while it is summed over the members: in a bucket of gradients, or in its own message.
+
+    Args:
+        group: the view.
+        values: the word.
+        step: number of its step.
+        with_gradients: True if it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once,
+            while the step computes.
+
+    Raises:
+        PacelineError: the generation has failed.
+    """
+
+    def __init__(self, group: Group, values: Sequence[float], step: int, *, with_gradients: bool) -> None:
+        self.values = np.array(values, np.float64)
+        self._group = group
+        self._label = f"step-{step}"
+        self._sums: Sequence[float] | None = None
+        self._work: Work[NDArray[Any]] | None = None
+        if with_gradients:
+            group.mesh.fault.check()
+            group.add_piggyback(self)
+        else:
+            self._work = group.all_reduce(self.values, label=self._label, async_op=True)
+
+    def arrive(self, sums: NDArray[Any]) -> None:
+        """See `Piggyback.arrive`."""
+        self._sums = sums.tolist()
+
+    def wait(self) -> Sequence[float]:
+        """The sums over all members, once all have entered the step.
+
+        Raises:
+            StepOrderError: it was to be sent with gradients that were dropped.
+            PacelineError: the generation has failed.
+        """
+        if self._work is not None:
+            return self._work.wait().tolist()  # type: ignore[no-any-return]
+        if self._sums is None and self._group.cancel_piggyback(self):  # there were no gradients in this step
+            self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
+        if self._sums is None:
+            self._group.mesh.fault.check()
+            raise StepOrderError("the gradients of this step were dropped, and its step word with them")
+        return self._sums
+
+    def drop(self) -> None:
+        """Withdraws the word from the gradients if it was not sent, because the step is over."""
+        self._group.cancel_piggyback(self)

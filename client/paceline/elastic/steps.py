@@ -12,30 +12,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from paceline.elastic.line import Line
-from paceline.elastic.port import Port
+from paceline.elastic.coordination import JobCoordinator
 from paceline.elastic.rules import check_complete, no_other_optimizer
-from paceline.elastic.saver import Saver
-from paceline.elastic.spread_saver import SpreadSaver
+from paceline.elastic.saver import JointSaver, Saver
 from paceline.elastic.state import TrainState
 from paceline.elastic.step import Step
+from paceline.elastic.training_loop import TrainingLoop
 from paceline.errors import StepOrderError
 from paceline_protocol import MemberState, Tag
 
-__all__ = ["line_of", "run_steps"]
+__all__ = ["make_loop", "run_steps"]
 
 
-def line_of(
-    port: Port,
+def make_loop(
+    coordinator: JobCoordinator,
     state: TrainState,
     total: int,
     *,
     checkpoint_dir: str | os.PathLike[str] | None,
     checkpoint_every: int | None,
     seed: int,
-    before: Line | None,
-) -> Line:
-    """Makes a member's line; communicates nothing.
+    before: TrainingLoop | None,
+) -> TrainingLoop:
+    """Makes a member's loop; communicates nothing.
 
     Raises:
         ValueError: an argument is out of range, or the training state lacks something.
@@ -52,7 +51,7 @@ def line_of(
         )
     state.check_round_trip()
     check_complete(state)
-    saver = (SpreadSaver if state.spreads else Saver)(checkpoint_dir, checkpoint_every)
+    saver = (JointSaver if state.spreads else Saver)(checkpoint_dir, checkpoint_every)
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.spreads:
@@ -65,29 +64,35 @@ def line_of(
     if state.spreads:  # members write checkpoints together
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
-    return Line(
-        port, state, total, seed, manifest, saver, MemberState(held, state.node_size, state.shares(), stored=stored)
+    return TrainingLoop(
+        coordinator,
+        state,
+        total,
+        seed,
+        manifest,
+        saver,
+        MemberState(held, state.node_size, state.shares(), stored=stored),
     )
 
 
-def run_steps(line: Line, state: TrainState, total: int) -> Iterator[Step]:
+def run_steps(loop: TrainingLoop, state: TrainState, total: int) -> Iterator[Step]:
     """Yields the steps, each until it is applied; see `Session.steps`."""
     try:
-        state.guard(line.guard)
-        with _draining_on_sigterm(line), no_other_optimizer(state, lambda: line.guard.is_updating):
-            line.enter()
+        state.guard(loop.guard)
+        with _draining_on_sigterm(loop), no_other_optimizer(state, lambda: loop.guard.is_updating):
+            loop.enter()
             while True:
-                line.wait_until_ready()
-                if line.done:
+                loop.wait_until_ready()
+                if loop.done:
                     return
                 if state.step >= total:
-                    line.close()
-                elif (step := line.begin()) is not None:
+                    loop.close()
+                elif (step := loop.begin()) is not None:
                     yield step
-                    line.end(step)
+                    loop.end(step)
     finally:
         state.unguard()
-        line.leave()
+        loop.leave()
 
 
 def _script() -> str:
@@ -99,7 +104,7 @@ def _script() -> str:
 
 
 @contextmanager
-def _draining_on_sigterm(line: Line) -> Iterator[None]:
+def _draining_on_sigterm(loop: TrainingLoop) -> Iterator[None]:
     """Makes SIGTERM drain this worker: it leaves after the current step. A second SIGTERM ends it at once."""
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -109,7 +114,7 @@ def _draining_on_sigterm(line: Line) -> Iterator[None]:
 
     def drain(signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        line.drain("SIGTERM")
+        loop.drain("SIGTERM")
 
     signal.signal(signal.SIGTERM, drain)
     try:

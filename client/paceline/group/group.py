@@ -1,27 +1,28 @@
-"""The user's object: all kinds of calls, and the parts of a group, which are groups too."""
+"""The group that users hold: collectives, messages between two ranks, and its parts, which are groups too."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from paceline.arrays import Array, as_array, check_writable, native
 from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.tasks.task import Chooser
+from paceline.collectives.tasks import Chooser
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
-from paceline.group.binding import Binding
-from paceline.group.compressing import Compressing
-from paceline.group.gathering import Gathering
-from paceline.group.messages import Messages
-from paceline.group.objects import Objects
-from paceline.group.reducing import Reducing
-from paceline.group.spreading import Spreading
+from paceline.group.collective_calls import Collectives
+from paceline.group.group_core import Binding
 from paceline.links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline.links.submesh import SubMesh
 from paceline.recorder import FlightRecorder
+from paceline.signature import Signature
 
 __all__ = ["Group"]
 
@@ -31,7 +32,7 @@ Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
 _NAME = re.compile(r"[A-Za-z0-9_]{1,40}")
 
 
-class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
+class Group(Collectives):
     """The members of one generation, or a part of them.
 
     All members must call the same collectives in the same order. A collective returns its result in a new array, or
@@ -77,6 +78,74 @@ class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
         self._name = name  # within the parent
         self._parts: set[Group] = set()  # until they are closed
         self._splits = 0
+
+    def send(self, x: npt.ArrayLike, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Sends an array to a rank, oneself included; returns when `x` may be changed, perhaps before it is received.
+
+        Messages of one tag from one rank are received in the order of sending.
+
+        Args:
+            x: the array.
+            dst: rank of the receiver.
+            tag: 0 or more; the receiver asks for it.
+            timeout: seconds; running out of them voids nothing.
+
+        Raises:
+            InvalidRank: `dst` lies outside the world.
+            UnsupportedOp: the dtype cannot travel.
+            OperationTimeout: the receiver takes in no more.
+            PacelineError: the generation has failed.
+        """
+        bound = self._enter()
+        self._check_rank("dst", dst)
+        array, tag = as_array(x), _check_tag(tag)
+        detail = f"to={dst} tag={tag}"
+        with self._recorded(bound, Signature("send", detail, native(array.dtype), array.shape)):
+            bound.mailbox.send(array, dst, tag, self._deadline(timeout, monotonic()))
+
+    def recv(
+        self, src: int | None = None, *, tag: int = 0, out: Array | None = None, timeout: float | None = None
+    ) -> tuple[Array, int]:
+        """Receives the next array with a tag.
+
+        Args:
+            src: rank of the sender; None for any.
+            tag: 0 or more.
+            out: where to put it. A message that does not fit stays, to be received again.
+            timeout: seconds; running out of them loses no message and voids nothing.
+
+        Returns:
+            The array, and the rank that sent it.
+
+        Raises:
+            InvalidRank: `src` lies outside the world.
+            SizeMismatch: the message has another shape than `out`.
+            UnsupportedOp: the message has another dtype than `out`.
+            OperationTimeout: no such message came in time.
+            PacelineError: the generation has failed, or whoever could send has left.
+        """
+        bound = self._enter()
+        if src is not None:
+            self._check_rank("src", src)
+        if out is not None:
+            check_writable(out)
+        tag = _check_tag(tag)
+        detail = f"from={'any' if src is None else src} tag={tag}"
+        with self._recorded(bound, Signature("recv", detail)):
+            return bound.mailbox.recv(src, tag, out, self._deadline(timeout, monotonic()))
+
+    @contextmanager
+    def _recorded(self, bound: Binding, signature: Signature) -> Iterator[None]:
+        """Remembers a message; unlike a collective it has no number that all ranks share."""
+        entry = self.recorder.issue(bound.name, 0, signature.encode(), bound.mesh.generation)
+        entry.begin()
+        try:
+            yield
+        except BaseException as error:
+            entry.end(error)
+            self._tell_abort(error)
+            raise
+        entry.end()
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> Group:
         """A part of this group, for this generation; in the next, its calls are `StaleGeneration`.
@@ -219,7 +288,7 @@ class Group(Reducing, Compressing, Spreading, Gathering, Objects, Messages):
         part.parent = self
         part._name = name
         part.on_abort = self.on_abort
-        part._line = self._line
+        part._owner = self._owner
         with self._lock:
             self._parts.add(part)
         return part
@@ -229,3 +298,9 @@ def _digest(peers: Sequence[Peer], members: Sequence[int]) -> str:
     """16 hexadecimal digits for a list of members."""
     ids = " ".join(str(peers[member].rank) for member in members)
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+
+def _check_tag(tag: object) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, int | np.integer) or not 0 <= tag < 1 << 63:
+        raise UnsupportedOp(f"a tag is a whole number from 0 to 2**63 - 1, not {tag!r}")
+    return int(tag)

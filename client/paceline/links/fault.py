@@ -15,40 +15,13 @@ from dataclasses import dataclass, field
 
 from paceline import errors
 from paceline._fork import check_process
+from paceline._rpc import error_type
 from paceline._wait import Latch
 from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Fault", "Suspicion", "error_of", "error_type", "read_verdict"]
-
-_TYPES: dict[int, type[errors.PacelineError]] = {
-    ErrorReason.ERROR_REASON_BAD_REQUEST: errors.PacelineError,
-    ErrorReason.ERROR_REASON_NOT_FOUND: errors.PacelineError,
-    ErrorReason.ERROR_REASON_STALE_GENERATION: errors.StaleGeneration,
-    ErrorReason.ERROR_REASON_SESSION_ENDED: errors.SessionClosed,
-    ErrorReason.ERROR_REASON_RANK_TAKEN: errors.SettingsMismatch,
-    ErrorReason.ERROR_REASON_INVALID_RANK: errors.InvalidRank,
-    ErrorReason.ERROR_REASON_INVALID_WORLD_SIZE: errors.InvalidWorldSize,
-    ErrorReason.ERROR_REASON_SETTINGS_DISAGREE: errors.SettingsMismatch,
-    ErrorReason.ERROR_REASON_CONFLICT: errors.StoreConflict,
-    ErrorReason.ERROR_REASON_LIMIT: errors.LimitExceeded,
-    ErrorReason.ERROR_REASON_DRAINING: errors.CoordinatorUnreachable,
-    ErrorReason.ERROR_REASON_TIMEOUT: errors.OperationTimeout,
-    ErrorReason.ERROR_REASON_PEER_LOST: errors.PeerLost,
-    ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL: errors.PeerBrokeProtocol,
-    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: errors.CollectiveMismatch,
-    ErrorReason.ERROR_REASON_PEER_RAISED: errors.PeerRaised,
-    ErrorReason.ERROR_REASON_VERSION: errors.CoordinatorUnreachable,
-    ErrorReason.ERROR_REASON_UNAUTHENTICATED: errors.NotAuthenticated,
-    ErrorReason.ERROR_REASON_PERMISSION_DENIED: errors.NotPermitted,
-    ErrorReason.ERROR_REASON_DAMAGED: errors.CoordinatorUnreachable,
-}
-
-
-def error_type(reason: int) -> type[errors.PacelineError]:
-    """The exception that a reason stands for; the root of the tree for one that is new to this version."""
-    return _TYPES.get(reason, errors.PacelineError)
+__all__ = ["Fault", "Suspicion", "error_of", "read_verdict"]
 
 
 @dataclass(frozen=True, slots=True)

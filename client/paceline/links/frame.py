@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from paceline.links.checksum import checksum
+from paceline.signature import MAX_SIGNATURE_BYTES
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -28,9 +29,6 @@ __all__ = [
 
 MAX_FRAME_BYTES = (4 << 20) + 4096
 """No frame is longer than this; the receiver refuses before it allocates."""
-
-MAX_SIGNATURE_BYTES = 1024
-"""Longest description of an operation."""
 
 # Tags of FramesRequest's fields 1 to 7: (field << 3) | wire type.
 _KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32, 0x3D
@@ -73,7 +71,6 @@ class Frame:
         part: number of the frame within (operation, sender, receiver), from 0.
         signature: the operation in words, in part 0 only.
         payload: elements as bytes. A sent payload is copied before `Link.send` returns.
-        address: where the payload lies in this process, if its sender knows; it does not travel.
     """
 
     kind: FrameKind
@@ -82,7 +79,6 @@ class Frame:
     part: int
     signature: bytes
     payload: bytes | memoryview
-    address: int = field(default=0, compare=False)
 
 
 def encode(frame: Frame) -> bytes:

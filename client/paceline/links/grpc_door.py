@@ -7,29 +7,46 @@ generation, and every frame is checked before it is queued (I4, I9).
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
-from paceline._grpc import aio, grpc
+from google.protobuf.message import DecodeError
+
+from paceline._exhausted import is_exhausted
+from paceline._grpc import EOF, aio, grpc
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
-from paceline.links.base import MAX_GROUP_NAME, Purpose
-from paceline.links.frame import MAX_FRAME_BYTES
-from paceline.links.grpc_intake import Household, Intake
+from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
+from paceline.links.fault import Fault, Suspicion
+from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode
+from paceline.links.grpc_kind import GrpcIncoming
 from paceline.links.grpc_knock import Knocks
-from paceline.links.grpc_methods import MAX_REQUEST_BYTES, Requests
-from paceline.links.grpc_refusal import refuse, shown
+from paceline.links.grpc_methods import MAX_REQUEST_BYTES, Requests, refuse, shown
 from paceline.links.grpc_state import StateWindow
-from paceline.links.negotiation import TICKET_LIFETIME, Ways
+from paceline.links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext
+from paceline.links.member_link import MemberLink
+from paceline.links.registry import LinkKinds
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.session_pb2 import Verdict
 
-__all__ = ["Door"]
+__all__ = ["Door", "Household", "Intake"]
+
+_log = logging.getLogger("paceline.links")
+
+MAX_TEXT = 2000
+"""Characters of a peer's sentence that are believed."""
+
+MAX_TICKETS = 4096
+"""Unused tickets that a door remembers; one more and the oldest are forgotten."""
 
 MAX_WAITING = 4096
 """Callers that wait for this worker to hear of its view."""
@@ -67,7 +84,7 @@ class Door:
         config: which kinds of links may be used.
 
     Attributes:
-        ways: the halves that this worker has.
+        kinds: the kinds of links that this worker has.
         window: where state is handed out.
     """
 
@@ -75,14 +92,14 @@ class Door:
         self._job = job
         self._credentials = credentials
         self._pong_seconds = max(PONG_SECONDS, config.failure_timeout)
-        self.ways = Ways(config, credentials)
+        self.kinds = LinkKinds(config, credentials)
         self.window = StateWindow(job)
         self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
         self._servers: list[aio.Server] = []  # one, or for a moment two: the address is changed
         self._starting: asyncio.Future[None] | None = None
         self._inside: Household | None = None
         self._entered = asyncio.Event()
-        self._intake = Intake(self.ways)
+        self._intake = Intake(self.kinds)
         self._closing = asyncio.Event()
         self._requests = Requests(credentials.door_key)
         self._waiting: Counter[str] = Counter()  # by connection
@@ -101,7 +118,7 @@ class Door:
             LinkUnavailable: the address cannot be bound.
         """
         bound = await self._open(host, port)
-        await self.ways.start(host)
+        await self.kinds.start(host)
         return bound
 
     async def _open(self, host: str, port: int) -> int:
@@ -158,7 +175,7 @@ class Door:
         """
         found = await self._open(host, port)
         bound()
-        await self.ways.start(host)
+        await self.kinds.start(host)
         while len(self._servers) > 1:
             await self._servers[0].stop(None)
             del self._servers[0]
@@ -174,7 +191,7 @@ class Door:
         self._closing.set()
         self._entered.set()
         self._intake.close()
-        self.ways.close()
+        self.kinds.close()
         if self._starting is not None:  # grpc crashes if a server is stopped before, or while, it starts
             await asyncio.wait([self._starting])
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
@@ -206,18 +223,18 @@ class Door:
         if int(request.purpose) not in Purpose.__members__.values():
             text = "no purpose that a link can have"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
-        inbox = None
+        link = None
         if len(request.group.encode()) <= MAX_GROUP_NAME:
-            inbox = inside.inbox(peer.rank, Purpose(request.purpose), request.group)
-        if inbox is None:
+            link = inside.link_from(peer.rank, Purpose(request.purpose), request.group)
+        if link is None:
             text = "too many groups, or a name of one that is too long"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
-        ticket = secrets.token_bytes(16)
-        answer = self.ways.expect(request, peer, inside.node, inside.fault, ticket, inside.neighbours)
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        answer = self.kinds.expect(request, HalfContext(peer, inside.node, inside.neighbours, inside.fault), ticket)
         if answer is None:
             text = "no kind of link that both sides have"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
-        self._intake.expect(ticket, inside, peer, inbox, answer.chosen)
+        self._intake.expect(ticket, inside, peer, link)
         return answer
 
     async def _inside_by(self, generation: int, connection: str) -> Household | None:
@@ -264,3 +281,168 @@ def _check_free(host: str, port: int, where: str) -> None:
                 probe.listen()
     except OSError as error:
         raise LinkUnavailable(f"cannot listen for peers on {where}: {error.strerror or error}") from None
+
+
+class Household(Protocol):
+    """What the door asks of those inside: one member's view of one generation."""
+
+    generation: int
+    member_id: str
+    node: str
+    fault: Fault
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+
+    @property
+    def neighbours(self) -> int:
+        """See `Mesh.neighbours`."""
+
+    def peer_by_id(self, member_id: str) -> Peer | None:
+        """The member with this id, None if it is not of this generation."""
+
+    def link_from(self, rank: int, purpose: Purpose, group: str) -> MemberLink | None:
+        """What takes in frames from that rank; None if there are too many groups."""
+
+    def peer_leaves(self, rank: int) -> None:
+        """That rank has said that it leaves in good order."""
+
+    def peer_ended(self, rank: int, error: LinkEnded) -> None:
+        """A stream from that rank ended out of order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """What a ticket is for: a stream of a peer's, whose half has come or will come, for a link of those inside."""
+
+    inside: Household
+    peer: Peer
+    link: MemberLink
+    expires: float
+
+
+class Intake:
+    """Takes in the streams of those to whom the door has given tickets. On the loop.
+
+    Args:
+        kinds: the kinds of links that this worker has.
+    """
+
+    def __init__(self, kinds: LinkKinds) -> None:
+        self._kinds = kinds
+        self._tickets: dict[bytes, _Admission] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends every stream with the word that all of it was taken in, and takes in no more."""
+        self._closing.set()
+        for stream in list(self._streams):
+            stream.cancel()
+
+    def expect(self, ticket: bytes, inside: Household, peer: Peer, link: MemberLink) -> None:
+        """A stream with this ticket goes with the half that comes with it, and says how that ends."""
+        now = time.monotonic()
+        if len(self._tickets) >= MAX_TICKETS:
+            stale = [key for key, entry in self._tickets.items() if entry.expires <= now]
+            for old in stale or [next(iter(self._tickets))]:
+                del self._tickets[old]
+                self._kinds.drop(old)
+        self._tickets[ticket] = _Admission(inside, peer, link, now + TICKET_LIFETIME)
+
+    async def serve(self, _: Any, context: Any) -> None:
+        """A call of Frames, from its ticket to its end."""
+        ticket = dict(context.invocation_metadata()).get("paceline-ticket-bin", b"")
+        admission, half = self._tickets.pop(ticket, None), self._kinds.take(ticket)
+        if admission is None or half is None or admission.expires < time.monotonic() or self._closing.is_set():
+            if half is not None:
+                half.close()
+            text = "frames need a fresh ticket from Hello, and what it was given for"
+            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        inside, peer, link = admission.inside, admission.peer, admission.link
+        if not link.claim():  # frames of two streams would come in any order, and a second half would hide the first
+            half.close()
+            _accuse(inside.fault, peer, f"{peer} broke the protocol: it opened a link twice")
+            text = "a link has one stream for good"
+            await refuse(context, grpc.StatusCode.ALREADY_EXISTS, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        link.receive_by(half)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        frames, sent, whole = 0, 0, False
+        try:
+            await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
+            while (data := await context.read()) is not EOF:
+                frame = decode(data)
+                if frame.generation != inside.generation:
+                    text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+                    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+                if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
+                    text = f"a frame of kind {frame.kind.name} came after the last"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
+                frames += 1
+                if frame.kind in (FrameKind.CLOSE, FrameKind.LEAVE):
+                    whole, sent = True, frame.operation
+                    if frame.kind is FrameKind.LEAVE:
+                        inside.peer_leaves(peer.rank)
+                elif frame.kind is FrameKind.ABORT:
+                    _relay(inside, peer, frame)
+                elif isinstance(half, GrpcIncoming):
+                    await half.put(frame)
+                else:
+                    text = f"a frame of an operation came by gRPC on a link of kind {half.kind}"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
+            if not whole:
+                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                return
+            link.end_in(LinkEnded(f"{peer} left", orderly=True), sent)
+            # Last of all: whoever reads this word may hang up at once, and that cancels what still runs here.
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+        except asyncio.CancelledError:
+            if whole:
+                raise
+            if not self._closing.is_set():  # the connection broke under the stream
+                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                raise
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+        except FrameDamaged as error:
+            text = f"bytes from {peer} have changed on the way: {error}"
+            _log.warning("%s; the link is closed", text)
+            inside.peer_ended(peer.rank, LinkEnded(text))
+            await refuse(context, grpc.StatusCode.DATA_LOSS, ErrorReason.ERROR_REASON_PEER_LOST, text)
+        except FrameError as error:
+            _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
+            text = f"no frame: {error}"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        except Exception as error:
+            if is_exhausted(error):
+                inside.fault.broke(error)
+            raise
+        finally:
+            self._streams.discard(task)
+
+
+def _relay(inside: Household, peer: Peer, frame: Frame) -> None:
+    """Takes over what a peer suspects, if it makes sense."""
+    try:
+        word = Verdict.FromString(bytes(frame.payload))
+    except (DecodeError, ValueError):
+        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that cannot be read")
+        return
+    accused = word.culprits[0] if word.culprits else peer.rank
+    if accused >= inside.size or word.generation != inside.generation:
+        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that makes no sense")
+        return
+    text = word.text[:MAX_TEXT]
+    inside.fault.suspect(Suspicion(word.reason, accused, word.operation, text, relayed=True))
+
+
+def _accuse(fault: Fault, peer: Peer, text: str) -> None:
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline._address import parse_endpoint
 from paceline._grpc import aio, grpc
+from paceline._rpc import call_options
 from paceline.credentials import Credentials
-from paceline.links.grpc_methods import Requests
-from paceline.links.grpc_refusal import refuse, shown
-from paceline.session.address import parse_endpoint
-from paceline.session.wire import call_options
+from paceline.links.grpc_methods import Requests, refuse, shown
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub

@@ -1,4 +1,4 @@
-"""Methods of a worker's front door whose requests are read and parsed by us: what cannot be read is refused by name.
+"""Methods of a worker's front door whose requests are read and parsed by us, and how a door refuses a call.
 
 grpc itself would wait for ever for a request that does not end, and answer one that is no message with UNKNOWN and the
 words of a Python exception. Nor does it bound what it keeps: its limit to a message's length is one for all methods,
@@ -15,17 +15,20 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
+from paceline._door_key import METADATA, DoorKey
 from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc
-from paceline.links.door_key import METADATA, DoorKey
-from paceline.links.grpc_refusal import refuse
+from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["MAX_REQUEST_BYTES", "Requests"]
+__all__ = ["MAX_REQUEST_BYTES", "Requests", "refuse", "shown"]
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -50,6 +53,13 @@ MAX_READING = 512
 
 MAX_READING_EACH = 16
 """The same for one connection."""
+
+MAX_REFUSAL_BYTES = 1000
+"""Of a refusal. It travels twice in the trailers, once with up to 3 bytes for each, and grpc takes 8 KiB of them: with
+more, the caller would get a status of grpc's own and no reason."""
+
+MAX_SHOWN = 80
+"""Characters of what a caller sent that he hears again."""
 
 
 class Requests:
@@ -175,3 +185,21 @@ async def _first(context: Any) -> tuple[bytes, bool]:
     if data is EOF:
         return b"", False
     return data, len(data) <= MAX_REQUEST_BYTES and await context.read() is EOF
+
+
+async def refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueType, text: str) -> NoReturn:
+    """Ends the call with a `google.rpc.ErrorInfo` that a caller can tell the kind of refusal by."""
+    info = error_details_pb2.ErrorInfo(
+        domain=ERROR_DOMAIN, reason=ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
+    )
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    message = text.encode(errors="replace")[:MAX_REFUSAL_BYTES].decode(errors="ignore")
+    status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
+    await context.abort_with_status(rpc_status.to_status(status))
+    raise AssertionError("abort_with_status always raises")
+
+
+def shown(text: str) -> str:
+    """What a caller sent, fit to be repeated: printable and short."""
+    return repr(text[:MAX_SHOWN])[:MAX_SHOWN]

@@ -9,8 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from paceline._grpc import grpc
 from paceline.errors import PacelineError
-from paceline.links.grpc_methods import Requests
-from paceline.links.grpc_refusal import refuse, shown
+from paceline.links.grpc_methods import Requests, refuse, shown
 from paceline_protocol import Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason

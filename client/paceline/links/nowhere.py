@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError, StepOrderError
 from paceline.links.base import Link, Mesh, Peer, Purpose
 from paceline.links.fault import Fault
-from paceline.links.negotiation import Ways
+from paceline.links.registry import LinkKinds
 
 __all__ = ["NoMesh"]
 
@@ -34,19 +34,19 @@ class NoMesh(Mesh):
 
     Args:
         reason: why the member is in no view, for the errors.
-        ways: the halves that its links will have once it is in one.
+        kinds: the halves that its links will have once it is in one.
     """
 
-    def __init__(self, reason: str, ways: Ways | None = None) -> None:
+    def __init__(self, reason: str, kinds: LinkKinds | None = None) -> None:
         self.generation = 0
         self.rank = -1
         self.peers: Sequence[Peer] = ()
         self.fault = _Outside(reason)
-        self._ways = ways
+        self._kinds = kinds
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """An array that the links will lend (`Mesh.empty`): a candidate builds what it will train."""
-        return super().empty(shape, dtype) if self._ways is None else self._ways.empty(shape, dtype)
+        return super().empty(shape, dtype) if self._kinds is None else self._kinds.empty(shape, dtype)
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
         """There is none (`Mesh.link`)."""

@@ -1,9 +1,8 @@
 """Training in parallel, for NumPy modules: DistributedDataParallel and FullyShardedDataParallel."""
 
-from paceline.parallel.ddp import DDP
-from paceline.parallel.fsdp import FSDP
-from paceline.parallel.module import Module
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.sharding.strategy import ShardingStrategy
+from paceline.parallel._data_parallel import DDP
+from paceline.parallel._fully_sharded import FSDP
+from paceline.parallel._parameter import Module, Parameter
+from paceline.parallel.sharding._placement import ShardingStrategy
 
 __all__ = ["DDP", "FSDP", "Module", "Parameter", "ShardingStrategy"]

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paceline import errors
+from paceline._rpc import duration, error_type
 from paceline._wait import Outcome
-from paceline.links.fault import error_type
-from paceline.session.wire import duration
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["Barriers"]

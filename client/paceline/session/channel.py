@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from paceline._address import parse_endpoint
 from paceline._grpc import aio
+from paceline._lookup import look_up_within
+from paceline._rpc import channel_options
 from paceline.credentials import Credentials
-from paceline.session.address import parse_endpoint
-from paceline.session.lookup import look_up_within
-from paceline.session.wire import channel_options
 
 __all__ = ["CoordinatorChannel"]
 

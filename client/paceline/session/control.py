@@ -14,15 +14,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from paceline import errors
+from paceline._address import is_refused, parse_endpoint
 from paceline._grpc import aio, grpc
+from paceline._rpc import backoff, duration, error_from_status, is_transient
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline.session.address import is_refused, parse_endpoint
 from paceline.session.channel import CoordinatorChannel
 from paceline.session.handshake import check_tls
 from paceline.session.listener import Listener
 from paceline.session.stream import SessionStream, open_stream
-from paceline.session.wire import backoff, duration, error_from_status, is_transient
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -168,6 +168,7 @@ class ControlStream:
                 f"{self.target} is no Paceline coordinator: it did not say `registered`"
             )
         self.registered = answer.registered
+        self._listener.on_registered()
         return call
 
     async def _guard(self, call: SessionStream) -> None:
@@ -264,6 +265,10 @@ class ControlStream:
             self._listener.on_barrier(message.barrier_passed.call, None)
         elif kind == "barrier_failed":
             self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
+        elif kind == "new_door_secret":
+            assert self.registered is not None
+            self.registered.door_secret = message.new_door_secret.door_secret
+            self._listener.on_registered()
         elif kind == "left":
             self._left.set()
             if not self._leaving:

@@ -15,8 +15,8 @@ from paceline.credentials import Credentials
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.grpc_mesh import GrpcMesh
-from paceline.links.negotiation import Ways
 from paceline.links.nowhere import NoMesh
+from paceline.links.registry import LinkKinds
 from paceline.session.control import ControlStream
 from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2 as pb
@@ -36,7 +36,7 @@ class Generations:
         config: timeouts.
         thread: the loop.
         credentials: with which members authenticate each other.
-        ways: the halves of links that this member has.
+        kinds: the kinds of links that this worker has.
 
     Attributes:
         control: the stream; set once there is one.
@@ -46,14 +46,16 @@ class Generations:
 
     control: ControlStream
 
-    def __init__(self, job: str, config: Config, thread: LoopThread, credentials: Credentials, ways: Ways) -> None:
+    def __init__(
+        self, job: str, config: Config, thread: LoopThread, credentials: Credentials, kinds: LinkKinds
+    ) -> None:
         self.mesh: GrpcMesh | NoMesh | None = None
         self.coming: GrpcMesh | None = None
         self._job = job
         self._config = config
         self._thread = thread
         self._credentials = credentials
-        self._ways = ways
+        self._kinds = kinds
         self._away = False
         self._patience = _AWAY_S
         self._early: Verdict | None = None  # on a view that is being adopted
@@ -91,7 +93,7 @@ class Generations:
             self._thread,
             self._config.failure_timeout,
             self._credentials,
-            self._ways,
+            self._kinds,
         )
 
     def settle(self, verdict: Verdict) -> bool:

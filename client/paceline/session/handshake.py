@@ -12,9 +12,9 @@ import socket
 import ssl
 import time
 
+from paceline._address import parse_endpoint
+from paceline._lookup import look_up
 from paceline.errors import TlsFailed
-from paceline.session.address import parse_endpoint
-from paceline.session.lookup import look_up
 from paceline.tls import TlsFiles, make_context, what_is_wrong
 
 __all__ = ["check_tls"]

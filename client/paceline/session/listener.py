@@ -13,6 +13,9 @@ __all__ = ["Listener"]
 class Listener(Protocol):
     """Handles events of a control stream, on the loop thread; the methods must not block."""
 
+    def on_registered(self) -> None:
+        """`registered` is there, or has changed: after each connection, and when a line has ended."""
+
     def on_waiting(self, reason: str) -> None:
         """There is no view yet, for this reason."""
 

@@ -17,20 +17,20 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from paceline import errors
+from paceline._address import Endpoint, parse_endpoint
+from paceline._door_key import DoorKey
 from paceline._exhausted import is_exhausted
 from paceline._loop import LoopThread
 from paceline._wait import Outcome
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.group import Group
-from paceline.links.door_key import DoorKey
 from paceline.links.fault import Suspicion, error_of, read_verdict
 from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.grpc_state import StateSource
 from paceline.links.nowhere import NoMesh
-from paceline.session.address import Endpoint, parse_endpoint
 from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
@@ -123,7 +123,7 @@ class MemberConnection:
         self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
         self.mail = Mail()
         self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
-        self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.ways)
+        self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
 
     @property
@@ -293,9 +293,9 @@ class MemberConnection:
         )
         self.line.control = self._generations.control = self._control
         await self._control.open(max(0.0, self._opened + timeout - time.monotonic()))
-        self._know_member()
 
-    def _know_member(self) -> None:
+    def on_registered(self) -> None:
+        """See `Listener`."""
         assert self._control is not None
         registered = self._control.registered
         assert registered is not None
@@ -397,7 +397,6 @@ class MemberConnection:
 
     def on_new_session(self) -> None:
         """See `Listener`: nobody accepts what this member sends in its old generation."""
-        self._know_member()
         self.line.forget_meeting()
         if self._generations.mesh is not None:
             text = "the session has ended: this member was taken for lost while it could not be reached"
@@ -429,7 +428,7 @@ class MemberConnection:
     def _stand_by(self, reason: str) -> None:
         """`join` returns without a view: the job goes on, or is done, without this worker."""
         if not self._joined.done():
-            self._enter(NoMesh(reason, self._door.ways))
+            self._enter(NoMesh(reason, self._door.kinds))
 
     async def _adopt(self, view: pb.ViewFormed) -> None:
         """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.collectives.choose import RULES, Rules
-from paceline.collectives.tuning import digest
+from paceline._rpc import duration
+from paceline.collectives.choose import RULES, Rules, rules_digest
 from paceline.session.identity import process_identity
-from paceline.session.wire import duration
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -42,7 +41,7 @@ class Membership:
                 min_workers=self.min_workers,
                 max_workers=self.max_workers,
                 failure_timeout=duration(failure_timeout),
-                tuning=digest(self.rules),
+                tuning=rules_digest(self.rules),
             ),
             rank=self.rank,
         )

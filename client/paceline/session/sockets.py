@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from paceline._address import Endpoint
 from paceline._fork import protect
-from paceline.session.address import Endpoint
-from paceline.session.lookup import look_up_all
+from paceline._lookup import look_up_all
 
 __all__ = ["Sockets"]
 

@@ -13,19 +13,24 @@ from typing import Any
 
 from paceline import errors
 from paceline._fork import check_process
-from paceline._grpc import aio
+from paceline._grpc import aio, grpc
 from paceline._loop import LoopThread
+from paceline._rpc import backoff, duration, error_from_status, is_transient
 from paceline.config import checked_timeout
 from paceline.session.channel import CoordinatorChannel
-from paceline.session.wire import backoff, duration, error_from_status, is_transient
+from pacelinepb.pieces import MESSAGE_BYTES, cut, in_messages
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc
 
 __all__ = ["CoordinatorStore", "MemoryStore", "Store"]
 
-_MOST_BYTES = (1 << 20) + (60 << 10)
-"""Of a request. The coordinator refuses a value that is a little too long; a far longer one never gets to it, and what
-grpc makes of that is not always an answer."""
+_MOST_BYTES = (1 << 20) + (15 << 10)
+"""Of a request. The coordinator refuses a value that is a little too long; a far longer one is not sent."""
+
+_LONG = frozenset(
+    method.name for method in pb.DESCRIPTOR.services_by_name["StoreService"].methods if method.client_streaming
+)
+"""Calls whose request may take several messages."""
 
 _SLACK = 5.0
 """Seconds that a call may take beyond what the coordinator was asked to wait: it answers with the better error."""
@@ -107,7 +112,7 @@ class CoordinatorStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
-        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=value))
+        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=cut(value)))
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """See `Store.get`."""
@@ -124,9 +129,13 @@ class CoordinatorStore(Store):
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> tuple[bool, bytes | None]:
         """See `Store.compare_set`."""
-        request = pb.CompareSetRequest(caller=self._caller, key=key, desired=desired, call=next(self._calls))
-        if expected is not None:
-            request.expected = expected
+        request = pb.CompareSetRequest(
+            caller=self._caller,
+            key=key,
+            expected=None if expected is None else cut(expected),
+            desired=cut(desired),
+            call=next(self._calls),
+        )
         answer: pb.CompareSetResponse = self._call("compare_set", "CompareSet", request)
         return answer.swapped, answer.value if answer.HasField("value") else None
 
@@ -146,20 +155,23 @@ class CoordinatorStore(Store):
             raise errors.SessionClosed(f"store.{name}: the session has ended")
         if (size := request.ByteSize()) > _MOST_BYTES:
             raise errors.LimitExceeded(f"store.{name}: {size} bytes in one call; a value has at most 1 MiB")
+        messages = in_messages(request)
+        if any(message.ByteSize() > MESSAGE_BYTES for message in messages):
+            raise errors.LimitExceeded(f"store.{name}: a key has at most 1,024 bytes")
+        deadline = time.monotonic() + (self._call_timeout if wait is None else wait + _SLACK)
         try:
-            return self._thread.run(self._repeat(f"store.{name}", method, request, wait))
+            return self._thread.run(self._repeat(f"store.{name}", method, messages, deadline))
         except (futures.CancelledError, aio.UsageError):  # the channel was closed under the call
             raise errors.SessionClosed(f"store.{name}: the session has ended") from None
 
-    async def _repeat(self, name: str, method: str, request: Any, wait: float | None) -> Any:
+    async def _repeat(self, name: str, method: str, messages: list[Any], deadline: float) -> Any:
         """All calls may be repeated: reads and overwrites by nature, `add` and `compare_set` by their call number."""
-        deadline = time.monotonic() + (self._call_timeout if wait is None else wait + _SLACK)
 
         def call(channel: aio.Channel) -> Awaitable[Any]:
             left = max(0.05, deadline - time.monotonic())
-            answer: Awaitable[Any] = getattr(store_pb2_grpc.StoreServiceStub(channel), method)(
-                request, timeout=left, wait_for_ready=True
-            )
+            make = getattr(store_pb2_grpc.StoreServiceStub(channel), method)
+            request = iter(messages) if method in _LONG else messages[0]
+            answer: Awaitable[Any] = make(request, timeout=left, wait_for_ready=True)
             return answer
 
         attempt = 0
@@ -169,6 +181,10 @@ class CoordinatorStore(Store):
             except aio.AioRpcError as error:
                 if not is_transient(error) or time.monotonic() >= deadline:
                     raise error_from_status(error, name) from error
+                if len(messages) > 1 and error.code() is grpc.StatusCode.INTERNAL:
+                    # A refusal that comes before all is sent is a failed write to grpc. A short call hears the reason.
+                    nothing = pb.WaitRequest(caller=self._caller, timeout=duration(0))
+                    await self._repeat(name, "Wait", [nothing], deadline)
             else:
                 if answer is not None:
                     return answer

@@ -11,9 +11,9 @@ import logging
 import socket
 from collections.abc import Callable
 
+from paceline._address import Endpoint, listening_host, reachable_endpoint
 from paceline.errors import CoordinatorUnreachable
 from paceline.links.grpc_door import Door
-from paceline.session.address import Endpoint, listening_host, reachable_endpoint
 from paceline.session.sockets import Sockets
 
 __all__ = ["Whereabouts", "is_here"]

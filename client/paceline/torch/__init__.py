@@ -1,11 +1,11 @@
-"""Paceline for PyTorch: what trains an nn.Module, and the backend "paceline" of torch.distributed.
+"""Paceline for PyTorch: DDP, FSDP and data loaders for nn.Module, and the backend "paceline" of torch.distributed.
 
 It is an extra: `pip install 'paceline[torch]'`.
 
     import torch.distributed as dist
     dist.init_process_group("paceline")                     # in place of "gloo": nothing else changes
 
-Where Paceline is installed, torch finds the backend by itself.
+torch finds the backend by itself if Paceline is installed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.torch.register import register
+from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:
+    from paceline.torch._local_training import DiLoCo, LocalSGD
+    from paceline.torch.backend import ProcessGroup, Store
     from paceline.torch.data import ElasticDataLoader
     from paceline.torch.ddp import DDP
-    from paceline.torch.diloco import DiLoCo
     from paceline.torch.fsdp import FSDP
-    from paceline.torch.local_sgd import LocalSGD
-    from paceline.torch.process_group import ProcessGroup
-    from paceline.torch.store import Store
     from paceline.torch.stream import ElasticStreamLoader
 
 __all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", "LocalSGD", "ProcessGroup", "Store"]
@@ -30,15 +28,15 @@ __all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", 
 _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
-    "DiLoCo": "paceline.torch.diloco",
+    "DiLoCo": "paceline.torch._local_training",
     "ElasticDataLoader": "paceline.torch.data",
     "ElasticStreamLoader": "paceline.torch.stream",
-    "LocalSGD": "paceline.torch.local_sgd",
-    "ProcessGroup": "paceline.torch.process_group",
-    "Store": "paceline.torch.store",
+    "LocalSGD": "paceline.torch._local_training",
+    "ProcessGroup": "paceline.torch.backend",
+    "Store": "paceline.torch.backend",
 }
 
-register()
+_register()
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from paceline.elastic.sampler import Planned
 from paceline.elastic.step import Step
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.torch.fetching import Fetcher, sow
+from paceline.torch._fetching import Fetcher, sow
 
 __all__ = ["ElasticDataLoader"]
 

@@ -1,6 +1,6 @@
 """DistributedDataParallel for torch modules: every rank holds the whole model, and gradients are averaged.
 
-What happens in a backward pass is `passes`; buckets, overlap and compression are those of `paceline.DDP`.
+`DDP` is the front. Hooks of autograd drive the same core as that of `paceline.DDP`; see `_autograd`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from paceline.compression.codec import Codec
-from paceline.compression.powersgd import PowerSGD
-from paceline.parallel.agreement import give
-from paceline.parallel.module import buffers_of, parameters_of
-from paceline.parallel.ranks import Ranks
-from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.passes import Passes
-from paceline.torch.tensors import Tensor
+from paceline.compression import Codec, PowerSGD
+from paceline.parallel._agreement import give
+from paceline.parallel._parameter import buffers_of, parameters_of
+from paceline.parallel._ranks import Ranks
+from paceline.torch._autograd import AutogradDriver
+from paceline.torch._compiling import stay_out_of_graphs
+from paceline.torch._tensors import Tensor
 
 __all__ = ["DDP"]
 
@@ -89,7 +88,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         stay_out_of_graphs()
         self.module = module
         self.group = group
-        self._passes = Passes(
+        self._driver = AutogradDriver(
             module,
             group,
             bucket_mb=bucket_mb,
@@ -97,6 +96,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             error_feedback=error_feedback,
             static_graph=static_graph,
         )
+        self._synchronizer = self._driver.synchronizer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's output. With gradients, the first call is a collective (see `prepare`).
@@ -105,7 +105,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             PacelineError: as `prepare`.
         """
         if torch.is_grad_enabled():
-            self._passes.before_forward()
+            self._driver.before_forward()
         return self.module(*inputs, **named)
 
     def prepare(self) -> None:
@@ -118,7 +118,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             UnsupportedOp: a parameter is of no dtype that can be trained, or not dense on the CPU.
             StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
         """
-        self._passes.prepare()
+        self._synchronizer.prepare()
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """`loss.backward()`, where this rank's gradient counts `weight` beside the other ranks'.
@@ -134,7 +134,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             ValueError: the weight is negative or not finite.
             PacelineError: a collective failed.
         """
-        with self._passes.weighing(weight):
+        with self._driver.weighing(weight):
             if loss.requires_grad:
                 loss.backward(retain_graph=retain_graph)
 
@@ -143,7 +143,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
 
         The next one outside, or `sync_gradients`, reduces the sum of all.
         """
-        return self._passes.no_sync()
+        return self._synchronizer.no_sync()
 
     def sync_gradients(self) -> None:
         """Reduces what passes in `no_sync` have left; does nothing if there is nothing.
@@ -151,7 +151,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         Raises:
             PacelineError: a collective failed; gradients are dropped.
         """
-        self._passes.sync_gradients()
+        self._synchronizer.sync_gradients()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -164,18 +164,18 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         Raises:
             PacelineError: a collective failed.
         """
-        passes = self._passes
-        passes.prepare()
-        passes.uneven.open()
+        driver, uneven = self._driver, self._driver.uneven
+        self._synchronizer.prepare()
+        uneven.open()
         try:
             yield
-            while passes.uneven.others_go_on():
-                passes.reduce_without_input()
-            if passes.uneven.reductions and self.group.size > 1:
-                parameters = [p.data for p in parameters_of(passes.module).values()]
-                give(self.group, [*parameters, *buffers_of(passes.module).values()], root=passes.uneven.root)
+            while uneven.others_go_on():
+                driver.reduce_without_input()
+            if uneven.reductions and self.group.size > 1:
+                parameters = [p.data for p in parameters_of(driver.module).values()]
+                give(self.group, [*parameters, *buffers_of(driver.module).values()], root=uneven.root)
         finally:
-            passes.uneven.close()
+            uneven.close()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm, taken over all parameters as one vector, is at most `max_norm`.
@@ -194,15 +194,15 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             ValueError: `max_norm` is negative, or `norm_type` not above 0.
             PacelineError: a collective failed.
         """
-        return self._passes.clip_grad_norm(max_norm, norm_type)
+        return self._synchronizer.clip_grad_norm(max_norm, norm_type)
 
     def begin_step(self) -> None:
         """For whoever may undo steps: see `paceline.DDP.begin_step`."""
-        self._passes.begin_step()
+        self._driver.model.begin_step()
 
     def drop_gradients(self) -> None:
         """Forgets all gradients: the step that they were for is undone."""
-        self._passes.drop_gradients()
+        self._driver.drop_gradients()
 
     # As of the bare module --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""FullyShardedDataParallel for torch modules; `parallel.fsdp` does the work, `sharding` shows torch to it."""
+"""FullyShardedDataParallel for torch modules: ranks share the memory of one model, and train it as one.
+
+`FSDP` is the front. Hooks of autograd drive the same core as that of `paceline.FSDP`; see `_sharded_autograd`.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from typing import Any
 import torch
 
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.parallel.optimizer import stands_in
-from paceline.parallel.parameter import Parameter
-from paceline.parallel.ranks import ShardRanks
-from paceline.parallel.sharding.strategy import ShardingStrategy
-from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.sharding.engine import Engine
-from paceline.torch.sharding.mirror import Mirror, Piece
-from paceline.torch.sharding.modules import Adapter, Call, Wrapped, replaced
-from paceline.torch.sharding.optimizer import optimizer_of, watch_optimizers
-from paceline.torch.tensors import Tensor, array_of, tensor_of
+from paceline.parallel._optimizer_state import stands_in
+from paceline.parallel._parameter import Parameter
+from paceline.parallel._ranks import ShardRanks
+from paceline.parallel.sharding._placement import ShardingStrategy
+from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.torch._compiling import stay_out_of_graphs
+from paceline.torch._sharded_autograd import ShardedDriver
+from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
+from paceline.torch._sharded_tensors import Adapter, Call, Mirror, Piece, Wrapped, replaced
+from paceline.torch._tensors import Tensor, array_of, tensor_of
 
 __all__ = ["FSDP"]
 
@@ -78,8 +81,6 @@ class FSDP(Wrapped):
             negative.
     """
 
-    engine: Engine
-
     def __init__(
         self,
         module: Any,
@@ -102,10 +103,11 @@ class FSDP(Wrapped):
 
         replaced(module, auto_wrap if isinstance(auto_wrap, tuple) else (auto_wrap,), unit)
         self.module = module
-        self.engine = Engine(
+        self._driver = ShardedDriver(
             Adapter(module), group, strategy, intra_node_size, narrow=mixed_precision is not None, ahead=ahead
         )
-        self.strategy = self.engine.strategy
+        self.sharded = self._driver.sharded
+        self.strategy = self.sharded.strategy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output. A collective wherever parameters are spread: all ranks call it.
@@ -114,7 +116,7 @@ class FSDP(Wrapped):
             PacelineError: as `prepare`, or a collective failed.
             Exception: what the module raised. The wrapper stays usable, if the others have come as far.
         """
-        return self.engine.forward(Call(args, kwargs))
+        return self._driver.forward(Call(args, kwargs))
 
     def backward(self, loss: Any, weight: float | None = None) -> None:
         """`loss.backward()`, with a say in what this rank counts.
@@ -129,24 +131,24 @@ class FSDP(Wrapped):
             StepOrderError: the weights of all ranks add up to 0.
             PacelineError: a collective failed.
         """
-        with self.engine.weighing(weight):
+        with self._driver.weighing(weight):
             loss.backward()
 
     def prepare(self) -> None:
         """Agrees on the model and takes rank 0's values; see `Wrapper.prepare`. A collective at first use."""
-        self.engine.prepare()
+        self.sharded.prepare()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block `backward` accumulates on this rank only; the next one outside reduces the sum."""
-        return self.engine.no_sync()
+        return self.sharded.no_sync()
 
     def sync_gradients(self) -> None:
         """Reduces what `no_sync` has accumulated; does nothing if nothing is. A collective."""
-        self.engine.sync_gradients()
+        self.sharded.sync_gradients()
 
     def drop_gradients(self) -> None:
         """Forgets all gradients, those that `no_sync` has accumulated too."""
-        self.engine.drop_gradients()
+        self.sharded.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `drop_gradients`. An optimizer's `zero_grad` clears pieces only: under `no_sync` there is more."""
@@ -155,7 +157,7 @@ class FSDP(Wrapped):
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm is at most `max_norm`; see `Wrapper.clip_grad_norm`."""
-        return self.engine.clip_grad_norm(max_norm, norm_type)
+        return self.sharded.clip_grad_norm(max_norm, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """`clip_grad_norm`, named as in the FSDP of torch; the norm is a tensor of shape [], float64."""
@@ -168,7 +170,7 @@ class FSDP(Wrapped):
         Returns:
             The module's own parameters by path. What is changed in them is kept, if all ranks change it alike.
         """
-        with self.engine.unshard() as whole:
+        with self.sharded.unshard() as whole:
             yield {path: _tensor(parameter) for path, parameter in whole.items()}
 
     def named_parameters(
@@ -176,7 +178,7 @@ class FSDP(Wrapped):
     ) -> Iterator[tuple[str, Any]]:
         """This rank's pieces, `torch.nn.Parameter`s, under the paths that parameters have without wrappers."""
         seen: set[int] = set()
-        for path, piece in self.engine.named_parameters() if recurse else ():
+        for path, piece in self.sharded.named_parameters() if recurse else ():
             if not remove_duplicate or id(piece) not in seen:
                 seen.add(id(piece))
                 yield (f"{prefix}.{path}" if prefix else path), _tensor(piece)
@@ -190,10 +192,10 @@ class FSDP(Wrapped):
         Returns:
             The copies; empty on other ranks than the root.
         """
-        state = self.engine.state_dict(root=root)
+        state = self.sharded.state_dict(root=root)
         first = self._first_paths()
         whole = {path: state[first.get(path, path)] for path in [*first, *state] if state}
-        passing = self.engine.module.passing_buffers()
+        passing = self._driver.module.passing_buffers()
         return {path: tensor_of(array) for path, array in whole.items() if path not in passing}
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
@@ -210,14 +212,14 @@ class FSDP(Wrapped):
         if missing := sorted(first.keys() - saved.keys()):
             raise SizeMismatch(f"the state does not fit this model: {missing[0]!r} is missing")
         state = {path: array_of(value) for path, value in saved.items() if first.get(path, path) == path}
-        passing = self.engine.module.passing_buffers()
-        state |= {path: array for path, array in self.engine.named_buffers() if path in passing}
-        self.engine.load_state_dict(state)
+        passing = self._driver.module.passing_buffers()
+        state |= {path: array for path, array in self.sharded.named_buffers() if path in passing}
+        self.sharded.load_state_dict(state)
 
     def _first_paths(self) -> dict[str, str]:
         """Of each path of a parameter the first path that it has."""
         first: dict[int, str] = {}
-        return {path: first.setdefault(id(piece), path) for path, piece in self.engine.named_parameters()}
+        return {path: first.setdefault(id(piece), path) for path, piece in self.sharded.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise UnsupportedOp("FSDP has spread this module: convert or move it (.to, .double, ...) before it is wrapped")
@@ -232,8 +234,8 @@ def _tensor(parameter: Parameter) -> Any:
 
 
 @stands_in
-def _engine_of(thing: Any) -> Engine | None:
-    return thing.engine if isinstance(thing, FSDP) else None
+def _core_of(thing: Any) -> ShardedModel | None:
+    return thing.sharded if isinstance(thing, FSDP) else None
 
 
 stands_in(optimizer_of)

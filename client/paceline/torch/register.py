@@ -1,14 +1,18 @@
-"""Tells torch.distributed of the backend. torch itself calls this when it is imported (entry point "torch.backends").
+"""Registers the backend "paceline" with torch.distributed, and adapts torch to it where releases 2.11 to 2.15 differ.
 
-So nothing heavy is imported before a group is made.
+torch calls `register` when it is imported (entry point "torch.backends"), so nothing heavy is imported before a group
+is made.
+
+The adaptations use names of torch that are not public, so a newer release may differ too: `make test-newest` tests with
+the newest one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
-
-from paceline.torch.releases import adapt
 
 __all__ = ["register"]
 
@@ -16,14 +20,17 @@ _NAME = "paceline"
 
 
 def register() -> None:
-    """Makes "paceline" a backend, and paceline:// an init method, of torch.distributed. Idempotent."""
+    """Makes "paceline" a backend of torch.distributed, and paceline:// one of its init methods. Idempotent."""
+    import torch  # here: torch imports this module while it is itself being imported
     import torch.distributed as dist
 
     if not dist.is_available() or _NAME.upper() in dist.Backend.__dict__:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     dist.register_rendezvous_handler(_NAME, _rendezvous)
-    adapt(_NAME)
+    if torch.__version__ < (2, 14):
+        _allow_monitored_barriers()
+    _exempt_from_recorder()
 
 
 def _create(opts: Any, pg_options: Any = None) -> Any:
@@ -33,6 +40,37 @@ def _create(opts: Any, pg_options: Any = None) -> Any:
 
 
 def _rendezvous(url: str, **settings: Any) -> Iterator[Any]:
-    from paceline.torch.rendezvous import rendezvous
+    from paceline.torch.backend import rendezvous
 
     return rendezvous(url, **settings)
+
+
+def _exempt_from_recorder() -> None:
+    """Tells torch 2.15 and later not to attach its flight recorder to groups of this backend.
+
+    torch attaches it to every group whose backend is not listed as recording for itself. That fails with a subclass of
+    ProcessGroup, and `init_process_group` raises. Without such a list nothing is done: an error here would make
+    `import torch` fail.
+    """
+    from torch.distributed import distributed_c10d
+
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(_NAME)
+
+
+def _allow_monitored_barriers() -> None:
+    """Lets `dist.monitored_barrier` accept this backend; torch before 2.14 accepts only Gloo, by name."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> Any:
+        if dist.get_rank(group) < 0 or dist.get_backend(group) != _NAME:
+            return original(group, timeout, wait_all_ranks)
+        return (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

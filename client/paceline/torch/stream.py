@@ -18,11 +18,11 @@ from torch.utils.data import default_collate
 
 from paceline.checkpoint.tree import split
 from paceline.elastic.foreign import taken, to_plain
-from paceline.elastic.parts import Part, opaque
+from paceline.elastic.parts import StatePart, opaque
 from paceline.elastic.sampler import share_out
 from paceline.elastic.step import Step
 from paceline.errors import UnsupportedOp
-from paceline.torch.fetching import Fetcher, sow
+from paceline.torch._fetching import Fetcher, sow
 
 __all__ = ["ElasticStreamLoader"]
 
@@ -120,7 +120,7 @@ class ElasticStreamLoader:
         """Goes there. What was fetched ahead is thrown away with the next batch."""
         self._position, self._ahead = _Position(**saved), None
 
-    def as_part(self) -> Part:
+    def as_part(self) -> StatePart:
         """See `elastic.parts.part_of`; a newcomer with another batch or seed is refused."""
         return opaque(self, self._kind)
 

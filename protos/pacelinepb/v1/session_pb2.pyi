@@ -664,6 +664,28 @@ class Registered(_message.Message):
 Global___Registered: _TypeAlias = Registered  # noqa: Y015
 
 @_typing.final
+class NewDoorSecret(_message.Message):
+    """The job's line has ended, and what begins now has another secret. All sessions of the job get it, before any view."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOOR_SECRET_FIELD_NUMBER: _builtins.int
+    door_secret: _builtins.bytes
+    """Takes the place of `Registered.door_secret`. Never log it."""
+    def __init__(
+        self,
+        *,
+        door_secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["door_secret", b"door_secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewDoorSecret: _TypeAlias = NewDoorSecret  # noqa: Y015
+
+@_typing.final
 class Waiting(_message.Message):
     """The member is in no view yet. Sent whenever the sentence changes."""
 
@@ -1187,6 +1209,7 @@ class SessionResponse(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
     STATE_LOST_FIELD_NUMBER: _builtins.int
+    NEW_DOOR_SECRET_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
     check: _builtins.int
     """As `SessionRequest.check`. A worker that finds a wrong one ends the stream and resumes."""
@@ -1258,6 +1281,10 @@ class SessionResponse(_message.Message):
     def state_lost(self) -> Global___StateLost:
         """A state that nobody has."""
 
+    @_builtins.property
+    def new_door_secret(self) -> Global___NewDoorSecret:
+        """A line has ended."""
+
     def __init__(
         self,
         *,
@@ -1278,13 +1305,14 @@ class SessionResponse(_message.Message):
         missing: Global___Missing | None = ...,
         spare: Global___Spare | None = ...,
         state_lost: Global___StateLost | None = ...,
+        new_door_secret: Global___NewDoorSecret | None = ...,
         check: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "new_door_secret", b"new_door_secret", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "check", b"check", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "check", b"check", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "new_door_secret", b"new_door_secret", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing", "spare", "state_lost"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing", "spare", "state_lost", "new_door_secret"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -60,18 +60,20 @@ class SetRequest(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """1 to 1,024 bytes."""
-    value: _builtins.bytes
-    """At most 1 MiB."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who asks."""
+
+    @_builtins.property
+    def value(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The value, in pieces: one after another they are the value, of at most 1 MiB."""
 
     def __init__(
         self,
         *,
         caller: Global___Caller | None = ...,
         key: _builtins.str = ...,
-        value: _builtins.bytes = ...,
+        value: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -225,32 +227,34 @@ class CompareSetRequest(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """The key."""
-    expected: _builtins.bytes
-    """The value that the key must hold; unset: the key must be missing."""
-    desired: _builtins.bytes
-    """The new value."""
     call: _builtins.int
     """Chosen by the caller, unique in its session: a repeat of the call is answered as the first was."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who asks."""
 
+    @_builtins.property
+    def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The value that the key must hold, in pieces; no piece: the key must be missing."""
+
+    @_builtins.property
+    def desired(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The new value, in pieces."""
+
     def __init__(
         self,
         *,
         caller: Global___Caller | None = ...,
         key: _builtins.str = ...,
-        expected: _builtins.bytes | None = ...,
-        desired: _builtins.bytes = ...,
+        expected: _abc.Iterable[_builtins.bytes] | None = ...,
+        desired: _abc.Iterable[_builtins.bytes] | None = ...,
         call: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected", b"_expected", "caller", b"caller", "expected", b"expected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected", b"_expected", "call", b"call", "caller", b"caller", "desired", b"desired", "expected", b"expected", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "caller", b"caller", "desired", b"desired", "expected", b"expected", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__expected: _TypeAlias = _typing.Literal["expected"]  # noqa: Y015
-    _WhichOneofArgType__expected: _TypeAlias = _typing.Literal["_expected", b"_expected"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected) -> _WhichOneofReturnType__expected | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompareSetRequest: _TypeAlias = CompareSetRequest  # noqa: Y015
 

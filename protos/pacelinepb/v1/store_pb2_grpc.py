@@ -27,6 +27,10 @@ if _version_not_supported:
 
 class StoreServiceStub(object):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
+
+    No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
+    of one call have 1 MiB + 16 KiB at most.
     """
 
     def __init__(self, channel):
@@ -35,7 +39,7 @@ class StoreServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Set = channel.unary_unary(
+        self.Set = channel.stream_unary(
                 '/pacelinepb.v1.StoreService/Set',
                 request_serializer=pacelinepb_dot_v1_dot_store__pb2.SetRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_store__pb2.SetResponse.FromString,
@@ -50,12 +54,12 @@ class StoreServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_store__pb2.AddRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_store__pb2.AddResponse.FromString,
                 _registered_method=True)
-        self.CompareSet = channel.unary_unary(
+        self.CompareSet = channel.stream_unary(
                 '/pacelinepb.v1.StoreService/CompareSet',
                 request_serializer=pacelinepb_dot_v1_dot_store__pb2.CompareSetRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_store__pb2.CompareSetResponse.FromString,
                 _registered_method=True)
-        self.Wait = channel.unary_unary(
+        self.Wait = channel.stream_unary(
                 '/pacelinepb.v1.StoreService/Wait',
                 request_serializer=pacelinepb_dot_v1_dot_store__pb2.WaitRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_store__pb2.WaitResponse.FromString,
@@ -69,9 +73,13 @@ class StoreServiceStub(object):
 
 class StoreServiceServicer(object):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
+
+    No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
+    of one call have 1 MiB + 16 KiB at most.
     """
 
-    def Set(self, request, context):
+    def Set(self, request_iterator, context):
         """Sets a key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -92,14 +100,14 @@ class StoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CompareSet(self, request, context):
+    def CompareSet(self, request_iterator, context):
         """Sets a key if it holds the expected value. Losing is an answer, not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Wait(self, request, context):
+    def Wait(self, request_iterator, context):
         """Waits until all keys exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,7 +124,7 @@ class StoreServiceServicer(object):
 
 def add_StoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Set': grpc.unary_unary_rpc_method_handler(
+            'Set': grpc.stream_unary_rpc_method_handler(
                     servicer.Set,
                     request_deserializer=pacelinepb_dot_v1_dot_store__pb2.SetRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_store__pb2.SetResponse.SerializeToString,
@@ -131,12 +139,12 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=pacelinepb_dot_v1_dot_store__pb2.AddRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_store__pb2.AddResponse.SerializeToString,
             ),
-            'CompareSet': grpc.unary_unary_rpc_method_handler(
+            'CompareSet': grpc.stream_unary_rpc_method_handler(
                     servicer.CompareSet,
                     request_deserializer=pacelinepb_dot_v1_dot_store__pb2.CompareSetRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_store__pb2.CompareSetResponse.SerializeToString,
             ),
-            'Wait': grpc.unary_unary_rpc_method_handler(
+            'Wait': grpc.stream_unary_rpc_method_handler(
                     servicer.Wait,
                     request_deserializer=pacelinepb_dot_v1_dot_store__pb2.WaitRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_store__pb2.WaitResponse.SerializeToString,
@@ -156,10 +164,14 @@ def add_StoreServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class StoreService(object):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
+
+    No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
+    of one call have 1 MiB + 16 KiB at most.
     """
 
     @staticmethod
-    def Set(request,
+    def Set(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -169,8 +181,8 @@ class StoreService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/pacelinepb.v1.StoreService/Set',
             pacelinepb_dot_v1_dot_store__pb2.SetRequest.SerializeToString,
@@ -240,7 +252,7 @@ class StoreService(object):
             _registered_method=True)
 
     @staticmethod
-    def CompareSet(request,
+    def CompareSet(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -250,8 +262,8 @@ class StoreService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/pacelinepb.v1.StoreService/CompareSet',
             pacelinepb_dot_v1_dot_store__pb2.CompareSetRequest.SerializeToString,
@@ -267,7 +279,7 @@ class StoreService(object):
             _registered_method=True)
 
     @staticmethod
-    def Wait(request,
+    def Wait(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -277,8 +289,8 @@ class StoreService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/pacelinepb.v1.StoreService/Wait',
             pacelinepb_dot_v1_dot_store__pb2.WaitRequest.SerializeToString,

@@ -27,50 +27,65 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StoreServiceStub:
-    """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused."""
+    """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
+
+    No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
+    of one call have 1 MiB + 16 KiB at most.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StoreServiceAsyncStub: ...
-    Set: _grpc.UnaryUnaryMultiCallable[_store_pb2.SetRequest, _store_pb2.SetResponse]
+    Set: _grpc.StreamUnaryMultiCallable[_store_pb2.SetRequest, _store_pb2.SetResponse]
     """Sets a key."""
     Get: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetRequest, _store_pb2.GetResponse]
     """Reads a key, waiting for it for up to `timeout`."""
     Add: _grpc.UnaryUnaryMultiCallable[_store_pb2.AddRequest, _store_pb2.AddResponse]
     """Adds to a key that holds an integer in decimal ASCII (a missing key counts as 0)."""
-    CompareSet: _grpc.UnaryUnaryMultiCallable[_store_pb2.CompareSetRequest, _store_pb2.CompareSetResponse]
+    CompareSet: _grpc.StreamUnaryMultiCallable[_store_pb2.CompareSetRequest, _store_pb2.CompareSetResponse]
     """Sets a key if it holds the expected value. Losing is an answer, not an error."""
-    Wait: _grpc.UnaryUnaryMultiCallable[_store_pb2.WaitRequest, _store_pb2.WaitResponse]
+    Wait: _grpc.StreamUnaryMultiCallable[_store_pb2.WaitRequest, _store_pb2.WaitResponse]
     """Waits until all keys exist."""
     Delete: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteRequest, _store_pb2.DeleteResponse]
     """Deletes a key."""
 
 @_typing.type_check_only
 class StoreServiceAsyncStub(StoreServiceStub):
-    """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused."""
+    """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
+
+    No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
+    of one call have 1 MiB + 16 KiB at most.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Set: _aio.UnaryUnaryMultiCallable[_store_pb2.SetRequest, _store_pb2.SetResponse]  # type: ignore[assignment]
+    Set: _aio.StreamUnaryMultiCallable[_store_pb2.SetRequest, _store_pb2.SetResponse]  # type: ignore[assignment]
     """Sets a key."""
     Get: _aio.UnaryUnaryMultiCallable[_store_pb2.GetRequest, _store_pb2.GetResponse]  # type: ignore[assignment]
     """Reads a key, waiting for it for up to `timeout`."""
     Add: _aio.UnaryUnaryMultiCallable[_store_pb2.AddRequest, _store_pb2.AddResponse]  # type: ignore[assignment]
     """Adds to a key that holds an integer in decimal ASCII (a missing key counts as 0)."""
-    CompareSet: _aio.UnaryUnaryMultiCallable[_store_pb2.CompareSetRequest, _store_pb2.CompareSetResponse]  # type: ignore[assignment]
+    CompareSet: _aio.StreamUnaryMultiCallable[_store_pb2.CompareSetRequest, _store_pb2.CompareSetResponse]  # type: ignore[assignment]
     """Sets a key if it holds the expected value. Losing is an answer, not an error."""
-    Wait: _aio.UnaryUnaryMultiCallable[_store_pb2.WaitRequest, _store_pb2.WaitResponse]  # type: ignore[assignment]
+    Wait: _aio.StreamUnaryMultiCallable[_store_pb2.WaitRequest, _store_pb2.WaitResponse]  # type: ignore[assignment]
     """Waits until all keys exist."""
     Delete: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteRequest, _store_pb2.DeleteResponse]  # type: ignore[assignment]
     """Deletes a key."""
 
 class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused."""
+    """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
+
+    No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
+    of one call have 1 MiB + 16 KiB at most.
+    """
 
     @_abc_1.abstractmethod
     def Set(
         self,
-        request: _store_pb2.SetRequest,
+        request_iterator: _MaybeAsyncIterator[_store_pb2.SetRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.SetResponse, _abc.Awaitable[_store_pb2.SetResponse]]:
         """Sets a key."""
@@ -94,7 +109,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def CompareSet(
         self,
-        request: _store_pb2.CompareSetRequest,
+        request_iterator: _MaybeAsyncIterator[_store_pb2.CompareSetRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.CompareSetResponse, _abc.Awaitable[_store_pb2.CompareSetResponse]]:
         """Sets a key if it holds the expected value. Losing is an answer, not an error."""
@@ -102,7 +117,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Wait(
         self,
-        request: _store_pb2.WaitRequest,
+        request_iterator: _MaybeAsyncIterator[_store_pb2.WaitRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.WaitResponse, _abc.Awaitable[_store_pb2.WaitResponse]]:
         """Waits until all keys exist."""

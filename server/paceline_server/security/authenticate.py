@@ -1,8 +1,8 @@
-"""Every call to every service, before its handler sees it: what is its token good for, and is that enough?
+"""Checks the token of every call to every service before its handler sees it.
 
-Health's Check is open to all, for probes have no tokens; its Watch, which lasts for as long as the caller likes, needs
-one, and so does reflection. Of ours, `JOB_OF` says where each request names its job; a method that is not in it is
-refused to whoever has a token for one job only. `role_for` says which role a method needs.
+Health's Check is open to all, because probes have no tokens; its Watch, which has no time limit, needs one, and so does
+reflection. `JOB_OF` says where each of our requests names its job; a method that is missing there is refused if the
+token is for one job only. `role_for` says which role a method needs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
 _FIRST = ("register", "resume")
-"""Kinds of a session's first message; any other kind is the handler's to refuse."""
+"""Kinds of a session's first message; the handler refuses any other kind."""
 
 LIST_JOBS = "/pacelinepb.v1.AdminService/ListJobs"
-"""About no job: who has a token for one is shown that one."""
+"""It is about no job: with a token for one job, only that job is listed."""
 
 
 def _named(request: Any) -> str:
@@ -73,10 +73,10 @@ _Next = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any
 
 
 class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Lets calls through that show a token which is in force, for the jobs that it is good for.
+    """Lets a call through if it shows a valid token that is good for its job and has the role that it needs.
 
     Args:
-        tokens: those in force.
+        tokens: the valid ones.
     """
 
     def __init__(self, tokens: TokenKeeper) -> None:
@@ -85,7 +85,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
     async def intercept_service(
         self, continuation: _Next, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Puts a refusal, or a check of the job, in the place of the handler."""
+        """Replaces the handler by a refusal, or by one that checks the job first."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if not handler or method == PROBE:  # grpc gives None for a method that nobody serves
@@ -108,7 +108,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def authorization_of(details: grpc.HandlerCallDetails) -> str | None:
-    """What a call shows: the value of that name in its metadata, None if there is none."""
+    """The value of `authorization` in a call's metadata, None if there is none."""
     for name, value in details.invocation_metadata or ():
         if name == "authorization":
             return value if isinstance(value, str) else None
@@ -139,7 +139,7 @@ def _opening(handler: Any, grant: Grant) -> Any:
 
 
 class _Opening:
-    """The context of a session's stream; its first message is checked, and all that follows goes straight through."""
+    """The context of a session's stream. It checks the job of the first message; later ones pass unchanged."""
 
     def __init__(self, context: Any, grant: Grant) -> None:
         self._context = context
@@ -156,9 +156,9 @@ class _Opening:
 
 
 def _refusal(refused: Refused, *, ours: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """What ends the call at once, and reads nothing of it.
+    """A handler that ends the call at once and reads nothing of it.
 
-    A stream in either case: before a unary handler, grpc waits for the whole of the request, however long that takes.
+    It is a stream's handler in any case: before a unary one, grpc waits for the whole request without a time limit.
     """
 
     async def handle(request: Any, context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is to be said about an address that others can reach. Pure."""
+"""The warning about an address that others can reach. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["exposure"]
 
 
 def exposure(settings: ServerSettings) -> str | None:
-    """A warning about where this coordinator listens and whom it lets in; None if there is nothing to say."""
+    """A warning if others can reach this coordinator without a token or can read what is sent; None if not."""
     host, _, _ = settings.listen.rpartition(":")
     if _is_loopback(host.strip("[]")):
         return None

@@ -1,8 +1,8 @@
-"""Who pays for a call: the jobs that its token is good for, whatever connections it comes by; else its address. Pure.
+"""The payer of a call: the jobs that its token is good for, on all connections; or else its address. Pure.
 
-One job's calls count together, then, and no more connections get round that. A token for all jobs says nothing of the
-job, so that those who show one are told apart by their addresses. So are strangers, who show none that holds; and they
-pay for nobody but strangers.
+So all calls of one job count together, and opening more connections does not help. A token for all jobs does not tell
+the job, so callers that show one are told apart by their addresses. So are strangers, callers without a valid token;
+they are separate payers even at an address that others share.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paceline_server.security.tokens import Tokens
 __all__ = ["payer"]
 
 _IPV6_HOST_BITS = 64
-"""Whoever has one address of IPv6 mostly has all that differ in these (RFC 6177)."""
+"""A host with one IPv6 address mostly has all addresses that differ only in these bits (RFC 6177)."""
 
 
 def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
-    """Who pays, in words.
+    """The payer, in words.
 
     Args:
-        tokens: those in force; None: nobody needs one.
+        tokens: the valid ones; None if callers need none.
         authorization: as for `Tokens.grant`.
         peer: where the call comes from, as grpc says it: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
     """

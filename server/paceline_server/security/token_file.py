@@ -1,9 +1,10 @@
 """The file of tokens, read again when it has changed: at most once a second.
 
 It is read whole at each look: a time of change can be the same for two contents. A file that cannot be read any more,
-or holds no token, leaves the last tokens in force: a slip of an editor must not open or shut everything.
+or holds no token, leaves the last tokens in force: a mistake in an editor must neither let everyone in
+nor shut everyone out.
 
-A look can hang for good, where a network is away: the next waits until it has come back.
+A look can hang for good on a network file system: there is no other look until it has returned.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ LOOK_S = 1.0
 """Seconds between two looks at the file."""
 
 PATIENCE_S = 1.0
-"""For how long calls wait for a look, from its beginning: one that hangs holds nobody up after that."""
+"""Seconds that calls wait for a look, from its beginning; after that they use the last tokens."""
 
 FIRST_S = 10.0
-"""For how long the first look is waited for, without which nobody could be told from anybody."""
+"""Seconds to wait for the first look, without which the coordinator has no tokens."""
 
 _THREAD = "paceline-tokens"
 

@@ -1,7 +1,7 @@
-"""What the file of tokens says, and what a caller with this token may do. Pure.
+"""Reads the file of tokens, and says what a caller with a token may do. Pure.
 
-Tokens are kept as SHA-256 digests only, and a caller's is compared with every one of them in constant time: neither
-which one fits nor its length shows.
+Tokens are kept as SHA-256 digests only, and a caller's token is compared with every one of them in constant time: the
+time shows neither which one matches nor its length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TokensUnusable(ValueError):
 
 
 class Role(enum.IntEnum):
-    """What a caller may do; each may do what those before it may."""
+    """What a caller may do; each role includes those before it."""
 
     READ = 0
     """See jobs and their members."""

@@ -1,4 +1,4 @@
-"""AdminService: what an operator sees, and what an operator may ask for."""
+"""AdminService: shows jobs to operators, and does what they ask for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AdminHandlers(AdminServiceServicer):
         )
 
     async def DrainMembers(self, request: pb.DrainMembersRequest, context: _Context) -> pb.DrainMembersResponse:
-        """Has members leave."""
+        """Asks members to leave; all of them if the request names none."""
         job = self._job(request.job)
         sessions = job.membership.state.concerned()
         chosen = sessions
@@ -64,7 +64,7 @@ class AdminHandlers(AdminServiceServicer):
             if unknown:
                 raise NotFound(
                     f"job {request.job!r} has no member {', '.join(unknown)}; nobody was told anything: "
-                    f"paceline status {request.job} shows who is there"
+                    f"paceline status {request.job} shows its members"
                 )
             chosen = [by_name[name] for name in request.members]
         ids = tuple(dict.fromkeys(session.member_id for session in chosen))  # a rank and an id may name the same one
@@ -72,7 +72,7 @@ class AdminHandlers(AdminServiceServicer):
         return pb.DrainMembersResponse(member_ids=ids)
 
     async def RestartJob(self, request: pb.RestartJobRequest, context: _Context) -> pb.RestartJobResponse:
-        """Ends a job's line by the operator's word."""
+        """Ends a job's line: the operator says that its silent members are dead."""
         job = self._job(request.job)
         state = job.membership.state
         there = state.present() if state.view is not None else []

@@ -1,48 +1,55 @@
-"""Calls are served at a pace, a little later if one payer makes too many, and within what memory he may have (`calls`).
+"""Calls are served at a pace, a little later if one payer makes too many, and within its share of memory (`calls`).
 
-grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes, with what has
-come so far in memory. So unary handlers are served as streams of one message, which is waited for here, and for a time
-only. Streams wait for their turn before anything of them is read: a refusal for want of a token is one, and costs us as
-much as an answer. What is longer than its method may be is not parsed (`sizes`).
+grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes. So unary
+handlers are served as streams: the request is read here, within a time limit. Calls wait for their turn before anything
+of them is read, also those that will be refused for want of a token: a refusal costs as much as an answer.
+
+A long request comes as several messages (`pacelinepb.pieces`). Its handler gets it whole, as if it were one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from google.protobuf.message import Message
 
 from paceline_server._grpc import EOF, aio, grpc
-from paceline_server.errors import NoRoom
+from paceline_server.errors import LimitMet, NoRoom
 from paceline_server.pacing import Pacers
 from paceline_server.security.authenticate import authorization_of
 from paceline_server.services.calls import OpenCall, OpenCalls
 from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
-from paceline_server.services.sizes import TooLong, bounded, most_bytes
 from paceline_server.settings import ServerSettings
+from pacelinepb.v1 import store_pb2
 
 __all__ = ["PacingInterceptor"]
 
 _Serve = Callable[[Any, "aio.ServicerContext[Any, Any]", OpenCall], Awaitable[None]]
+_Read = Callable[["aio.ServicerContext[Any, Any]", OpenCall], Awaitable[Any]]
 
-_LASTING = frozenset(f"/pacelinepb.v1.StoreService/{method}" for method in ("Get", "Wait"))
-"""Unary calls that wait for others, as streams do."""
+_STORE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
+
+_LONG = frozenset(f"/{_STORE.full_name}/{method.name}" for method in _STORE.methods if method.client_streaming)
+"""Calls whose request may come as several messages."""
+
+_LASTING = frozenset(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait"))
+"""Calls with one answer that wait for others, as streams do."""
 
 _MOST_PAYERS = 20_000
-"""Whose pace is remembered: each takes 0.3 KB."""
+"""Payers whose pace is remembered: each takes 0.3 KB."""
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Paces calls by payer, but for probes. Messages of a session's stream are paced where they are read.
 
     Args:
-        settings: the rates, the time for a request to come in, and how long it may be.
-        calls: those that are open.
-        payer_of: who pays for a call, by its `authorization` and its peer.
+        settings: the rates, and how long a request may be and may take to come in.
+        calls: the open calls.
+        payer_of: gives the payer of a call, from its `authorization` and its peer.
     """
 
     def __init__(self, settings: ServerSettings, calls: OpenCalls, payer_of: Callable[[str | None, str], str]) -> None:
@@ -57,18 +64,20 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Lets calls wait for their turn."""
+        """Makes calls wait for their turn."""
         handler = await continuation(handler_call_details)
         if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
             return handler
         method, authorization = handler_call_details.method, authorization_of(handler_call_details)
         lasts = handler.unary_unary is None or method in _LASTING
+        is_long, parse = method in _LONG, handler.request_deserializer
+        read = self._merged(parse) if is_long else _message
         if handler.unary_unary is not None:
-            serve = self._answering(handler.unary_unary)
+            serve = self._answering(handler.unary_unary, read)
         elif handler.unary_stream is not None:
-            serve = self._reading(handler.unary_stream)
+            serve = self._reading(handler.unary_stream, read)
         else:
-            assert handler.stream_stream is not None, "no service here has a method with a stream and one answer"
+            assert handler.stream_stream is not None, "no service here has such a method"
             serve = _streaming(handler.stream_stream)
 
         async def probe(_: object, context: aio.ServicerContext[Any, Any]) -> None:
@@ -78,8 +87,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             payer = self._payer_of(authorization, context.peer())
             try:
                 with self._calls.one(payer, lasts) as call:
-                    if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
-                        await asyncio.sleep(delay)
+                    await self._turn(payer)
                     await serve(requests, context, call)
             except NoRoom as refused:
                 await refuse(context, refused)
@@ -88,49 +96,81 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             try:
                 await (probe if method == PROBE else count)(requests, context)
             except aio.AbortError as ended:
-                # grpc keeps it with the call, and the frames that it has passed know the call: a circle, in which the
-                # request would stay until all garbage is collected.
+                # grpc keeps the exception with the call, and its traceback refers to the call: a cycle, which would
+                # keep the request in memory until the garbage collector runs.
                 ended.__context__ = None
                 raise ended.with_traceback(None) from None
 
         paced: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-            handle,
-            bounded(handler.request_deserializer, most_bytes(self._settings, method)),
-            handler.response_serializer,
+            handle, None if is_long else parse, handler.response_serializer
         )
         return paced
 
-    def _answering(self, inner: Any) -> _Serve:
+    def _answering(self, inner: Any, read: _Read) -> _Serve:
         async def answer(request: Any, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
             response = await inner(request, context)
             call.take_message(len(response) if isinstance(response, bytes) else response.ByteSize())
             await context.write(response)
 
-        return self._reading_for(answer)
+        return self._reading_for(answer, read)
 
-    def _reading(self, inner: Any) -> _Serve:
-        """For a handler of one request that writes what it answers to the context."""
-        return self._reading_for(lambda request, context, _: inner(request, context))
+    def _reading(self, inner: Any, read: _Read) -> _Serve:
+        """For a handler that takes one request and writes its answers to the context."""
+        return self._reading_for(lambda request, context, _: inner(request, context), read)
 
-    def _reading_for(self, inner: Callable[[Any, Any, OpenCall], Awaitable[None]]) -> _Serve:
+    def _reading_for(self, inner: Callable[[Any, Any, OpenCall], Awaitable[None]], read: _Read) -> _Serve:
         patience = self._settings.first_message_time
 
         async def serve(_: object, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
             request: object = EOF
             try:
-                async with call.room(), asyncio.timeout(patience):
-                    request = await context.read()
+                async with asyncio.timeout(patience):
+                    request = await read(context, call)
             except TimeoutError:
                 text = f"the request did not come in within {patience:g} s; other callers need its room"
-                await refuse(context, NoRoom(text))  # of a worker that was cut off or stopped: it makes the call again
+                await refuse(context, NoRoom(text))  # a worker that was cut off or stopped makes the call again
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
-            if isinstance(request, TooLong):
-                await refuse(context, request.refusal())
-            call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
             await inner(request, context, call)
 
         return serve
+
+    def _merged(self, parse: Any) -> _Read:
+        """Reads a request that may come as several messages. Protobuf merges messages whose bytes are joined."""
+        most = self._settings.longest_request
+
+        async def read(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:
+            data: list[bytes] = []
+            size = 0
+            while (message := await context.read()) is not EOF:
+                size += len(message)
+                if size > most:
+                    await refuse(context, LimitMet(f"a request of this call has at most {most:,} bytes"))
+                try:
+                    call.take_message(len(message))
+                except NoRoom:
+                    data.clear()
+                    call.give_back()
+                    while await context.read() is not EOF:  # or grpc's client reports that a write failed, and not why
+                        await self._turn(call.payer)
+                    raise
+                data.append(message)
+                await self._turn(call.payer)
+            return parse(b"".join(data)) if data else EOF
+
+        return read
+
+    async def _turn(self, payer: str) -> None:
+        """Waits if the payer calls, or sends messages of requests, faster than it may."""
+        if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
+            await asyncio.sleep(delay)
+
+
+async def _message(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:
+    """A request that is one message."""
+    request: Any = await context.read()
+    call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
+    return request
 
 
 def _streaming(inner: Any) -> _Serve:
@@ -140,15 +180,7 @@ def _streaming(inner: Any) -> _Serve:
         await inner(requests, context)
 
     async def generate(requests: Any, context: aio.ServicerContext[Any, Any], _: OpenCall) -> None:
-        async for answer in inner(_short(requests, context), context):
+        async for answer in inner(requests, context):
             await context.write(answer)
 
     return generate if inspect.isasyncgenfunction(inner) else serve
-
-
-async def _short(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-    """The requests of a stream; the first that is too long ends the call."""
-    async for request in requests:
-        if isinstance(request, TooLong):
-            await refuse(context, request.refusal())
-        yield request

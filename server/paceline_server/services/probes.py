@@ -1,4 +1,4 @@
-"""Probes of health, which are open to all callers: they need no token, wait for no turn and are counted to no payer.
+"""Health probes, which are open to all callers: they need no token, wait for no turn and are charged to no payer.
 
 Some callers open probes and never send the request, or never read the answer. Such probes must not keep real ones out.
 Only `MOST_PROBES` are open at a time; when one more comes, the connection that has the most of them loses its oldest.
@@ -12,18 +12,16 @@ from collections import OrderedDict
 from typing import Any
 
 from paceline_server._grpc import EOF, aio, grpc
-from paceline_server.services.refusals import refuse
-from paceline_server.services.sizes import TooLong
 
 __all__ = ["MOST_PROBES", "PROBE", "Probes"]
 
 PROBE = "/grpc.health.v1.Health/Check"
 
 MOST_PROBES = 32
-"""At one time. grpc may hold a MiB of each."""
+"""Probes that are open at one time."""
 
 _PATIENCE_S = 10.0
-"""For a request to come in and its answer to be read, also on a machine that stalls for seconds."""
+"""Time for a request to come in and its answer to be read, also on a machine that stalls for seconds."""
 
 
 class Probes:
@@ -34,7 +32,7 @@ class Probes:
         self._open: dict[str, OrderedDict[asyncio.Timeout, None]] = {}
 
     async def serve(self, inner: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """Answers a probe by its handler, or ends it."""
+        """Answers a probe through its handler, or ends it after `_PATIENCE_S` or to make room for another."""
         connection = context.peer()
         try:
             async with asyncio.timeout(_PATIENCE_S) as limit:
@@ -42,8 +40,6 @@ class Probes:
                 self._make_room()
                 try:
                     request: Any = await context.read()
-                    if isinstance(request, TooLong):
-                        await refuse(context, request.refusal())
                     if request is EOF:
                         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
                     await context.write(await inner(request, context))

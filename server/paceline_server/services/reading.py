@@ -1,8 +1,8 @@
-"""Bytes that are no message of their kind: refused in good order, not a failure inside of grpc.
+"""Bytes that cannot be parsed are refused like any other bad request, and not by a failure inside grpc.
 
-grpc ends a call whose message cannot be parsed with UNKNOWN and the words of a Python exception. Here parsing never
-fails; what could not be read is refused by whoever looks at it first, in the one place where refusals are told. Most
-likely it has changed on the way, so that the caller may try again.
+grpc ends a call whose message cannot be parsed with UNKNOWN and the text of a Python exception. Here parsing never
+fails: it gives a mark in place of a message, and `check_readable` raises a refusal when it meets one. Most likely the
+bytes have changed on the way, so the caller may try again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError
 
 from paceline_server._grpc import EOF, aio
 from paceline_server.errors import Damaged
-from paceline_server.services.sizes import TooLong
 from pacelinepb import checks
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -31,7 +30,7 @@ _UNREADABLE = _Unreadable()
 
 
 def forgiving(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Parses like `parse`, and gives something to `check_readable` for what it cannot read."""
+    """Parses like `parse`, but gives a mark for bytes that cannot be parsed; `check_readable` knows it."""
 
     def parse_or_mark(data: bytes) -> Any:
         try:
@@ -54,7 +53,7 @@ def check_readable(message: Any) -> Any:
 
 
 class SessionMessages:
-    """The messages of a session's stream, each way with its check.
+    """The messages of a session's stream; each has a checksum, in both directions.
 
     Args:
         context: the stream, of bytes.
@@ -69,13 +68,10 @@ class SessionMessages:
 
         Raises:
             Damaged: it could not be parsed, or its check is wrong.
-            LimitMet: it is too long.
         """
         data: Any = await self._context.read()
         if data is EOF:
             return EOF
-        if isinstance(data, TooLong):
-            raise data.refusal()
         if not checks.is_sound(data, self._read):
             raise Damaged("a message of the session has changed, or was lost, on the way")
         self._read += 1

@@ -26,7 +26,7 @@ OURS = "/pacelinepb."
 """How the full names of our services begin."""
 
 _MAX_TEXT_BYTES = 1_000
-"""Of a refusal, which may repeat what was sent: grpc takes 8 KB of trailers, and has it in them twice, escaped."""
+"""Of a refusal's text, which may repeat what was sent: grpc allows 8 KB of trailers and has it there twice."""
 
 _Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
@@ -34,8 +34,8 @@ _Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Catches `Refused` from our handlers and ends the call with its status and a `google.rpc.ErrorInfo`.
 
-    Anything else that a handler raises is a bug: it is logged with its stack and told as INTERNAL, no more. Handlers
-    must be coroutine functions (unary, or streams that read and write through the context).
+    Anything else that a handler raises is a bug: it is logged with its stack, and the caller hears INTERNAL only.
+    Handlers must be coroutine functions (unary, or streams that read and write through the context).
     """
 
     async def intercept_service(

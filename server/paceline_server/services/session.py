@@ -33,8 +33,8 @@ class SessionHandlers:
     def add_to(self, server: aio.Server) -> None:
         """Registers the handlers.
 
-        By hand, because some deal in bytes: the pages of GetView are serialised once for all who ask, and each message
-        of a session has a check.
+        By hand, because some handle bytes: the pages of GetView are serialised once for all members, and each message
+        of a session has a checksum.
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Session": grpc.stream_stream_rpc_method_handler(self.session, _as_it_is, _as_it_is),
@@ -78,14 +78,14 @@ class SessionHandlers:
         return self._dispatcher.page(request.job, request.generation, request.page, request.known_sha256)
 
     async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
-        """A launcher's news of an exit."""
+        """A launcher reports that a process has ended."""
         process = wire.read_process(request.process, self._settings)
         return pb.ReportExitResponse(
             known=self._dispatcher.report_exit(request.job, process, request.exit_code, request.found_gone)
         )
 
     async def _read(self, stream: SessionStream, context: _Context) -> None:
-        """Takes in messages until the worker closes its side; no faster than one member may speak."""
+        """Handles messages until the worker closes its side, no faster than `message_rate`."""
         clock = asyncio.get_running_loop().time
         pacer = Pacer(self._settings.message_rate, self._settings.message_burst, clock())
         while (message := await context.read()) is not EOF:
@@ -115,7 +115,7 @@ class SessionHandlers:
                 raise BadRequest(f"a session that is open cannot send {other or 'an empty message'}")
 
     def _enter_barrier(self, stream: SessionStream, message: pb.EnterBarrier) -> None:
-        """A malformed arrival is answered by itself: the session is not at stake."""
+        """A malformed arrival fails alone and does not end the session."""
         try:
             name = wire.check_name(message.name, "the name of a barrier", self._settings.max_barrier_name_bytes)
             timeout = wire.from_duration(message.timeout, "the timeout of a barrier")

@@ -6,22 +6,21 @@ import asyncio
 from typing import Any
 
 from paceline_server import wire
-from paceline_server._grpc import aio
+from paceline_server._grpc import aio, grpc
 from paceline_server.dispatcher import Dispatcher, Job
 from paceline_server.errors import BadRequest, LimitMet
 from paceline_server.storage.base import Change
 from pacelinepb.v1 import store_pb2 as pb
-from pacelinepb.v1.store_pb2_grpc import StoreServiceServicer
 
 __all__ = ["StoreHandlers"]
 
 _Context = aio.ServicerContext[Any, Any]
 
 
-class StoreHandlers(StoreServiceServicer):
+class StoreHandlers:
     """Handlers of pacelinepb.v1.StoreService.
 
-    A value can be read a moment before it is durable; its writer is answered after.
+    A value can be read a moment before it is durable; the call that writes it is answered afterwards.
 
     Args:
         dispatcher: the jobs.
@@ -31,10 +30,26 @@ class StoreHandlers(StoreServiceServicer):
         self._dispatcher = dispatcher
         self._settings = dispatcher.settings
 
+    def add_to(self, server: aio.Server) -> None:
+        """Registers the handlers.
+
+        By hand, because `paced` merges a request that comes as several messages: each handler takes one.
+        """
+        service = pb.DESCRIPTOR.services_by_name["StoreService"]
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            method.name: grpc.unary_unary_rpc_method_handler(
+                getattr(self, method.name),
+                getattr(pb, method.input_type.name).FromString,
+                getattr(pb, method.output_type.name).SerializeToString,
+            )
+            for method in service.methods
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
         """Sets a key."""
         job, key = self._caller(request.caller), self._key(request.key)
-        await self._write(job, key, job.store.values.set(key, request.value))
+        await self._write(job, key, job.store.values.set(key, b"".join(request.value)))
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
@@ -57,9 +72,9 @@ class StoreHandlers(StoreServiceServicer):
     async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
         """Sets a key if it holds the expected value."""
         job, key = self._caller(request.caller), self._key(request.key)
-        expected = request.expected if request.HasField("expected") else None
+        expected = b"".join(request.expected) if request.expected else None
         swapped, value, changes = job.store.values.compare_set(
-            request.caller.member_id, request.call, key, expected, request.desired
+            request.caller.member_id, request.call, key, expected, b"".join(request.desired)
         )
         await self._write(job, key, changes)
         return pb.CompareSetResponse(swapped=swapped, value=value)
@@ -97,5 +112,5 @@ class StoreHandlers(StoreServiceServicer):
             job.store.wake(key)
             try:
                 await asyncio.shield(stored)
-            finally:  # the caller may hang up; the call takes memory until its value is on the disk
+            finally:  # also if the caller hangs up: the value takes memory until it is on the disk
                 await asyncio.wait({stored})

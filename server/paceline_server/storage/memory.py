@@ -56,7 +56,7 @@ class MemoryStorage:
                 job.reached = job.reached if view.base is None else view.base.step
             case ViewForgotten(_, generation):
                 if generation == job.generation:
-                    job.view, job.verdict, job.endings = None, None, {}
+                    job.view, job.verdict, job.endings, job.door_secret = None, None, {}, b""
             case VerdictStored(_, verdict):
                 if verdict.generation == job.generation and job.view is not None:
                     job.verdict = verdict

@@ -202,7 +202,8 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
                 (job, job, generation),
             )
             connection.execute(
-                "UPDATE job SET has_view = 0, reason = NULL WHERE name = ? AND generation = ?", (job, generation)
+                "UPDATE job SET has_view = 0, reason = NULL, door_secret = x'' WHERE name = ? AND generation = ?",
+                (job, generation),
             )
         case VerdictStored(job, verdict):
             connection.execute(

@@ -138,12 +138,12 @@ def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     """Puts the faults that happen inside the library where they happen."""
     from paceline.collectives.exchange import Exchange
-    from paceline.elastic.line import Line
-    from paceline.elastic.offer import Content, Shelf
-    from paceline.elastic.port import CoordinatedPort
+    from paceline.elastic.coordination import RemoteCoordinator
+    from paceline.elastic.offer import Content, OfferedState
     from paceline.elastic.saver import Saver
     from paceline.elastic.state import TrainState
-    from paceline.group.core import GroupCore
+    from paceline.elastic.training_loop import TrainingLoop
+    from paceline.group.group_core import GroupCore
     from paceline.links.fault import Suspicion
     from paceline.session.member import MemberConnection
     from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -163,7 +163,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
             if fault.at == phase and not elsewhere and (step is None or fault._fits(step)):
                 fault.strike()
 
-    _after(Line, "begin", lambda line, step: current.__setitem__(0, step))
+    _after(TrainingLoop, "begin", lambda line, step: current.__setitem__(0, step))
     begin, recv = Exchange.begin, Exchange.recv
 
     def beginning(exchange: Any, operation: int, signature: bytes) -> Any:
@@ -194,13 +194,13 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
         return recv(exchange, peer, deadline, into)
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
-    _after(GroupCore, "board", lambda group, passenger: passenger and strike("in_word", current[0]))
-    _before(Shelf, "read", lambda *_: strike("giving"))
-    _before(Shelf, "pack", lambda *_: strike("giving_share"))
+    _after(GroupCore, "take_piggyback", lambda group, piggyback: piggyback and strike("in_word", current[0]))
+    _before(OfferedState, "read", lambda *_: strike("giving"))
+    _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))
     _before(TrainState, "switch", lambda *_: strike("taking_share"))
-    _after(CoordinatedPort, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
-    _before(Line, "close", lambda *_: strike("closing"))
+    _after(RemoteCoordinator, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
+    _before(TrainingLoop, "close", lambda *_: strike("closing"))
     _before(Saver, "keep", lambda *_: strike("keeping"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))
 
@@ -212,13 +212,13 @@ def flip(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def take_nothing() -> None:
     """Nobody gives this process any state, now or ever."""
-    from paceline.elastic.port import CoordinatedPort
+    from paceline.elastic.coordination import RemoteCoordinator
     from paceline.errors import LinkUnavailable
 
     def refuse(*_: Any) -> Any:
         raise LinkUnavailable("nobody gave it, for a test")
 
-    CoordinatedPort.take = CoordinatedPort.take_shards = refuse  # type: ignore[method-assign]
+    RemoteCoordinator.take = RemoteCoordinator.take_shards = refuse  # type: ignore[method-assign]
 
 
 def _is_first(path: str) -> bool:

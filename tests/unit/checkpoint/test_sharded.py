@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline import DDP, FSDP, ShardingStrategy, checkpoint, nn, optim
-from paceline.checkpoint import Shard, ShardedSaver, load_sharded, load_sharded_state, save_sharded, sharded_state
+from paceline import DDP, FSDP, ShardingStrategy, checkpoint, load_sharded_state, nn, optim, sharded_state
+from paceline.checkpoint import Shard, ShardedSaver, load_sharded, save_sharded
 from paceline.checkpoint import sharded_saving as module
 from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.group import Group
-from paceline.parallel.parameter import Parameter
+from paceline.parallel._parameter import Parameter
 from paceline.testing import run_ranks
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]

@@ -12,13 +12,9 @@ from typing import BinaryIO, cast
 
 import pytest
 
-from paceline.cli.bench.calls import MEMORIES, Call, make_call
-from paceline.cli.bench.ensemble import ContenderFailed, Ensemble
-from paceline.cli.bench.measure import Turn, measure
-from paceline.cli.bench.plan import COLLECTIVES, PLACES, Job
-from paceline.cli.bench.rank import Lacking, Ranks, serve, time_calls
-from paceline.cli.bench.values import check_result, given, result_parts
-from paceline.cli.bench.worker import PacelineRanks, forced
+from paceline.cli.bench.jobs import COLLECTIVES, MEMORIES, PLACES, Job, check_result, given, result_parts
+from paceline.cli.bench.measure import ContenderFailed, Ensemble, Turn, measure
+from paceline.cli.bench.rank import Call, Lacking, PacelineRanks, Ranks, forced, make_call, serve, time_calls
 from paceline.collectives.choose import choose
 from paceline.group import Group
 from paceline.testing import run_ranks

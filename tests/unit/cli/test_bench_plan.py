@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.cli.bench.openmpi import mpirun_command
-from paceline.cli.bench.plan import COLLECTIVES, Job, plan
-from paceline.cli.bench.recipes import check_peer, paceline_recipe, peer_recipe
+from paceline.cli.bench.jobs import COLLECTIVES, Job, plan
+from paceline.cli.bench.measure import paceline_recipe
+from paceline.cli.bench.peers import check_peer, mpirun_command, peer_recipe
 from paceline.cli.output import UsageError
-from paceline.collectives.programs import SCHEDULES
+from paceline.collectives.schedules import SCHEDULES
 
 runner = CliRunner()
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
     ],
 )
 def test_what_is_not_installed_is_named(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("plot", "recipes"):
+    for module in ("plot", "peers"):
         monkeypatch.setattr(f"paceline.cli.bench.{module}.find_spec", lambda name: None)
     result = runner.invoke(app, ["bench", "all-reduce", *arguments])
     assert result.exit_code == 2
@@ -105,17 +105,17 @@ def test_another_mpi_s_mpirun_will_not_do(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr("paceline.cli.bench.recipes.find_spec", lambda name: object())
+    monkeypatch.setattr("paceline.cli.bench.peers.find_spec", lambda name: object())
     with pytest.raises(UsageError, match="apt-get install openmpi-bin"):
         check_peer("openmpi")
 
 
 def test_mpirun_is_told_three_things() -> None:
-    command = mpirun_command("/s", "openmpi", 4, 17, root=True)
+    command = mpirun_command("/s", 4, 17, root=True)
     assert command[:5] == ["mpirun", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
     assert command[5:7] == ["-n", "4"]
-    assert command[-5:] == ["-m", "paceline.cli.bench.openmpi", "/s", "openmpi", "rank"]
-    assert "--allow-run-as-root" not in mpirun_command("/s", "openmpi", 4, 17, root=False)
+    assert command[-5:] == ["-m", "paceline.cli.bench.peers", "/s", "openmpi-rank", "4"]
+    assert "--allow-run-as-root" not in mpirun_command("/s", 4, 17, root=False)
 
 
 def test_contenders_have_no_part_in_the_job_of_whoever_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:

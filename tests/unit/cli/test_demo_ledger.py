@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.demo.ledger import Ledger
+from paceline.demo.progress import Ledger
 
 RUN = {"samples": 4, "steps_per_epoch": 2, "total": 2}
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli.launcher.outcome import Exit
-from paceline.demo.command import as_result, faults
+from paceline.cli.demo import as_result, faults, picture
 from paceline.demo.progress import Progress, sparkline
-from paceline.demo.view import picture
 
 
 def view(rank: int) -> dict[str, Any]:
@@ -71,8 +69,8 @@ def test_bytes_of_earlier_generations_are_kept() -> None:
 
 def test_ends_show() -> None:
     progress = a_run()
-    progress.ended(0, Exit("rank 1", 100, 0))
-    progress.ended(1, Exit("rank 0", 101, -9))
+    progress.ended(0, 100, 0)
+    progress.ended(1, 101, -9)
     assert [row.state for row in progress.rows.values()] == ["done", "killed"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.demo.recoveries import Recoveries, Recovery
+from paceline.demo.progress import Recoveries, Recovery
 
 Fact = Callable[[Recoveries], list[Recovery]]
 

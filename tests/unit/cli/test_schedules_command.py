@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.collectives.choose import RULES, Rule, choose, format_rules
-from paceline.collectives.programs import SCHEDULES, rows_of
 from paceline.collectives.rows import format_schedule
+from paceline.collectives.schedules import SCHEDULES, rows_of
 
 runner = CliRunner()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline._rpc import duration
 from paceline.cli.status import job_as_dict, jobs_table, member_as_dict, members_table
-from paceline.session.wire import duration
 from pacelinepb.v1 import admin_pb2, session_pb2
 
 

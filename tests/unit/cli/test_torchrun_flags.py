@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from paceline._address import Endpoint
 from paceline.cli.torchrun import Flags, Plan, read_flags, read_streams, token_of
-from paceline.session.address import Endpoint
 
 
 def plan(job: str = "default", cores: int = 8, accelerated: bool = False, **given: Any) -> Plan:

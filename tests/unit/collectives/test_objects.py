@@ -193,7 +193,7 @@ def test_the_text_of_a_refusal() -> None:
         UnsupportedOp, match=r"^cannot send a set \(at \['a'\]\[1\]\): supported are None, bool, int, .*"
     ):
         encode_object({"a": [0, set()]})
-    with pytest.raises(UnsupportedOp, match=r"numpy\.ndarray \(at \[0\]\): arrays of dtype object cannot travel"):
+    with pytest.raises(UnsupportedOp, match=r"numpy\.ndarray \(at \[0\]\): arrays of dtype object cannot be sent"):
         encode_object([np.array([None])])
     with pytest.raises(UnsupportedOp, match=r"Color \(at \['a'\]<key>\[1\]\): "):
         encode_object({"a": {("x", Color.RED): 1}})

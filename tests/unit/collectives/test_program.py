@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.collectives.simulate import Rank, add, advance, leaves, run
 
-from paceline.collectives import programs
+from paceline.collectives import program as programs
 from paceline.collectives.program import AHEAD, Area, Do, Program
-from paceline.collectives.rows import Nodes, Sums, chunk_bounds
+from paceline.collectives.rows import Nodes, SumOrder, chunk_bounds
+from paceline.collectives.schedules import SCHEDULES
 
-REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in programs.SCHEDULES[kind]]
+REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in SCHEDULES[kind]]
 
 
 def reducing(
@@ -24,14 +25,12 @@ def reducing(
     root: int,
     n: int,
     segment: int,
-    ahead: int = AHEAD,
     nodes: Nodes = (),
-    turn: int = 0,
 ) -> Program:
     if kind == "reduce":
         return programs.reduce_program(name, rank, world, root, n, segment)
     if kind == "all_reduce":
-        return programs.all_reduce_program(name, rank, world, n, segment, ahead, nodes, turn)
+        return programs.all_reduce_program(name, rank, world, n, segment, nodes)
     return programs.reduce_scatter_program(name, rank, world, n, segment)
 
 
@@ -51,8 +50,6 @@ def test_reductions(
     kind, name = how
     root = data.draw(st.integers(0, world - 1))
     picks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=30))
-    ahead = data.draw(st.integers(1, AHEAD)) if kind == "all_reduce" else AHEAD
-    turn = data.draw(st.integers(0, world - 1)) if how == ("all_reduce", "direct") else 0
     in_place = in_place and kind != "reduce_scatter"
     nodes = tuple(data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world) | st.just([])))
     ranks = []
@@ -63,8 +60,8 @@ def test_reductions(
             lo, hi = chunk_bounds(n, world)[r]
             size = hi - lo
         out = base if in_place else ["unset"] * size
-        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, ahead, nodes, turn), base, out))
-    run(ranks, capacity=ahead, lend=lend, pick=lambda step: picks[step % len(picks)])
+        ranks.append(Rank(reducing(kind, name, r, world, root, n, segment, nodes), base, out))
+    run(ranks, capacity=AHEAD, lend=lend, pick=lambda step: picks[step % len(picks)])
     for r, rank in enumerate(ranks):
         if kind == "reduce" and r != root:
             continue
@@ -73,7 +70,7 @@ def test_reductions(
             assert leaves(value) == sorted(f"{r}.{i}" for r in range(world)), "each rank's value, once"
             if world > 1:
                 assert value[0] == "/", "and then it is finished"
-            if programs.SCHEDULES[kind][name].sums is Sums.IN_RANK_ORDER and world > 1:
+            if SCHEDULES[kind][name].sums is SumOrder.IN_RANK_ORDER and world > 1:
                 assert value == ("/", in_rank_order(world, i))
         if kind == "all_reduce":
             assert rank.memory[Area.OUT] == ranks[0].memory[Area.OUT], "the same expression, so the same bits"
@@ -87,7 +84,7 @@ def in_rank_order(world: int, i: int) -> Any:
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
-    name=st.sampled_from(list(programs.SCHEDULES["broadcast"])),
+    name=st.sampled_from(list(SCHEDULES["broadcast"])),
     world=st.integers(1, 17),
     n=st.integers(0, 60),
     segment=st.integers(1, 9),
@@ -107,7 +104,7 @@ def test_the_first_frame_of_a_broadcast_comes_from_the_same_rank_by_every_schedu
     for world in range(2, 18):
         for rank in range(world):
             sources = set()
-            for name in programs.SCHEDULES["broadcast"]:
+            for name in SCHEDULES["broadcast"]:
                 moves = programs.broadcast_program(name, rank, world, 1, 40, 3).moves
                 sources.add(next((move.peer for move in moves if move.do is not Do.SEND), None))
             assert len(sources) == 1
@@ -168,7 +165,7 @@ def test_all_to_all(data: Any, world: int, segment: int, lend: bool) -> None:
         assert rank.memory[Area.OUT] == [f"{s}->{r}.{i}" for s in range(world) for i in range(counts[s][r])]
 
 
-@pytest.mark.parametrize("name", list(programs.SCHEDULES["barrier"]))
+@pytest.mark.parametrize("name", list(SCHEDULES["barrier"]))
 @pytest.mark.parametrize("world", range(1, 18))
 def test_barrier(name: str, world: int) -> None:
     """Nobody is through before all have begun, whoever comes last."""
@@ -186,8 +183,8 @@ def test_one_program_after_another_on_the_same_links(data: Any, world: int, coun
     """Ranks may be in different operations at once; links that hold `AHEAD` frames must be enough still."""
     calls = []
     for _ in range(count):
-        kind = data.draw(st.sampled_from(list(programs.SCHEDULES)))
-        name = data.draw(st.sampled_from(list(programs.SCHEDULES[kind])))
+        kind = data.draw(st.sampled_from(list(SCHEDULES)))
+        name = data.draw(st.sampled_from(list(SCHEDULES[kind])))
         calls.append((kind, name, data.draw(st.integers(0, 40)), data.draw(st.integers(0, world - 1))))
     ranks = []
     for rank in range(world):

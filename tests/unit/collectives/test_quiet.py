@@ -5,23 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.collectives.arithmetic import _Quiet
+from paceline.collectives.arithmetic import arithmetic, reduction
 
 
-@pytest.mark.parametrize("version", [np.__version__, "1.26.4", "2.0.0"])
-def test_it_is_quiet_and_nothing_else_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.0 NumPy's errors were a thread's, and what was said of them in a context stayed said."""
-    monkeypatch.setattr(np, "__version__", version)
-    before, quiet, huge = np.geterr(), _Quiet(), np.full(2, 3e38, np.float32)
-    quiet.run(np.add, huge, huge, out=huge)
-    assert np.isinf(huge).all()
-    assert np.geterr() == before
-    with pytest.warns(RuntimeWarning, match="overflow"):
-        np.add(np.float32(3e38), np.float32(3e38))
-
-
-def test_a_users_own_state_of_errors_is_not_ours() -> None:
+def test_a_sum_warns_of_nothing_and_leaves_the_users_errors_as_they_are() -> None:
+    total, huge = arithmetic(reduction("sum", np.dtype(np.float32)), 2), np.full(2, 3e38, np.float32)
     with np.errstate(all="raise"):
-        huge = np.full(2, 3e38, np.float32)
-        _Quiet().run(np.add, huge, huge, out=huge)
-        assert np.isinf(huge).all()
+        before = np.geterr()
+        total.combine(huge, huge, huge)
+        assert np.geterr() == before
+        with pytest.raises(FloatingPointError):
+            np.add(np.float32(3e38), np.float32(3e38))
+    assert np.isinf(huge).all()

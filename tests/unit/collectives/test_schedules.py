@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from unit.collectives.simulate import Rank, add, run
 
-from paceline.collectives import programs
-from paceline.collectives.program import Area
+from paceline.collectives import schedules
+from paceline.collectives.program import Area, all_reduce_program
 from paceline.collectives.rows import Action, Row, chunk_bounds, format_schedule, ring_neighbours
-from paceline.collectives.schedules import gathering, hierarchical, reducing, spreading, waiting
 
 WORLDS = range(1, 18)
 NODES = (0, 0, 1, 0, 1, 2, 2, 0, 1, 2, 2, 2, 1, 3, 3, 0, 3)
@@ -48,9 +47,7 @@ def test_chunks_cover_once_and_differ_by_one_at_most() -> None:
 
 @pytest.mark.parametrize("world", range(2, 18))
 def test_ring_all_reduce_sums_in_the_order_that_it_says(world: int) -> None:
-    ranks = [
-        Rank(programs.all_reduce_program("ring", r, world, world, 1), [r] * world, [None] * world) for r in range(world)
-    ]
+    ranks = [Rank(all_reduce_program("ring", r, world, world, 1), [r] * world, [None] * world) for r in range(world)]
     for rank in ranks:
         rank.memory[Area.BASE] = [f"{rank.memory[Area.BASE][0]}"] * world
     run(ranks)
@@ -61,7 +58,7 @@ def test_ring_all_reduce_sums_in_the_order_that_it_says(world: int) -> None:
 
 
 def test_ring_sends_each_chunk_as_the_reference_does() -> None:
-    rows = reducing.ring_all_reduce(1, 4)
+    rows = schedules.ring_all_reduce(1, 4)
     assert [(row.send_chunk, row.recv_chunk) for row in rows] == [(1, 0), (0, 3), (3, 2), (2, 1), (1, 0), (0, 3)]
     assert {(row.recv_from, row.send_to) for row in rows} == {(0, 2)}
     assert [row.action for row in rows] == [Action.REDUCE, Action.REDUCE, Action.FINALIZE, *[Action.STORE] * 3]
@@ -70,12 +67,12 @@ def test_ring_sends_each_chunk_as_the_reference_does() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_row_that_sends_has_one_that_receives(world: int) -> None:
     """Per step and pair, in order: what is sent is what is awaited, for every schedule and root."""
-    for collective, schedules in programs.SCHEDULES.items():
-        for name in schedules:
-            for root in {0, world - 1} if collective in programs.ROOTED else {0}:
+    for collective, named in schedules.SCHEDULES.items():
+        for name in named:
+            for root in {0, world - 1} if collective in schedules.ROOTED else {0}:
                 sent, awaited = Counter(), Counter()
                 for rank in range(world):
-                    for row in programs.rows_of(collective, name, rank, world, root, nodes=NODES[:world]):
+                    for row in schedules.rows_of(collective, name, rank, world, root, nodes=NODES[:world]):
                         if row.send_to is not None:
                             chunk = world + rank if collective == "all_to_all" else row.send_chunk
                             sent.update((row.step, rank, row.send_to, chunk + i) for i in range(row.span))
@@ -99,24 +96,24 @@ def test_steps_are_as_few_as_the_schedules_say() -> None:
 
     for world in (2, 4, 8, 16):
         log = world.bit_length() - 1
-        assert steps(reducing.star_all_reduce(0, world)) == 2
-        assert steps(reducing.direct_all_reduce(1, world)) == 2
-        assert steps(reducing.ring_all_reduce(1, world)) == 2 * (world - 1)
-        assert steps(reducing.doubling_all_reduce(1, world)) == log
-        assert steps(reducing.halving_doubling_all_reduce(1, world)) == 2 * log
-        assert steps(gathering.bruck_all_gather(1, world)) == log
-        assert steps(waiting.dissemination_barrier(1, world)) == log
+        assert steps(schedules.star_all_reduce(0, world)) == 2
+        assert steps(schedules.direct_all_reduce(1, world)) == 2
+        assert steps(schedules.ring_all_reduce(1, world)) == 2 * (world - 1)
+        assert steps(schedules.doubling_all_reduce(1, world)) == log
+        assert steps(schedules.halving_doubling_all_reduce(1, world)) == 2 * log
+        assert steps(schedules.bruck_all_gather(1, world)) == log
+        assert steps(schedules.dissemination_barrier(1, world)) == log
 
 
 def test_what_leaves_a_node_by_the_hierarchical_schedule_is_what_a_ring_of_nodes_sends() -> None:
     """2(H-1)/H of the array from each of H nodes, however many ranks they have; each of L rings carries a part."""
     for per_node in ([2, 2], [2, 2, 2, 2], [3, 1, 2], [1, 4], [4]):
         nodes = tuple(node for node, count in enumerate(per_node) for _ in range(count))
-        chunks = hierarchical.hierarchical_chunks(len(nodes), nodes)
+        chunks = schedules.hierarchical_chunks(len(nodes), nodes)
         assert chunks == len(per_node) * min(per_node)
         left = Counter()
         for rank, node in enumerate(nodes):
-            for row in hierarchical.hierarchical_all_reduce(rank, len(nodes), nodes):
+            for row in schedules.hierarchical_all_reduce(rank, len(nodes), nodes):
                 if row.send_to is not None and nodes[row.send_to] != node:
                     left[node] += row.span
         count = len(per_node)
@@ -124,22 +121,22 @@ def test_what_leaves_a_node_by_the_hierarchical_schedule_is_what_a_ring_of_nodes
 
 
 def test_tree_is_the_one_of_the_reference() -> None:
-    assert spreading.tree_children(1, 4, 1) == [2, 3]
-    assert spreading.tree_children(2, 4, 1) == [0]
-    assert [spreading.tree_children(r, 6, 2) for r in (2, 3, 4)] == [[3, 4], [5, 0], [1]]
+    assert schedules.tree_children(1, 4, 1) == [2, 3]
+    assert schedules.tree_children(2, 4, 1) == [0]
+    assert [schedules.tree_children(r, 6, 2) for r in (2, 3, 4)] == [[3, 4], [5, 0], [1]]
     for world in WORLDS:
         for rank in range(world):
             depth, at = 0, rank
-            while (parent := spreading.tree_parent(at, world, 0)) is not None:
+            while (parent := schedules.tree_parent(at, world, 0)) is not None:
                 depth, at = depth + 1, parent
             assert depth <= world.bit_length() - 1, "floor(log2 W)"
 
 
 def test_a_schedule_can_be_printed() -> None:
-    assert format_schedule(reducing.ring_all_reduce(0, 2)).splitlines() == [
+    assert format_schedule(schedules.ring_all_reduce(0, 2)).splitlines() == [
         "step  send           receive",
         "   0  0 to 1         1 from 1: finalize",
         "   1  1 to 1         0 from 1: store",
     ]
-    assert "-" in format_schedule(reducing.star_all_reduce(1, 2))
-    assert "4-7 to 4" in format_schedule(reducing.halving_doubling_all_reduce(0, 8))
+    assert "-" in format_schedule(schedules.star_all_reduce(1, 2))
+    assert "4-7 to 4" in format_schedule(schedules.halving_doubling_all_reduce(0, 8))

@@ -1,4 +1,4 @@
-"""How long frames are, and how many go ahead: what each link has room for, and all ranks must choose alike."""
+"""How long the frames of a collective are: every link must have room for them, and all ranks must choose alike."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from paceline.collectives.engine import Engine
-from paceline.collectives.program import AHEAD
-from paceline.collectives.tasks.task import long_segment, segment
+from paceline.collectives.tasks import segment
 from paceline.links.base import Peer
 from paceline.links.faulty import FaultyMesh
 from paceline.links.nowhere import NoMesh
-from paceline.links.staging import LONG_FRAME_BYTES, LONGEST_FRAME_BYTES
 from paceline.links.submesh import SubMesh
 
 MIB = 1 << 20
@@ -27,33 +25,14 @@ def engine(nodes: str, members: tuple[int, ...] = ()) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "members", "frame", "long", "ahead"),
-    [
-        ("aa", (), 2, 4, 2),
-        ("aaa", (), 2, 2, AHEAD),
-        ("aaa", (0, 1), 2, 2, AHEAD),
-        ("aabb", (), 1, 1, AHEAD),
-        ("aabb", (0, 1), 2, 4, 2),
-        ("ab", (), 1, 1, AHEAD),
-    ],
+    ("nodes", "members", "frame"),
+    [("aa", (), 2), ("aaa", (0, 1), 2), ("aaaaaaaa", (0, 1), 1), ("aabb", (), 1), ("aabb", (0, 1), 2), ("ab", (), 1)],
 )
-def test_two_members_alone_on_a_node_send_long_frames(
-    nodes: str, members: tuple[int, ...], frame: int, long: int, ahead: int
+def test_frames_within_a_node_are_longer_where_links_have_room(
+    nodes: str, members: tuple[int, ...], frame: int
 ) -> None:
     """A part of the view has links with the room that the view leaves them."""
-    of = engine(nodes, members)
-    assert segment(FLOAT, of) * 4 == frame * MIB
-    elements, sent_ahead = long_segment(FLOAT, 31 * MIB, of)
-    assert (elements * 4, sent_ahead) == (long * MIB, ahead)
-
-
-def test_frames_of_what_fits_no_cache_are_just_longer() -> None:
-    """So that whoever reads them knows that they go past the caches, whatever is faster for others."""
-    elements, sent_ahead = long_segment(FLOAT, 32 * MIB, engine("aa"))
-    assert (elements * 4, sent_ahead) == (LONGEST_FRAME_BYTES, 1)
-    assert LONGEST_FRAME_BYTES > LONG_FRAME_BYTES
-    for nodes in ("aaa", "aabb", "ab"):
-        assert long_segment(FLOAT, 32 * MIB, engine(nodes)) == (segment(FLOAT, engine(nodes)), AHEAD)
+    assert segment(FLOAT, engine(nodes, members)) * 4 == frame * MIB
 
 
 def test_a_mesh_around_another_has_its_neighbours() -> None:

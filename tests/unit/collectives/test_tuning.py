@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.collectives.choose import RULES, Rule, choose, where_of
-from paceline.collectives.nodes import nodes_of
-from paceline.collectives.rows import Sums
-from paceline.collectives.tuning import digest, dump_rules, load_rules, parse_rules
+from paceline.collectives.choose import (
+    RULES,
+    Rule,
+    choose,
+    dump_rules,
+    load_rules,
+    nodes_of,
+    parse_rules,
+    rules_digest,
+    where_of,
+)
+from paceline.collectives.rows import SumOrder
 from paceline.links.base import Peer
 
 MIB = 1 << 20
@@ -37,7 +45,7 @@ def test_the_sums_of_nodes_cross_the_network_where_nodes_have_several_ranks() ->
 def test_on_one_node_a_copy_is_cheap() -> None:
     assert choose("all_reduce", MIB // 2, 2, nodes=(0, 0)).schedule == "recursive_doubling"
     assert choose("all_reduce", MIB, 2, nodes=(0, 1)).schedule == "direct"
-    assert choose("all_reduce", MIB, 2, sums=Sums.IN_RANK_ORDER, nodes=(0, 0)).schedule == "direct"
+    assert choose("all_reduce", MIB, 2, sums=SumOrder.IN_RANK_ORDER, nodes=(0, 0)).schedule == "direct"
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -50,10 +58,10 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_digest_tells_tables_apart_but_not_their_reasons() -> None:
-    assert digest(RULES) == digest(parse_rules(dump_rules()))
-    assert digest({**RULES, "scatter": (Rule("direct", reason="other words"),)}) == digest(RULES)
-    assert digest({**RULES, "barrier": (Rule("ring"),)}) != digest(RULES)
-    assert len(digest(RULES)) == 16
+    assert rules_digest(RULES) == rules_digest(parse_rules(dump_rules()))
+    assert rules_digest({**RULES, "scatter": (Rule("direct", reason="other words"),)}) == rules_digest(RULES)
+    assert rules_digest({**RULES, "barrier": (Rule("ring"),)}) != rules_digest(RULES)
+    assert len(rules_digest(RULES)) == 16
 
 
 @pytest.mark.parametrize(

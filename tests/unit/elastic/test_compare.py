@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.elastic.fakes import Counter, Normed
 
 import paceline
-from paceline.elastic.compare import difference
+from paceline.elastic.differences import difference
 from paceline.elastic.state import TrainState
 from paceline.errors import SettingsMismatch, SizeMismatch
 from paceline.links.base import Peer

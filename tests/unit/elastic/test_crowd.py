@@ -12,8 +12,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from paceline._grpc import aio, grpc
-from paceline.elastic import crowd
-from paceline.elastic.crowd import is_overloaded, retry_while_overloaded
+from paceline.elastic import peer_calls
+from paceline.elastic.peer_calls import is_overloaded, retry_while_overloaded
 from pacelinepb import ERROR_DOMAIN
 
 
@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         get_running_loop = staticmethod(lambda: clock)
         sleep = staticmethod(clock.sleep)
 
-    monkeypatch.setattr(crowd, "asyncio", Asyncio)
+    monkeypatch.setattr(peer_calls, "asyncio", Asyncio)
     return clock
 
 

@@ -9,9 +9,8 @@ import pytest
 from unit.elastic.solo import Training
 from unit.elastic.test_step_gate import StepRunner
 
-from paceline.elastic.digests import digests_of, where_they_differ
-from paceline.elastic.errand import Errand
-from paceline.elastic.step import Step
+from paceline.elastic.differences import digests_of, where_they_differ
+from paceline.elastic.step import PendingStepWord, Step
 from paceline.errors import DivergenceError
 from paceline_protocol import StepFlag, step_word
 from support.parts import at_once, world_of
@@ -51,7 +50,7 @@ def test_the_error_names_what_differs(change: list[Any], where: str) -> None:
     with world_of(2) as groups:
 
         def open_gate(rank: int) -> None:
-            errand = Errand(groups[rank], step_word(StepFlag(0), 1, rank), 1, rides=False)
+            errand = PendingStepWord(groups[rank], step_word(StepFlag(0), 1, rank), 1, with_gradients=False)
             Step(1, 1, groups[rank], trainings[rank].state, StepRunner(), errand, rank, 0).open_gate()  # type: ignore[arg-type]
 
         errors = at_once([lambda rank=rank: open_gate(rank) for rank in range(2)])

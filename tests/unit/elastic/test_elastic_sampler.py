@@ -84,7 +84,7 @@ def test_bad_arguments_and_places() -> None:
     with pytest.raises(ValueError, match="times the world"):
         sampler.batch(0)
     for epoch, offset in ((-1, 0), (0, -1), (0, 4)):
-        with pytest.raises(ValueError, match="no place"):
+        with pytest.raises(ValueError, match="no position"):
             sampler.load_state_dict({"epoch": epoch, "offset": offset})
     assert sampler.state_dict() == {"epoch": 0, "offset": 0}
     assert sampler.settings == {"sampler n": 4, "sampler per_rank_batch": 2, "sampler seed": 0}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.elastic.failures import MAX_ATTEMPTS, Failures
+from paceline.elastic.attempts import MAX_ATTEMPTS, FailedAttempts
 from paceline.errors import OperationTimeout, PeerLost, StepVoid
 from paceline.links.base import Peer
 
@@ -14,7 +14,7 @@ WORLD = [Peer(rank, f"member-{rank}", f"host-{rank}", pid=100 + rank) for rank i
 
 
 def test_attempts_at_one_step_are_counted() -> None:
-    failures = Failures()
+    failures = FailedAttempts()
     assert failures.begin("step 4", WORLD) == 1
     failures.add("step 4", PeerLost("rank 1 died"), WORLD)
     assert failures.begin("step 4", WORLD) == 2
@@ -23,7 +23,7 @@ def test_attempts_at_one_step_are_counted() -> None:
 
 
 def test_once_too_often() -> None:
-    failures = Failures()
+    failures = FailedAttempts()
     for number in range(MAX_ATTEMPTS - 1):
         assert failures.begin("step 4", WORLD) == number + 1
         failures.add("step 4", PeerLost(f"rank {number} died"), WORLD)
@@ -34,7 +34,7 @@ def test_once_too_often() -> None:
 
 
 def test_other_steps_do_not_add_up() -> None:
-    failures = Failures()
+    failures = FailedAttempts()
     for step in range(2 * MAX_ATTEMPTS):
         failures.begin(f"step {step}", WORLD)
         failures.add(f"step {step}", PeerLost("rank 1 died"), WORLD)
@@ -42,7 +42,7 @@ def test_other_steps_do_not_add_up() -> None:
 
 def test_an_attempt_whose_culprit_has_left_does_not_count() -> None:
     """Machines are reclaimed one by one while one long step is tried again and again."""
-    failures = Failures()
+    failures = FailedAttempts()
     left = list(WORLD)
     for number in range(6):
         assert failures.begin("step 4", left) == number + 1
@@ -53,7 +53,7 @@ def test_an_attempt_whose_culprit_has_left_does_not_count() -> None:
 
 def test_a_container_that_is_started_again_is_another_worker() -> None:
     """Its host has the same name, and its first process the same id."""
-    failures = Failures()
+    failures = FailedAttempts()
     for number in range(2 * MAX_ATTEMPTS):
         world = [*WORLD[:6], replace(WORLD[6], pid=1, start_ticks=1_000 * number + 7)]
         assert failures.begin("step 4", world) == number + 1
@@ -62,7 +62,7 @@ def test_a_container_that_is_started_again_is_another_worker() -> None:
 
 def test_a_culprit_that_comes_back_each_time_counts() -> None:
     """It is a new member at another rank then, and the same process."""
-    failures = Failures()
+    failures = FailedAttempts()
     for number in range(MAX_ATTEMPTS):
         world = [*WORLD[:6], replace(WORLD[6], member_id=f"again-{number}")]
         failures.begin("step 4", world)

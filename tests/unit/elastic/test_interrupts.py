@@ -16,10 +16,10 @@ import pytest
 from unit.elastic.solo import ENVIRONMENT, Training, undisturbed
 
 import paceline
-from paceline.elastic import line
+from paceline.elastic import training_loop
 from paceline.errors import StepOrderError
 
-_MODULES = Path(line.__file__).parent
+_MODULES = Path(training_loop.__file__).parent
 _SHELF = _MODULES / "offer.py"
 """Left out: it holds a lock for an instant, and a trace interrupts where a signal does not, just behind its taking."""
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.elastic.dismissed import Dismissed
-from paceline.elastic.line import Line
 from paceline.elastic.saver import Saver
 from paceline.elastic.state import TrainState
-from paceline.errors import StepOrderError
+from paceline.elastic.training_loop import TrainingLoop
+from paceline.errors import Dismissed, StepOrderError
 from paceline_protocol import MemberState, Tag
 
 
-def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[Line, list[int]]:
+def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[TrainingLoop, list[int]]:
     """A member that has applied `step`, of which it has heard that the one before is committed.
 
     A former member (`generation` 0) has the peers of its last view, and a worker that was in none has none.
@@ -24,7 +23,7 @@ def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> t
     state, place = TrainState(), MemberState(Tag(2, step - 1))
     state.step = step
     port: Any = SimpleNamespace(job="job", group=SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers)))
-    line = Line(port, state, total, 0, b"", Saver(None, None), place)
+    line = TrainingLoop(port, state, total, 0, b"", Saver(None, None), place)
     place.held, place.generation = Tag(generation, step), generation
     heard: list[int] = []
     line.on_commit = [heard.append]

@@ -9,9 +9,9 @@ import numpy as np
 
 import paceline
 from paceline.config import Config
-from paceline.elastic.line import Line
-from paceline.elastic.port import NullCoordinator
+from paceline.elastic.coordination import NullCoordinator
 from paceline.elastic.saver import Saver
+from paceline.elastic.training_loop import TrainingLoop
 from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
@@ -44,11 +44,11 @@ class TwoPort(NullCoordinator):
         raise AssertionError("nothing is done here")
 
 
-def line_that_holds(held: Tag) -> tuple[TwoPort, Line, Any]:
+def line_that_holds(held: Tag) -> tuple[TwoPort, TrainingLoop, Any]:
     port = TwoPort()
     state = paceline.TrainState(notes={"seen": np.zeros(1)})
     place = MemberState(held)
-    return port, Line(port, state, 9, 0, b"", Saver(None, None), place), place
+    return port, TrainingLoop(port, state, 9, 0, b"", Saver(None, None), place), place
 
 
 def view(port: TwoPort, generation: int, base: Tag, member_id: str) -> ViewCame:

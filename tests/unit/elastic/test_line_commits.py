@@ -11,10 +11,10 @@ import pytest
 
 from paceline import checkpoint
 from paceline.config import Config
+from paceline.elastic.coordination import NullCoordinator
 from paceline.elastic.offer import Content
-from paceline.elastic.port import NullCoordinator
 from paceline.elastic.state import TrainState
-from paceline.elastic.steps import line_of, run_steps
+from paceline.elastic.steps import make_loop, run_steps
 from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.local import next_meshes
@@ -82,7 +82,7 @@ def alone() -> Any:
 def test_a_newcomer_announces_commits_from_the_step_that_it_began_with(alone: Group) -> None:
     state, heard = state_at(0, 0.0), []
     port = NewcomersPort("job", alone, Config())
-    line = line_of(port, state, 8, checkpoint_dir=None, checkpoint_every=None, seed=0, before=None)
+    line = make_loop(port, state, 8, checkpoint_dir=None, checkpoint_every=None, seed=0, before=None)
     line.on_commit.append(heard.append)
     assert trained(line, state, 8) == [7, 8]
     assert heard == [7, 8]
@@ -93,6 +93,6 @@ def test_a_line_is_done_when_its_last_checkpoint_is_on_the_disk(
     alone: Group, tmp_path: Path, every: int | None
 ) -> None:
     state, port = state_at(0, 0.0), WatchedPort(alone, tmp_path)
-    line = line_of(port, state, 3, checkpoint_dir=tmp_path, checkpoint_every=every, seed=0, before=None)
+    line = make_loop(port, state, 3, checkpoint_dir=tmp_path, checkpoint_every=every, seed=0, before=None)
     assert trained(line, state, 3) == [1, 2, 3]
     assert [tags[-1].step for tags in port.there] == [3]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.elastic import offer
-from paceline.elastic.offer import HASH_BYTES, Content, Description, Shelf
+from paceline.elastic.offer import HASH_BYTES, Content, Description, OfferedState
 from paceline.errors import PacelineError, SizeMismatch
 from paceline_protocol import Tag
 
@@ -188,22 +188,22 @@ def test_description_of_more_than_is_believed_or_of_other_hashes() -> None:
 
 
 def test_shelf_gives_what_is_offered_under_its_tag() -> None:
-    shelf, content = Shelf(), Content.of({"a": np.arange(20.0)})
+    offered, content = OfferedState(), Content.of({"a": np.arange(20.0)})
     with pytest.raises(PacelineError, match="does not hold the state g00000003-s0000000007 now"):
-        shelf.describe(TAG)
-    shelf.offer(TAG, content)
-    description = shelf.describe(TAG)
-    assert shelf.describe(TAG) is description, "hashes are computed once"
-    assert shelf.read(TAG, 2) == content.read(2)
+        offered.describe(TAG)
+    offered.offer(TAG, content)
+    description = offered.describe(TAG)
+    assert offered.describe(TAG) is description, "hashes are computed once"
+    assert offered.read(TAG, 2) == content.read(2)
     for chunk in (-1, 3):
         with pytest.raises(PacelineError, match="there is no chunk"):
-            shelf.read(TAG, chunk)
+            offered.read(TAG, chunk)
     with pytest.raises(PacelineError, match="does not hold"):
-        shelf.read(Tag(3, 8), 0)
-    shelf.offer(Tag(4, 8), Content.of({"a": np.zeros(1)}))
+        offered.read(Tag(3, 8), 0)
+    offered.offer(Tag(4, 8), Content.of({"a": np.zeros(1)}))
     with pytest.raises(PacelineError, match="does not hold"):
-        shelf.describe(TAG)
-    assert shelf.describe(Tag(4, 8)) is not description
+        offered.describe(TAG)
+    assert offered.describe(Tag(4, 8)) is not description
 
 
 def test_what_is_offered_again_while_it_is_read_is_sent() -> None:
@@ -211,12 +211,12 @@ def test_what_is_offered_again_while_it_is_read_is_sent() -> None:
 
     class Again(Content):
         def read(self, chunk: int) -> bytes:
-            shelf.offer(TAG, Content.of({"a": np.zeros(4)}))
+            offered.offer(TAG, Content.of({"a": np.zeros(4)}))
             return super().read(chunk)
 
-    shelf = Shelf()
-    shelf.offer(TAG, Again.of({"a": np.zeros(4)}))
-    assert shelf.read(TAG, 0) == bytes(32)
+    offered = OfferedState()
+    offered.offer(TAG, Again.of({"a": np.zeros(4)}))
+    assert offered.read(TAG, 0) == bytes(32)
 
 
 @pytest.mark.parametrize("what", ["read", "describe"])
@@ -235,12 +235,12 @@ def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) ->
             assert go_on.wait(10)
             return super().hash(chunk)
 
-    shelf, outcome = Shelf(), []
-    shelf.offer(TAG, Slow.of({"a": np.zeros(4)}))
+    offered, outcome = OfferedState(), []
+    offered.offer(TAG, Slow.of({"a": np.zeros(4)}))
 
     def read() -> None:
         try:
-            outcome.append(shelf.read(TAG, 0) if what == "read" else shelf.describe(TAG))
+            outcome.append(offered.read(TAG, 0) if what == "read" else offered.describe(TAG))
         except PacelineError as error:
             outcome.append(str(error))
 
@@ -248,9 +248,9 @@ def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) ->
     thread.start()
     assert reading.wait(10)
     if then == "withdraw":
-        shelf.withdraw()
+        offered.withdraw()
     else:
-        shelf.offer(Tag(TAG.generation, TAG.step + 1), Content.of({"a": np.ones(4)}))
+        offered.offer(Tag(TAG.generation, TAG.step + 1), Content.of({"a": np.ones(4)}))
     go_on.set()
     thread.join(10)
     assert outcome == [f"the state {TAG} is no longer offered"]

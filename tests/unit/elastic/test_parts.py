@@ -10,8 +10,7 @@ from unit.elastic.fakes import FRAMEWORK, Counter, ForeignModel, ForeignOptimize
 
 import paceline
 from paceline.checkpoint.tree import split
-from paceline.elastic.fit import check_fit, write
-from paceline.elastic.parts import part_of
+from paceline.elastic.parts import check_fit, part_of, write_in_place
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 
@@ -89,7 +88,7 @@ def test_optimizer(make: Any) -> None:
     its.lr = 0.5
     part, donor = part_of("optimizer", optimizer), part_of("optimizer", its)
     held = part.arrays()
-    write(held, donor.arrays())
+    write_in_place(held, donor.arrays())
     part.load_rest(donor.rest())
     np.testing.assert_equal(optimizer.state_dict(), its.state_dict())
     assert all(part.arrays()[path] is array for path, array in held.items())
@@ -212,7 +211,7 @@ def test_what_does_not_fit_changes_nothing(there: dict[str, Any], says: str) -> 
     with pytest.raises(SizeMismatch, match=says):
         check_fit(here, there)
     with pytest.raises(SizeMismatch, match=says):
-        write(here, there)
+        write_in_place(here, there)
     assert not here["a"].any()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.config import Config
-from paceline.elastic import port
-from paceline.elastic.port import CoordinatedPort
+from paceline.elastic import coordination
+from paceline.elastic.coordination import RemoteCoordinator
 from paceline.links.base import Peer
 from paceline.session.mail import Mail, Tried
 from paceline_protocol import Meet, Tag
@@ -38,7 +38,7 @@ class Connection:
 @pytest.mark.parametrize("node_size", [1, 0])
 def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> None:
     connection = Connection()
-    of_port = CoordinatedPort(connection, Config())  # type: ignore[arg-type]
+    of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
     of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True))
     assert [said.unproven for said in connection.said] == [True]
 
@@ -55,9 +55,9 @@ def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> 
                 await asyncio.Event().wait()  # it does not answer
             return []
 
-        monkeypatch.setattr(port, "out_of_reach", out_of_reach)
+        monkeypatch.setattr(coordination, "out_of_reach", out_of_reach)
         connection = Connection()
-        of_port = CoordinatedPort(connection, Config())  # type: ignore[arg-type]
+        of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
         of_port.try_to_reach([ONE, TWO])
         await began.wait()
         of_port.try_to_reach([ONE])

@@ -48,7 +48,7 @@ def trainees(name: str, world: int) -> list[Trainee]:
     here = [Trainee(name, Group(mesh, SOON)) for mesh in meshes]
     made.extend(here)
     for trainee in here:
-        trainee.group.vouch()
+        trainee.group.confirm_same_state()
     return here
 
 
@@ -283,9 +283,9 @@ def test_manifest_and_digest_do_not_tell_shares_apart() -> None:
 def test_what_cannot_move_is_refused() -> None:
     (one, _) = trainees("full", 2)
     one.state.check_round_trip()
-    with pytest.raises(UnsupportedOp, match="optimizer is of a model that is spread: give the FSDP wrapper"):
+    with pytest.raises(UnsupportedOp, match="optimizer is of a sharded model: give the FSDP wrapper"):
         TrainState(optimizer=one.optimizer).check_round_trip()
-    with pytest.raises(UnsupportedOp, match="model is of a model that is spread"):
+    with pytest.raises(UnsupportedOp, match="model is of a sharded model"):
         TrainState(model=one.model.module).check_round_trip()
 
     class Foreign:
@@ -296,7 +296,7 @@ def test_what_cannot_move_is_refused() -> None:
 
         def load_state_dict(self, saved: Any) -> None: ...
 
-    with pytest.raises(UnsupportedOp, match=r"foreign cannot be spread.*paceline\.optim"):
+    with pytest.raises(UnsupportedOp, match=r"foreign cannot be sharded.*paceline\.optim"):
         TrainState(model=one.model, foreign=Foreign()).check_round_trip()
     second = paceline.optim.SGD(one.model, lr=0.1)
     with pytest.raises(UnsupportedOp, match=r"optimizer and second are several optimizers .*make one"):

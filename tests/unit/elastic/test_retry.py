@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.blocks import Outcome
+from paceline.elastic.attempts import BlockOutcome
 from paceline.elastic.retry import attempts
 from paceline.elastic.step import BETWEEN_STEPS
 from paceline.errors import PeerLost
@@ -16,7 +16,7 @@ from paceline.errors import PeerLost
 class Scene:
     """A member in a block that fails a few times; `outcomes`: what its line says of each failure."""
 
-    def __init__(self, outcomes: list[Outcome], *, ended: bool) -> None:
+    def __init__(self, outcomes: list[BlockOutcome], *, ended: bool) -> None:
         self.done: list[str] = []
         self.fails = len(outcomes)
         self.ended = ended
@@ -26,20 +26,20 @@ class Scene:
             done=False, left=False, retry=lambda: outcomes.pop(0), block_done=lambda: self.done.append("done")
         )
         self.group: Any = SimpleNamespace(
-            mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, barred=BETWEEN_STEPS
+            mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, ban_reason=BETWEEN_STEPS
         )
-        self.group.bar = lambda reason: setattr(self.group, "barred", reason)
+        self.group.ban_collectives = lambda reason: setattr(self.group, "ban_reason", reason)
 
     def run(self) -> list[bool]:
         found = []
         for attempt in attempts(self.line, self.group):
             with attempt:
-                assert not self.group.barred
+                assert not self.group.ban_reason
                 self.fault.failed = self.fails > 0 and not self.ended
                 if self.fault.failed:
                     self.fails -= 1
                     raise self.fault.error()
-            assert self.group.barred == BETWEEN_STEPS
+            assert self.group.ban_reason == BETWEEN_STEPS
             self.fault.failed = False
             found.append(attempt.completed)
         return found
@@ -52,20 +52,20 @@ class Scene:
 
 
 def test_a_block_runs_until_it_is_through() -> None:
-    scene = Scene([Outcome.AGAIN, Outcome.AGAIN], ended=False)
+    scene = Scene([BlockOutcome.AGAIN, BlockOutcome.AGAIN], ended=False)
     assert scene.run() == [False, False, True]
     assert scene.done == ["done"]
 
 
 @pytest.mark.parametrize(("ended", "rounds"), [(True, 1), (False, 2)])
 def test_whoever_was_at_its_end_like_all_need_not_run_it_again(ended: bool, rounds: int) -> None:
-    scene = Scene([Outcome.PASSED], ended=ended)
+    scene = Scene([BlockOutcome.PASSED], ended=ended)
     assert len(scene.run()) == rounds
     assert scene.done == ["done"]
 
 
 def test_whom_the_line_has_overtaken_goes_on_with_it() -> None:
     """It had no seat for a hundred steps; the others are in a step now, and would take its block for another call."""
-    scene = Scene([Outcome.OVERTAKEN], ended=False)
+    scene = Scene([BlockOutcome.OVERTAKEN], ended=False)
     assert scene.run() == [False]
     assert scene.done == []

@@ -12,7 +12,7 @@ from unit.elastic.solo import ENVIRONMENT, Training, fail, undisturbed
 
 import paceline
 from paceline.elastic import rules
-from paceline.elastic.parts import Part
+from paceline.elastic.parts import StatePart
 from paceline.elastic.state import TrainState
 from paceline.errors import StepOrderError
 
@@ -53,11 +53,11 @@ def test_parameters_that_some_part_has(session: Any) -> None:
 class Own:
     """Gives its part itself, as a custom model would."""
 
-    def as_part(self) -> Part:
+    def as_part(self) -> StatePart:
         return OwnPart()
 
 
-class OwnPart(Part):
+class OwnPart(StatePart):
     kind = "own"
 
     def rest(self) -> Any:
@@ -193,7 +193,7 @@ def test_a_dict_of_another_view_of_the_same_memory(session: Any) -> None:
 def test_what_the_state_was_in_another_generation_is_forgotten() -> None:
     """It may be that of others by now."""
     training = Training()
-    watch = rules.Watch(training.state)
+    watch = rules.StateWatch(training.state)
     watch.begin()
     watch.before_update()
     watch.applied()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.runs import Run, assign, fill
+from paceline.elastic.reshard_plan import ElementRun, assign, fill
 from paceline_protocol import WHOLE as WHOLE_SHARE
 from paceline_protocol import Share
 
@@ -21,7 +21,7 @@ def shard(start: int, count: int) -> Shard:
     return Shard(WHOLE[start : start + count].copy(), start, (4, 5))
 
 
-def inside(runs: list[Run]) -> list[int]:
+def inside(runs: list[ElementRun]) -> list[int]:
     return sorted(n for run in runs for n in range(run.start, run.start + run.count))
 
 
@@ -56,7 +56,7 @@ def elements_of(share: Share) -> set[int]:
 
 @given(wanted=st.lists(spans, max_size=3), held=st.lists(st.lists(shares_, max_size=2), max_size=5))
 def test_each_element_is_asked_of_one_who_has_it(wanted: list[tuple[int, int]], held: list[list[Share]]) -> None:
-    missing = [Run("a", start, count) for start, count in wanted if count]
+    missing = [ElementRun("a", start, count) for start, count in wanted if count]
     anywhere = {n for shares in held for share in shares for n in elements_of(share)}
     lacking = set(inside(missing)) - anywhere
     try:
@@ -74,17 +74,17 @@ def test_each_element_is_asked_of_one_who_has_it(wanted: list[tuple[int, int]], 
 
 
 def test_work_is_shared_by_those_who_have_the_same() -> None:
-    missing = [Run(name, 0, 10) for name in "abcd"]
+    missing = [ElementRun(name, 0, 10) for name in "abcd"]
     found = assign(missing, {"one": [WHOLE_SHARE], "other": [WHOLE_SHARE]}, lambda _: dict.fromkeys("abcd", (0, 10)))
     assert [len(runs) for runs in found.values()] == [2, 2]
 
 
 def test_nobody_has_it() -> None:
     with pytest.raises(LookupError) as caught:
-        assign([Run("a", 3, 4)], {}, cut)
+        assign([ElementRun("a", 3, 4)], {}, cut)
     assert str(caught.value.args[0]) == "elements 3 to 6 of a"
     with pytest.raises(LookupError) as caught:
-        assign([Run("a", 0, SIZE)], {"one": [Share(0, 3)]}, cut)
+        assign([ElementRun("a", 0, SIZE)], {"one": [Share(0, 3)]}, cut)
     assert str(caught.value.args[0]) == "elements 6 to 14 of a", "9 in each part, 3 lie before"
 
 
@@ -97,6 +97,6 @@ def test_a_thousand_members_cost_no_more_than_the_runs() -> None:
         return {f"a{n}": (0, 1) for n in range(parts)}
 
     held = {rank: [Share(rank, parts)] for rank in range(parts)}
-    found = assign([Run(f"a{n}", n, 1) for n in range(parts)], held, count_cuts)
+    found = assign([ElementRun(f"a{n}", n, 1) for n in range(parts)], held, count_cuts)
     assert asked == [parts]
     assert [len(runs) for runs in found.values()] == [1] * parts

@@ -13,7 +13,7 @@ import pytest
 from paceline import checkpoint
 from paceline.checkpoint import background, sharded_saving
 from paceline.elastic import saver as saver_module
-from paceline.elastic.spread_saver import SpreadSaver
+from paceline.elastic.saver import JointSaver
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, PeerLost, SizeMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
@@ -31,17 +31,17 @@ class World:
 
     def __init__(self, name: str, size: int, directory: Path | None, every: int | None = None) -> None:
         self.members = [Trainee(name, Group(mesh, SOON)) for mesh in local_meshes(size)]
-        self.savers = [SpreadSaver(directory, every) for _ in self.members]
+        self.savers = [JointSaver(directory, every) for _ in self.members]
         self.generation = 1
         self.steps = 0
         for member in self.members:
-            member.group.vouch()
+            member.group.confirm_same_state()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.begin()
             for saver in self.savers:
-                saver.settle()
+                saver.wait_until_copied()
             together(self.members, self.steps)
             self.steps += 1
 
@@ -62,7 +62,7 @@ class World:
                 thread.join(10)
             saver.heard(writing=False)
 
-    def all_do(self, do: Callable[[SpreadSaver, Trainee], Any]) -> list[Any]:
+    def all_do(self, do: Callable[[JointSaver, Trainee], Any]) -> list[Any]:
         pairs = {id(m.group): (s, m) for s, m in zip(self.savers, self.members, strict=True)}
         return each([member.group for member in self.members], lambda group: do(*pairs[id(group)]))
 
@@ -107,7 +107,7 @@ def test_what_is_published_any_world_goes_on_with(
     assert published == [1], "one of them does it"
     after = world_of(name, 2, None)
     for rank, (saver, member) in enumerate(zip(after.savers, after.members, strict=True)):
-        saver = SpreadSaver(tmp_path, None)
+        saver = JointSaver(tmp_path, None)
         plan = member.state.resharding(Share(rank, 2), own=False)
         member.state.switch(plan, saver.read(saver.latest(), plan))
     form(after.members, 2)
@@ -254,7 +254,7 @@ def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any, monkeypatch: p
     world.train(1)
     for step in (1, 2):
         no_error(world.all_do(lambda s, m, step=step: s.keep(Tag(1, step), m.state, m.group)))  # type: ignore[misc]
-    saver, state = SpreadSaver(tmp_path, None), world.members[0].state
+    saver, state = JointSaver(tmp_path, None), world.members[0].state
     assert saver.latest() == Tag(1, 2)
     file = tmp_path / str(Tag(1, 2)) / "arrays-00000-of-00002.safetensors"
     data = bytearray(file.read_bytes())
@@ -267,16 +267,16 @@ def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any, monkeypatch: p
     plan = state.resharding(Share(0, 2), own=False)
     assert saver.read(Tag(1, 1), plan)["step"] == state.step
     assert plan.wanted == []
-    assert SpreadSaver(tmp_path, None).latest() == Tag(1, 2), "sizes alone do not tell"
+    assert JointSaver(tmp_path, None).latest() == Tag(1, 2), "sizes alone do not tell"
     with pytest.raises(CheckpointDamaged, match="missing"):
         saver.read(Tag(1, 0), state.resharding(Share(0, 2), own=False))  # removed, for there are later ones
     slept: list[float] = []
     monkeypatch.setattr(saver_module, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     for directory, seconds in ((None, 0.0), (tmp_path / "elsewhere", 70.0)):
         with pytest.raises(CheckpointFailed, match="must lie on a disk that all workers share"):
-            SpreadSaver(directory, None).read(Tag(1, 2), state.resharding(Share(0, 2), own=False))
+            JointSaver(directory, None).read(Tag(1, 2), state.resharding(Share(0, 2), own=False))
         assert sum(slept) == pytest.approx(seconds, abs=0.1)
-    away, slept[:] = SpreadSaver(tmp_path / "elsewhere", None), []
+    away, slept[:] = JointSaver(tmp_path / "elsewhere", None), []
     for _ in range(2):
         with pytest.raises(CheckpointDamaged, match=r"which is not in .*elsewhere here yet"):
             away.read(Tag(1, 2), state.resharding(Share(0, 2), own=False), lambda: sum(slept) >= 60.0)
@@ -286,4 +286,4 @@ def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any, monkeypatch: p
     checkpoint.save(tmp_path, {"step": 3, "parts": {}}, (2, 3))
     with pytest.raises(SizeMismatch, match="not there"):
         saver.read(Tag(2, 3), state.resharding(Share(0, 2), own=False))
-    assert SpreadSaver(None, None).latest() == Tag(0, 0)
+    assert JointSaver(None, None).latest() == Tag(0, 0)

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.elastic.errand import Errand
 from paceline.elastic.state import TrainState
-from paceline.elastic.step import Step
+from paceline.elastic.step import PendingStepWord, Step
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
 from paceline.group import Group
 from paceline.links.fault import Suspicion
-from paceline.parallel.agreement import NewcomerDiffers
+from paceline.parallel._agreement import NewcomerDiffers
 from paceline_protocol import StepFlag, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
@@ -46,7 +45,7 @@ def groups() -> Iterator[list[Group]]:
 
 
 def step_of(group: Group, runner: StepRunner, digest: int = 5) -> Step:
-    errand = Errand(group, step_word(StepFlag(0), 1, digest), 1, rides=False)
+    errand = PendingStepWord(group, step_word(StepFlag(0), 1, digest), 1, with_gradients=False)
     return Step(1, 1, group, TrainState(), runner, errand, digest, 0)  # type: ignore[arg-type]
 
 

@@ -18,12 +18,12 @@ from paceline._grpc import grpc
 from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.elastic import offer
-from paceline.elastic.offer import Content, Shelf
-from paceline.elastic.take import get_manifest, take_state
+from paceline.elastic.offer import Content, OfferedState
+from paceline.elastic.peer_calls import get_manifest, take_state
 from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
 from paceline.links.base import Peer
 from paceline.links.grpc_door import Door
-from paceline.links.grpc_refusal import refuse
+from paceline.links.grpc_methods import refuse
 from paceline_protocol import Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.flipping import Flipper
@@ -36,7 +36,7 @@ SHORT = 0.5
 CHUNKS = 40
 
 
-class Donor(Shelf):
+class Donor(OfferedState):
     """A member with a door.
 
     Attributes:

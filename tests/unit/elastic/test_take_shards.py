@@ -14,15 +14,15 @@ import pytest
 
 from paceline._grpc import grpc
 from paceline._loop import loop_thread
+from paceline._rpc import CHANNEL_OPTIONS
 from paceline.checkpoint.pieces import Shard
 from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic import parcel as parcels
-from paceline.elastic import take_shards as taking
-from paceline.elastic.offer import Content, Shelf
+from paceline.elastic import peer_calls as taking
+from paceline.elastic.offer import Content, OfferedState
 from paceline.elastic.parcel import Parcel, borrow, unpack
-from paceline.elastic.resharding import Resharding
-from paceline.elastic.runs import Run, checksum
-from paceline.elastic.take_shards import Holder, take_shards
+from paceline.elastic.peer_calls import Holder, take_shards
+from paceline.elastic.reshard_plan import ElementRun, ReshardPlan, checksum
 from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links import grpc_state
 from paceline.links.base import Peer
@@ -30,7 +30,6 @@ from paceline.links.grpc_door import Door
 from paceline.links.shm.arena import arena
 from paceline.links.shm.segment import SegmentError
 from paceline.session.identity import process_identity
-from paceline.session.wire import CHANNEL_OPTIONS
 from paceline_protocol import WHOLE, Share, Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 
@@ -62,7 +61,7 @@ def cut(share: Share) -> dict[str, Shard]:
     return found
 
 
-class Giver(Shelf):
+class Giver(OfferedState):
     """A member with a door, that holds a share.
 
     Attributes:
@@ -73,7 +72,7 @@ class Giver(Shelf):
     def __init__(self, rank: int, share: Share) -> None:
         super().__init__()
         self.share = share
-        self.asked: list[Run] = []
+        self.asked: list[ElementRun] = []
         self.befalls: Callable[[], Any] = lambda: None
         self.door = Door(JOB, IN_THE_CLEAR)
         port = loop_thread().run(self.door.start("127.0.0.1", 0))
@@ -83,7 +82,7 @@ class Giver(Shelf):
         self.offer(TAG, Content.of(dict(cut(share))))
 
     def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Any:
-        self.asked += [Run(*run) for run in runs]
+        self.asked += [ElementRun(*run) for run in runs]
         instead = self.befalls()
         return super().pack(tag, runs, most_bytes) if instead is None else instead
 
@@ -110,11 +109,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def plan_for(share: Share) -> Resharding:
+def plan_for(share: Share) -> ReshardPlan:
     targets = {name: Shard(np.full(part_of(share, name)[1], 7, values.dtype), part_of(share, name)[0], values.shape)
                for name, values in VALUES.items()}  # fmt: skip
-    wanted = [Run(name, shard.start, shard.values.size) for name, shard in targets.items() if shard.values.size]
-    return Resharding(
+    wanted = [ElementRun(name, shard.start, shard.values.size) for name, shard in targets.items() if shard.values.size]
+    return ReshardPlan(
         share, False, targets, wanted, lambda parts: {name: (0, part_of(Share(0, parts), name)[1]) for name in VALUES},
         lambda: _back,
     )  # fmt: skip
@@ -124,17 +123,19 @@ def _back() -> None:
     return
 
 
-def take(plan: Resharding, holders: Sequence[Giver], patience: float = PATIENCE) -> None:
+def take(plan: ReshardPlan, holders: Sequence[Giver], patience: float = PATIENCE) -> None:
     named = [Holder(giver.peer, [giver.share]) for giver in holders]
     loop_thread().run(asyncio.wait_for(take_shards(JOB, TAG, named, plan, patience, IN_THE_CLEAR), 20))
 
 
-def check(plan: Resharding) -> None:
+def check(plan: ReshardPlan) -> None:
     assert plan.wanted == []
     for name, values in VALUES.items():
         start, count = part_of(plan.share, name)
         if count:
-            np.testing.assert_array_equal(plan.into(Run(name, start, count)), values.reshape(-1)[start : start + count])
+            np.testing.assert_array_equal(
+                plan.into(ElementRun(name, start, count)), values.reshape(-1)[start : start + count]
+            )
 
 
 def test_each_gives_what_it_has(givers: Any, way: str) -> None:

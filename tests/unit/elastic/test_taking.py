@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic import taking
-from paceline.elastic.take_shards import Holder
+from paceline.elastic import recovery
+from paceline.elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, OrphanedError
 from paceline_protocol import Meet, MemberState, MemberView, Share, Tag
 
@@ -30,15 +30,15 @@ class Scene:
         self.has = False
         self.parameter = SimpleNamespace(requires_grad=True)  # and frozen in every other state
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
-        monkeypatch.setattr(taking, "time", clock)
+        monkeypatch.setattr(recovery, "time", clock)
         self.place = MemberState(Tag(0, 0), 0, (FIRST,))
         self.place.formed(MemberView(2, 0, Tag(0, 0), frozenset(), 2))
         plan = SimpleNamespace(wanted=["run"])
-        shelf = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
+        offered = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
         config = SimpleNamespace(failure_timeout=3.0)
         mail = SimpleNamespace(asks=False, draining="")
         port: Any = SimpleNamespace(
-            take=self._take, take_shards=self._take_shards, shelf=shelf, config=config, mail=mail
+            take=self._take, take_shards=self._take_shards, offered=offered, config=config, mail=mail
         )
         state: Any = SimpleNamespace(
             spreads=True,
@@ -60,7 +60,7 @@ class Scene:
             has=lambda tag: self.has,
             read=lambda tag, plan, interrupted: self._note(f"read {tag.step}", "the disk's"),
         )
-        self.taking = taking.Taking(port, self.place, state, saver)
+        self.taking = recovery.StateRecovery(port, self.place, state, saver)
         self.taking.learn([Holder(SimpleNamespace(), (FIRST,))])  # type: ignore[arg-type]
 
     def order(self, base: Tag, share: Share = FIRST, *, own: bool = False) -> Any:

@@ -111,7 +111,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     for change, error, says in (
         (wrong_shape, SizeMismatch, "optimizer: .*bias/mean is"),
         (wrong_buffer, SizeMismatch, "mean is"),
-        (wrong_place, ValueError, "no place in 20 samples"),
+        (wrong_place, ValueError, "no position in 20 samples"),
         (wrong_name, SizeMismatch, "Adam"),
         (refused_by_its_own, RuntimeError, "not that one"),
         (one_part_less, SizeMismatch, "last on one side only"),

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import Config
 from paceline.elastic import waiting
-from paceline.elastic.dismissed import Dismissed
+from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion
 from paceline_protocol import Meet, MemberState, Phase, Tag
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def member(draining: str = "", generation: int = 1, said: list[Meet] | None = None) -> waiting.Waiting:
+def member(draining: str = "", generation: int = 1, said: list[Meet] | None = None) -> waiting.MeetingWait:
     port: Any = SimpleNamespace(
         mail=SimpleNamespace(draining=draining, connected=True),
         group=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0))),
@@ -32,7 +32,7 @@ def member(draining: str = "", generation: int = 1, said: list[Meet] | None = No
     )
     place = MemberState(Tag(0, 0))
     place.generation = generation
-    return waiting.Waiting(port, place, ([] if said is None else said).append)
+    return waiting.MeetingWait(port, place, ([] if said is None else said).append)
 
 
 def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
@@ -77,7 +77,7 @@ def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clo
     said: list[Meet] = []
     tried: list[Sequence[Peer]] = []
     waits = member("", 0, said)
-    waits._port.try_to_reach = tried.append  # type: ignore[method-assign]
+    waits._coordinator.try_to_reach = tried.append  # type: ignore[method-assign]
     waits.as_candidate()
     one, two = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
     waits.line_runs([one, two])
@@ -120,7 +120,7 @@ def test_a_planned_meeting_that_lasts_longer_than_a_step_may_is_a_timeout(clock:
     """A member hangs between two steps, and no collective is there to time out."""
     waits = member()
     suspicions: list[Suspicion] = []
-    fault: Fault = waits._port.group.mesh.fault
+    fault: Fault = waits._coordinator.group.mesh.fault
     fault.on_suspicion(suspicions.append)
     waits.planned = True
     waits.said()
@@ -152,7 +152,7 @@ def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
 ) -> None:
     """A step has asked for a meeting, and it does not come about. A generation that has failed is not gone on with."""
     waits, went_on = member(), []
-    port: Any = waits._port
+    port: Any = waits._coordinator
     if failed:
         lost = Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is gone")
         port.group.mesh.fault.suspect(lost)

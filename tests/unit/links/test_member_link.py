@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from paceline._loop import loop_thread
-from paceline.links.base import LinkEnded, Peer
-from paceline.links.fault import Fault
+from paceline.errors import PeerLost
+from paceline.links.base import LinkEnded, LinkTimeout, Peer
+from paceline.links.fault import Fault, Verdict
 from paceline.links.frame import Frame, FrameKind
-from paceline.links.grpc_queues import Inbox, Outbox
-from paceline.links.halves import Incoming, Outgoing
+from paceline.links.kind import Incoming, Outgoing
 from paceline.links.member_link import MemberLink
 from paceline.links.shm.arena import Arena
+from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import halves
 
 FRAME = Frame(FrameKind.DATA, 1, 1, 0, b"", b"x")
@@ -103,7 +104,7 @@ class In(Incoming):
 
 def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back() -> None:
     loop = loop_thread().loop
-    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
+    link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
     link.shut()
     with pytest.raises(LinkEnded):
         link.release()
@@ -113,9 +114,9 @@ def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back() -> None:
 def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     out, into, loop = Waiting(), Waiting(), loop_thread().loop
     at = into if call in ("recv", "release") else out
-    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
-    link.settle_on(Out(out))
-    link.inbox.turn_to(In(into))
+    link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
+    link.send_by(Out(out))
+    link.receive_by(In(into))
     later = monotonic() + 10.0
     link.recv(later)  # the way in is in use
     calls: dict[str, Callable[[], object]] = {
@@ -137,18 +138,88 @@ def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     assert not at.closed_inside
 
 
+def test_a_way_in_is_read_only_once_it_knows_whom_to_notify() -> None:
+    """Else the reader and the loop would both arm what tells of arrivals."""
+    link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop_thread().loop)
+    rung: list[bool] = []
+
+    class Told(In):
+        def on_readable(self, notify: Callable[[], None]) -> None:
+            with pytest.raises(LinkTimeout):
+                link.recv(0.0)
+            rung.clear()
+
+    link.on_readable(lambda: rung.append(True))
+    link.receive_by(Told(Waiting()))
+    assert rung, "what had come was not told of"
+    assert link.recv(0.0) is FRAME
+
+
+@pytest.mark.parametrize("call", ["send", "recv", "mark", "await_mark"])
+@pytest.mark.parametrize("end", ["failure", "end", "shut"])
+def test_whoever_waits_for_the_peer_is_woken(call: str, end: str) -> None:
+    """Before the halves are there (I7)."""
+    fault = Fault(1, 0, 0.0)
+    link = MemberLink(Peer(1, "b", "host-b"), fault, loop_thread().loop)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            getattr(link, call)(*{"send": [FRAME], "mark": [1]}.get(call, []), monotonic() + 10.0)
+        except (LinkEnded, PeerLost) as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not (link._sending or link._receiving):
+        pass
+    started = monotonic()
+    if end == "failure":
+        fault.settle(Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 0, "rank 1 is lost"))
+    elif end == "end":
+        link.end_in(LinkEnded("rank 1 left", orderly=True))
+        link.end_out(LinkEnded("rank 1 left", orderly=True))
+    else:
+        link.shut()
+    thread.join(10.0)
+    assert monotonic() - started < 0.4, "it slept for a whole slice"
+    (error,) = raised
+    assert str(error) == {"failure": "rank 1 is lost", "end": "rank 1 left", "shut": "the link is closed"}[end]
+
+
+def test_a_half_that_comes_when_its_link_has_ended_says_so() -> None:
+    at = Waiting()
+    link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop_thread().loop)
+    ends: list[LinkEnded] = []
+
+    class Ended(Out):
+        def end(self, error: LinkEnded) -> None:
+            ends.append(error)
+
+    class EndedIn(In):
+        def end(self, error: LinkEnded, frames: int | None = None) -> None:
+            ends.append(error)
+
+    gone = LinkEnded("rank 1 left", orderly=True)
+    link.end_in(gone)
+    link.end_out(gone)
+    link.receive_by(EndedIn(at))
+    link.send_by(Ended(at))
+    assert ends == [gone, gone]
+
+
 def test_a_way_out_that_opens_after_its_link_was_shut_is_closed() -> None:
     out, loop = Waiting(), loop_thread().loop
-    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
+    link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
     link.shut()
-    link.settle_on(Out(out))
+    link.send_by(Out(out))
     assert out.was_closed
 
 
 def test_what_is_lent_is_not_settled_by_a_link_that_is_shut() -> None:
     loop = loop_thread().loop
-    link = MemberLink(Peer(1, "b", "host-b"), Inbox(loop), Outbox(loop), Fault(1, 0, 0.0))
-    link.settle_on(Out(Waiting()))
+    link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
+    link.send_by(Out(Waiting()))
     link.shut()
     with pytest.raises(LinkEnded, match="closed"):
         link.settle(monotonic() + 10.0)

@@ -7,7 +7,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from time import monotonic
 
@@ -19,11 +18,16 @@ from hypothesis import strategies as st
 from paceline.errors import LimitExceeded, PeerLost
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
-from paceline.links.shm import copying
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.bell import _WAKE
-from paceline.links.shm.layout import INLINE_BYTES, MARK, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES
-from paceline.links.staging import LONG_FRAME_BYTES, LONGEST_FRAME_BYTES, staging_bytes
+from paceline.links.shm.control_segment import (
+    INLINE_BYTES,
+    MARK,
+    MAX_PAYLOAD_BYTES,
+    SLOTS,
+    STAGING_BYTES,
+    staging_bytes,
+)
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon
@@ -56,34 +60,6 @@ def test_every_size_goes_through(both: Halves, size: int, signature: bytes) -> N
         assert same(both.incoming.recv(0.0), sent)
         both.incoming.release()
     assert (both.outgoing.frames, both.outgoing.sent_bytes) == (3, 3 * size)
-
-
-@pytest.mark.parametrize("size", [LONG_FRAME_BYTES, LONGEST_FRAME_BYTES])
-def test_each_side_finds_out_how_long_frames_are_copied(
-    both: Halves, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Into staging whatever their length, and out of it long ones; results of longest ones are copied in one piece."""
-    pieces: list[int] = []
-    copyto = np.copyto
-
-    def record(target: np.ndarray, source: np.ndarray) -> None:
-        pieces.append(len(target))
-        copyto(target, source)
-
-    monkeypatch.setattr(copying.np, "copyto", record)
-    payload, place = os.urandom(size), bytearray(size)
-    first = {"written": 0, "read": 0}  # operations that were copied in one piece for the first time
-    for operation in range(1, 16):
-        both.outgoing.send(replace(frame(payload), operation=operation), soon())
-        written, pieces[:] = len(pieces), []
-        both.incoming.recv(0.0, memoryview(place))
-        read, pieces[:] = len(pieces), []
-        both.incoming.release()
-        for side, n in (("written", written), ("read", read)):
-            assert n in (1, 2)
-            first[side] = first[side] or (operation if n == 1 else 0)
-    assert place == payload
-    assert first == {"written": 9, "read": 13 if size == LONG_FRAME_BYTES else 1}
 
 
 def test_what_is_too_long_is_refused_by_the_sender(both: Halves) -> None:

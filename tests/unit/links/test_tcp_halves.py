@@ -21,10 +21,10 @@ from paceline.errors import PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, FrameError
-from paceline.links.tcp import dial, listener
-from paceline.links.tcp.outgoing import MAX_WAITING_BYTES, TcpOutgoing
-from paceline.links.tcp.stream import SendStream, Stream
-from paceline.links.tcp.wire import MIN_PIECE
+from paceline.links.tcp import _tcp_kind
+from paceline.links.tcp._tcp_outgoing import MAX_WAITING_BYTES, TcpOutgoing
+from paceline.links.tcp._tcp_sockets import SendStream, Stream
+from paceline.links.tcp._tcp_wire import MIN_PIECE
 from paceline.testing import check_link
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -71,8 +71,7 @@ def test_the_rules_of_links(streams: int, credentials: Credentials) -> None:
 def test_the_rules_where_there_is_only_what_every_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((os, "eventfd"), (os, "sched_yield"), (select, "epoll"), (select, "poll")):
         monkeypatch.delattr(module, name)
-    monkeypatch.setattr(dial, "make_stream", SendStream)
-    monkeypatch.setattr(listener, "make_stream", SendStream)
+    monkeypatch.setattr(_tcp_kind, "make_stream", SendStream)
     check_link(partial(tcp_link_pair, 2))
 
 

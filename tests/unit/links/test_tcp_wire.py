@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError, FrameKind
-from paceline.links.tcp.wire import (
+from paceline.links.tcp._tcp_wire import (
     HEAD_BYTES,
     HELLO_BYTES,
     MAX_STREAMS,

@@ -24,8 +24,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
 from paceline.parallel import DDP, FSDP, ShardingStrategy
-from paceline.parallel.agreement import NewcomerDiffers, agree
-from paceline.parallel.manifest import Manifest
+from paceline.parallel._agreement import Manifest, NewcomerDiffers, agree
 from paceline.testing import run_ranks
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each
@@ -189,7 +188,7 @@ def test_a_newcomer_is_new_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
     for generation in (2, 3):
         for group, mesh in zip((new, old), local_meshes(2, generation=generation), strict=True):
             group.move(mesh)
-            group.vouch()
+            group.confirm_same_state()
         assert each([new, old], lambda g: wrappers[g][0].prepare()) == [None, None]
     ends = each([new, old], lambda g: wrappers[g][1].prepare())
     assert [type(error) for error in ends] == [SizeMismatch, NewcomerDiffers]

@@ -74,8 +74,8 @@ def test_a_step_takes_no_memory_of_the_size_of_gradients(compression: str | None
 
 
 def homes(ddp: DDP) -> list[int]:
-    assert ddp._reducer is not None
-    return [bucket.flat.ctypes.data for bucket in ddp._reducer._buckets]
+    assert ddp._model.reducer is not None
+    return [bucket.flat.ctypes.data for bucket in ddp._model.reducer.buckets]
 
 
 def test_memory_is_the_groups_and_outlives_failures_and_generations() -> None:
@@ -192,8 +192,8 @@ def test_memory_of_a_reduction_that_still_runs_is_left_to_it(over: bool) -> None
     with ddp.no_sync():
         ddp(np.ones((1, 1)))
         ddp.backward(np.ones((1, 1)))
-    assert ddp._reducer is not None
-    for (_, parameter), bucket in zip(ddp.named_parameters(), reversed(ddp._reducer._buckets), strict=True):
+    assert ddp._model.reducer is not None
+    for (_, parameter), bucket in zip(ddp.named_parameters(), reversed(ddp._model.reducer.buckets), strict=True):
         assert parameter.grad is not None
         assert np.shares_memory(parameter.grad, bucket.flat)  # at home again
 

@@ -35,12 +35,12 @@ def test_buckets_are_larger_where_all_are_on_one_host(
         def empty(self, shape: Any, dtype: Any) -> Array:
             return np.empty(shape, dtype)
 
-    group = Untouched(members=_peers(nodes), vouched=True)
+    group = Untouched(members=_peers(nodes), has_same_state=True)
     module = Branches("abc", **{name: Parameter(np.empty(5_000_000, np.float32)) for name in "abc"})
     ddp = DDP(module, group, **settings)
     ddp.prepare()
-    assert ddp._reducer is not None
-    assert [bucket.flat.size // 1_000_000 for bucket in ddp._reducer._buckets] == buckets
+    assert ddp._model.reducer is not None
+    assert [bucket.flat.size // 1_000_000 for bucket in ddp._model.reducer.buckets] == buckets
 
 
 def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
@@ -51,9 +51,9 @@ def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
     for generation, nodes in enumerate(["aa", "aa", "ab", "aa"], start=1):
         group.generation, group.members = generation, _peers(nodes)
         ddp.prepare()
-        assert ddp._reducer is not None
-        (bucket,) = ddp._reducer._buckets
-        reducers.append(ddp._reducer)
+        assert ddp._model.reducer is not None
+        (bucket,) = ddp._model.reducer.buckets
+        reducers.append(ddp._model.reducer)
         gradients = [p.grad for _, p in ddp.named_parameters() if p.grad is not None]
         assert [float(each[0]) for each in gradients] == ([] if generation == 1 else [9.0, 6.0])
         assert all(np.shares_memory(each, bucket.flat) for each in gradients)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import UnsupportedOp
 from paceline.parallel import Parameter
-from paceline.parallel.buckets import Bucket, plan_buckets
-from paceline.parallel.readiness import Readiness
+from paceline.parallel._bucket_reducer import Readiness
+from paceline.parallel._buckets import Bucket, plan_buckets
 
 
 def model(*sizes: int, dtypes: str = "") -> dict[str, Parameter]:

@@ -35,8 +35,8 @@ def name(way: dict[str, Any]) -> str:
 
 def residuals(ddp: DDP) -> list[Any]:
     """What error feedback has kept, by bucket."""
-    assert ddp._reducer is not None
-    return [bucket.memory.left_over for bucket in ddp._reducer._buckets]
+    assert ddp._model.reducer is not None
+    return [bucket.memory.left_over for bucket in ddp._model.reducer.buckets]
 
 
 def one_step(ddp: DDP, optimizer: SGD, sampler: ElasticSampler, step: int) -> None:

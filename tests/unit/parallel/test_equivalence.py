@@ -14,7 +14,7 @@ from paceline.elastic.sampler import ElasticSampler
 from paceline.group import Group
 from paceline.optim import SGD, Adam, Optimizer
 from paceline.parallel import DDP
-from paceline.parallel.module import HasParameters
+from paceline.parallel._parameter import HasParameters
 from paceline.testing import run_ranks
 
 STEPS = 24  # eight epochs of batches of 157, 157 and 86: shares differ in every step

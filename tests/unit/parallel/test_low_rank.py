@@ -14,7 +14,7 @@ from paceline.errors import SettingsMismatch
 from paceline.group import Group
 from paceline.optim import SGD
 from paceline.parallel import DDP, Parameter
-from paceline.parallel.low_rank import LowRankBucket, shrinks
+from paceline.parallel._low_rank import LowRankBucket, shrinks
 from paceline.testing import local_groups, next_generation, run_groups, run_ranks
 
 N, M, RANK = 12, 20, 3
@@ -83,7 +83,7 @@ def test_what_is_left_over_comes_later() -> None:
             module.given = gradient(group.rank, step, 5)
             ddp.backward(np.ones((2, 2)))
             total += module.matrix.grad
-        bucket: Any = ddp._reducer._buckets[0]  # type: ignore[union-attr]
+        bucket: Any = ddp._model.reducer.buckets[0]  # type: ignore[union-attr]
         return total, bucket.memory.left_over[bucket._in_homes[1]].reshape(N, 4, 5)
 
     ranks = run_ranks(2, run)
@@ -112,7 +112,7 @@ def test_an_undone_step_leaves_no_trace_and_a_new_generation_begins_alike() -> N
             if undone:
                 step(group, 8)
                 made[group.rank].drop_gradients()
-            bucket: Any = made[group.rank]._reducer._buckets[0]  # type: ignore[union-attr]
+            bucket: Any = made[group.rank]._model.reducer.buckets[0]  # type: ignore[union-attr]
             bucket.new_generation()  # as in the next generation
             return step(group, 1)
 
@@ -129,8 +129,8 @@ def test_all_begin_with_the_same_directions_in_a_new_generation() -> None:
     group = local_groups(1)[0]
     ddp = DDP(Matrix(), group, compression="powersgd")
     ddp.prepare()
-    assert ddp._reducer is not None
-    (bucket,) = ddp._reducer._buckets
+    assert ddp._model.reducer is not None
+    (bucket,) = ddp._model.reducer.buckets
     assert isinstance(bucket, LowRankBucket)
     first = bucket._directions.copy()
     bucket._directions[...] = 7

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import SizeMismatch, StepOrderError
 from paceline.parallel import Parameter
-from paceline.parallel.module import parameters_of
+from paceline.parallel._parameter import parameters_of
 
 
 class Listener:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from paceline_server.errors import NoRoom
 from paceline_server.memory import usable_bytes
 from paceline_server.security.payer import payer
 from paceline_server.security.tokens import Tokens
-from paceline_server.services.calls import CALL_BYTES, OpenCall, OpenCalls
-from support.coordinator import run
+from paceline_server.services.calls import CALL_BYTES, OpenCalls
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(-300, 300)), max_size=200))
@@ -94,32 +92,10 @@ def test_addresses(peer: str, said: str) -> None:
     assert payer(None, None, peer) == said
 
 
-def test_calls_are_refused_where_there_is_no_room_and_requests_wait_for_it() -> None:
-    async def main() -> None:
-        open_, reading = Budget(4 * CALL_BYTES), Budget(6 * CALL_BYTES)
-        calls = OpenCalls(open_, reading, CALL_BYTES // 2)  # a request: one and a half times CALL_BYTES
-        with calls.one("a") as first, calls.one("a") as second:
-            with pytest.raises(NoRoom, match="the open calls of a take"), calls.one("a"):
-                pass
-            with pytest.raises(NoRoom):
-                first.take_message(1)
-            with calls.one("b") as other:
-                async with first.room(), second.room():
-                    third = asyncio.create_task(enter(first))
-                    async with other.room():
-                        assert not third.done(), "a has half"
-                    await asyncio.sleep(0)
-                    assert not third.done()
-                await asyncio.wait_for(third, 5.0)
-        assert open_.used == reading.used == 0
-
-    run(main)
-
-
 def test_calls_that_last_leave_room_for_one_that_does_not() -> None:
     """Else a key that many wait for could not be set."""
     budget = Budget(40 * CALL_BYTES)
-    calls = OpenCalls(budget, Budget(0), CALL_BYTES)  # with a request, a call may take four times CALL_BYTES
+    calls = OpenCalls(budget, CALL_BYTES)  # with a request, a call may take four times CALL_BYTES
     with ExitStack() as stack:
         for _ in range(16):
             stack.enter_context(calls.one("a", lasts=True))
@@ -130,62 +106,11 @@ def test_calls_that_last_leave_room_for_one_that_does_not() -> None:
     assert budget.used == 0
 
 
-def test_payers_wait_in_turn() -> None:
-    async def main() -> None:
-        reading = Budget(3 * CALL_BYTES)
-        calls = OpenCalls(Budget(1 << 30), reading, CALL_BYTES // 3 + 1)  # room for one
-        came: list[str] = []
-
-        async def read(payer: str) -> None:
-            with calls.one(payer) as call:
-                async with call.room():
-                    came.append(payer)
-
-        with calls.one("e") as first:
-            async with first.room():
-                reads = [asyncio.create_task(read(payer)) for payer in "aaaabbcd"]
-                await asyncio.sleep(0)
-        await asyncio.gather(*reads)
-        assert came[:4] == ["a", "b", "c", "d"]
-        assert sorted(came) == sorted("aaaabbcd")
-        assert reading.used == 0
-
-    run(main)
-
-
-async def enter(call: OpenCall) -> None:
-    async with call.room():
-        pass
-
-
-@pytest.mark.parametrize("turn_has_come", [True, False])
-def test_who_gives_up_waiting_for_room_leaves_nothing_behind(turn_has_come: bool) -> None:
-    async def main() -> None:
-        reading = Budget(6 * CALL_BYTES)
-        calls = OpenCalls(Budget(1 << 30), reading, CALL_BYTES)
-        with calls.one("a") as one:
-            async with one.room():
-                waiting = [asyncio.create_task(enter(one)) for _ in range(3)]
-                await asyncio.sleep(0)
-                if not turn_has_come:
-                    for task in waiting:
-                        task.cancel()
-            for task in waiting:  # of the first the turn has come, and it has yet to see it
-                task.cancel()
-            await asyncio.wait(waiting)
-            assert all(task.cancelled() for task in waiting)
-            assert reading.used == 0
-            await asyncio.wait_for(enter(one), 5.0)
-        assert reading.used == 0
-
-    run(main)
-
-
 def test_messages_count_three_times() -> None:
     budget = Budget(8 * CALL_BYTES)
-    with OpenCalls(budget, Budget(0), 1).one("a") as call:
+    with OpenCalls(budget, 1).one("a") as call:
         call.take_message(CALL_BYTES)
         assert budget.used == 4 * CALL_BYTES
-        with pytest.raises(NoRoom):
+        with pytest.raises(NoRoom, match="the open calls of a take 0 MiB"):
             call.take_message(1)
     assert budget.used == 0

@@ -79,10 +79,12 @@ def test_a_view_comes_back_as_it_was(reopen: Reopen) -> None:
     assert jobs == {"a": StoredJob("a", 1, view(1)), "b": StoredJob("b", 4, view(4, 3))}
 
 
-def test_the_secret_of_a_view_comes_back(reopen: Reopen) -> None:
-    jobs = stored(reopen, ViewFormed("a", view(1), b"\0one"), ViewFormed("a", view(2), b"\0two"), ViewForgotten("a", 2))
-    assert jobs == {"a": StoredJob("a", 2, door_secret=b"\0two")}
+def test_the_secret_of_a_view_comes_back_and_goes_with_it(reopen: Reopen) -> None:
+    formed = ViewFormed("a", view(1), b"\0one"), ViewFormed("a", view(2), b"\0two")
+    jobs = stored(reopen, *formed)
+    assert jobs == {"a": StoredJob("a", 2, view(2), door_secret=b"\0two")}
     assert "two" not in repr(jobs)
+    assert stored(reopen, *formed, ViewForgotten("a", 2)) == {"a": StoredJob("a", 2)}
 
 
 def test_verdict_and_endings_belong_to_their_view(reopen: Reopen) -> None:

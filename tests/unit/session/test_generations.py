@@ -33,8 +33,8 @@ class Links:
 
 def member(now: int | None = None, coming: int | None = None) -> Any:
     nothing: Any = None
-    ways: Any = SimpleNamespace(way_out=lambda *_: None)
-    generations: Any = Generations("job", Config(), nothing, IN_THE_CLEAR, ways)
+    kinds: Any = SimpleNamespace(openings=lambda *_: None)
+    generations: Any = Generations("job", Config(), nothing, IN_THE_CLEAR, kinds)
     generations.mesh = Links(now) if now is not None else None
     generations.coming = Links(coming) if coming is not None else None
     return generations

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from paceline._address import Endpoint
 from paceline.session import sockets
-from paceline.session.address import Endpoint
 from paceline.session.sockets import Sockets
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from paceline._address import Endpoint
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable
 from paceline.session import whereabouts
-from paceline.session.address import Endpoint
 from paceline.session.whereabouts import Whereabouts, is_here
 
 NOT_OURS = "192.0.2.7"

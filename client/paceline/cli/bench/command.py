@@ -1,29 +1,42 @@
-"""`paceline bench`: who takes part, and what becomes of what was measured."""
+"""`paceline bench`: what a collective costs between real processes, beside other implementations.
+
+jobs.py      PURE: what is measured, and the figures of it
+measure.py   the conductor: starts the contenders, and has them take turns
+rank.py      the side of a rank, and Paceline's own ranks
+peers.py     Gloo's and Open MPI's ranks
+plot.py      the picture
+command.py   what the command line asks for, and what becomes of the rows
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.bench.arithmetic import Row
-from paceline.cli.bench.calls import MEMORIES
-from paceline.cli.bench.ensemble import ContenderFailed
-from paceline.cli.bench.measure import BUDGET_S, measure
-from paceline.cli.bench.plan import Job, plan
+from paceline.cli.bench.jobs import MEMORIES, Job, Row, make_row, plan, size_text
+from paceline.cli.bench.measure import (
+    BETWEEN_PROCESSES,
+    BUDGET_S,
+    LINKS,
+    ContenderFailed,
+    Measured,
+    Recipe,
+    measure,
+    paceline_recipe,
+    stage,
+)
+from paceline.cli.bench.peers import check_peer, peer_recipe
 from paceline.cli.bench.plot import check_plot, lines_of, plot
-from paceline.cli.bench.recipes import BETWEEN_PROCESSES, LINKS, Recipe, check_peer, paceline_recipe, peer_recipe
-from paceline.cli.bench.stage import stage
-from paceline.cli.bench.tune import tuned_rules
-from paceline.cli.bench.view import Table
 from paceline.cli.output import UsageError, print_json, say
-from paceline.collectives.choose import format_rules
-from paceline.collectives.tuning import dump_rules
+from paceline.collectives.choose import RULES, Rule, Rules, dump_rules, format_rules
 
-__all__ = ["Asked", "run_bench"]
+__all__ = ["Asked", "Table", "link_name", "run_bench", "tuned_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +47,15 @@ class Asked:
         collective: as the command line spells it; or "all".
         workers: world size.
         sizes: with commas, see `parse_sizes`.
-        links: with commas, of `recipes.LINKS`; None for all between processes, or the best where schedules are tuned.
-        schedule: names with commas, measured turn about, and then named in the rows; None for what is chosen.
-        vs: other implementations, with commas, of `recipes.PEERS`; None for none.
-        memory: one of `calls.MEMORIES`.
-        place: of an all_reduce's sum, one of `plan.PLACES`.
+        links: with commas, of `measure.LINKS`; None for all between processes, or the best where schedules are tuned.
+        schedule: names with commas, measured in turns and named in the rows; None for the chosen schedule.
+        vs: other implementations, with commas, of `peers.PEERS`; None for none.
+        memory: one of `jobs.MEMORIES`.
+        place: of an all_reduce's sum, one of `jobs.PLACES`.
         seconds: to measure for each row, about.
         plot: file for a picture.
         tune: measure all schedules, and make a table of rules.
-        tune_out: file for the table; asks for it, too.
+        tune_out: file for the table; implies `tune`.
         as_json: the rows are standard output's last line.
     """
 
@@ -73,7 +86,7 @@ def run_bench(asked: Asked) -> int:
         The exit code.
 
     Raises:
-        UsageError: something is asked for that cannot be measured.
+        UsageError: the command line asks for something that cannot be measured.
         OSError: a file cannot be written.
     """
     jobs, recipes = _jobs(asked), _recipes(asked)
@@ -133,7 +146,7 @@ def _recipes(asked: Asked) -> list[Recipe]:
 
 
 def _words(text: str) -> list[str]:
-    """Words with commas, each once; none of an empty text."""
+    """The words between commas, each once; an empty text has none."""
     return list(dict.fromkeys(word.strip() for word in text.split(","))) if text else []
 
 
@@ -160,5 +173,98 @@ def _measured(rows: list[Row]) -> list[str]:
 
 
 def _as_dict(row: Row, by_schedule: bool) -> dict[str, object]:
-    """Rows have the keys that scripts rely on, and one more only where it is needed to tell rows apart."""
+    """The keys that scripts rely on, and "schedule" only where it tells rows apart."""
     return {key: value for key, value in row.as_dict().items() if by_schedule or key != "schedule"}
+
+
+class Table:
+    """Shows each row as soon as it is measured, and keeps it.
+
+    Args:
+        console: to print to.
+        world: number of ranks.
+
+    Attributes:
+        rows: all so far.
+        notes: sentences about what has no row, or not the row that was asked for.
+    """
+
+    def __init__(self, console: RichConsole, world: int) -> None:
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self._console = console
+        self._world = world
+
+    def add(self, job: Job, result: Measured) -> None:
+        """Adds a row; or a note, if the contender has no such collective."""
+        contender = result.contender
+        if result.lacks is not None:
+            self._note(f"{job.collective} is not in {contender.impl}: {result.lacks}")
+            return
+        last = result.turns[-1]
+        link = link_name(last.links)
+        if link != contender.link:
+            self._note(f"{contender.impl} was asked to use {contender.link} links, and used {link or 'none'}")
+        row = make_row(job.collective, last.schedule, link, self._world, job.bytes, result.seconds, impl=contender.impl)
+        self.rows.append(row)
+        self._show(row)
+
+    def _show(self, row: Row) -> None:
+        if len(self.rows) == 1:
+            head = f"{'collective':<15}{'impl':<10}{'schedule':<19}{'link':<9}{'W':>2}{'size':>10}"
+            head += f"{'median us':>11}{'p10 us':>10}{'p99 us':>11}{'bus GB/s':>10}"
+            self._console.print(head, style="bold", highlight=False, soft_wrap=True)
+        self._console.print(
+            f"{row.collective:<15}{row.impl:<10}{row.schedule or '-':<19}{row.link:<9}{row.world_size:>2}"
+            f"{size_text(row.bytes):>10}{row.median_us:>11.1f}{row.p10_us:>10.1f}{row.p99_us:>11.1f}"
+            f"{row.busbw_GBps:>10.3f}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:  # once is enough, whatever the sizes
+            self.notes.append(text)
+            self._console.print(f"paceline: {text}", highlight=False, soft_wrap=True)
+
+
+def link_name(kinds: Sequence[str]) -> str:
+    """Kinds of links as a row has them: "shm+grpc"."""
+    return "+".join(sorted(kinds, key=lambda kind: LINKS.index(kind) if kind in LINKS else len(LINKS)))
+
+
+def tuned_rules(rows: Iterable[Row], table: Rules = RULES) -> Rules:
+    """A table of rules in which the fastest schedule for each collective and size comes before the rules of `table`.
+
+    Rules hold up to the world size that was measured, and up to the largest size at which a schedule was the fastest.
+    What was not measured stays as it is: larger worlds, larger arrays, and other collectives.
+
+    Args:
+        rows: of one world size and one kind of link, each schedule at each size.
+        table: the rules for all else.
+    """
+    best: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        key = (row.collective, row.bytes)
+        if row.schedule is not None and (key not in best or row.median_us < best[key].median_us):
+            best[key] = row
+    tuned = dict(table)
+    for collective, of in groupby(sorted(best), key=lambda key: key[0]):
+        winners = [best[key] for key in of]
+        spans = [list(span) for _, span in groupby(winners, key=lambda row: row.schedule)]
+        rules = [_rule(span[-1]) for span in spans]
+        tuned[collective] = (*rules, *table[collective])
+    return tuned
+
+
+def _rule(row: Row) -> Rule:
+    """A rule from the largest of the sizes in a row at which one schedule was the fastest."""
+    assert row.schedule is not None
+    return Rule(
+        row.schedule,
+        row.bytes,
+        row.world_size,
+        reason=f"measured: {row.bytes} B in {row.median_us:.0f} us over {row.link}, W={row.world_size}",
+        # A result in shared memory says nothing about ranks with a network between them.
+        where="one_node" if row.link == "shm" else "any",
+    )

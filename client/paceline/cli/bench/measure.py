@@ -1,24 +1,62 @@
-"""Times one job in every contender, turn and turn about. Pure: a contender is whatever answers.
+"""Times jobs in several contenders, which take turns: the conductor of `paceline bench`.
 
-What else the machine does falls on all of them alike: rounds go A B C A B C ..., and a row's figures are of the calls
-of all rounds together.
+A contender is all ranks of one implementation over one kind of link. All contenders live side by side, but only one
+works at a time, and rounds go A B C A B C ..., so that what else the machine does affects all of them alike. A row's
+figures are of the calls of all rounds together.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from paceline.cli.bench.plan import Job
+from paceline.cli.bench.jobs import Job
+from paceline.cli.launcher import shim
+from paceline.cli.launcher.outcome import shell_code
+from paceline.config import LINKS as BETWEEN_PROCESSES
 
-__all__ = ["BUDGET_S", "Contender", "Measured", "Turn", "measure"]
+__all__ = [
+    "BETWEEN_PROCESSES",
+    "BUDGET_S",
+    "LINKS",
+    "ONE_THREAD",
+    "SOCKET",
+    "Contender",
+    "ContenderFailed",
+    "Ensemble",
+    "Measured",
+    "Recipe",
+    "Turn",
+    "clean_environment",
+    "measure",
+    "paceline_recipe",
+    "stage",
+    "tied",
+]
+
+LINKS = (*BETWEEN_PROCESSES, "local")
+"""Kinds of links that can be asked for; "local" are those between threads of one process."""
+
+SOCKET = "{socket}"
+"""In a recipe's command: the path of the conductor's socket."""
 
 BUDGET_S = 2.0
-"""Aim at this much measuring for a row."""
+"""Time to measure for a row, about."""
 
 _LEAST, _MOST = 10, 2000
 """Calls for a row: enough for a median of large arrays; for small ones, enough for a 99th percentile."""
@@ -28,17 +66,37 @@ _WARM_UP = 5
 _ESTIMATE = 3
 
 _TURNS = 10
-"""How often contenders and schedules take turns, if there are several."""
+"""Rounds, if there are several contenders or schedules."""
+
+_END_S = 20.0
+"""How long processes have to end after the order; then they are killed."""
+
+_POLL_S = 0.1
+"""How often to look whether a process has ended that has not connected yet."""
+
+_JOB = (
+    "PACELINE_ADVERTISE",
+    "PACELINE_COORDINATOR",
+    "PACELINE_JOB",
+    "PACELINE_MAX_WORKERS",
+    "PACELINE_MIN_WORKERS",
+    "PACELINE_RANK",
+    "PACELINE_WORLD_SIZE",
+)
+"""Variables of the job that this process may belong to; the contenders have jobs of their own."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""What `paceline run` sets for its workers; other implementations get the same."""
 
 
 class Turn(NamedTuple):
     """Some calls in a row.
 
     Attributes:
-        seconds: of each call, as long as its slowest rank took.
-        took_s: of all of them with what lies between, at the slowest rank.
-        schedule: by which they went; None if nobody says.
-        links: how bytes moved: kinds of links.
+        seconds: of each call, at its slowest rank.
+        took_s: of all calls and the time between them, at the slowest rank.
+        schedule: that the calls took; None if the implementation does not say.
+        links: the kinds of links over which bytes moved.
     """
 
     seconds: list[float]
@@ -52,8 +110,8 @@ class Contender(Protocol):
 
     Attributes:
         impl: "paceline", "gloo" or "openmpi".
-        link: what is asked for.
-        schedules: True if it can be told which to take.
+        link: the kind of link that is asked for.
+        schedules: True if we can choose its schedule.
     """
 
     impl: str
@@ -61,7 +119,7 @@ class Contender(Protocol):
     schedules: bool
 
     def prepare(self, job: Job) -> str | None:
-        """Makes the arrays of a job in place of the one before, and one call; a reason if it cannot."""
+        """Makes the arrays of a job in place of the last one's, and one call; returns why not if it cannot."""
 
     def run(self, calls: int, schedule: str | None) -> Turn:
         """Times so many calls of the job, one after the other."""
@@ -69,10 +127,10 @@ class Contender(Protocol):
 
 @dataclass(slots=True)
 class Measured:
-    """What a contender took for a job by one schedule.
+    """The times of a contender for a job and one schedule.
 
     Attributes:
-        contender: which.
+        contender: that was measured.
         asked: the schedule that it was told to take, if any.
         turns: all rounds; none if it cannot.
         lacks: why it cannot, else None.
@@ -85,16 +143,16 @@ class Measured:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each call, of all rounds."""
+        """Seconds of each call, of all rounds."""
         return [second for turn in self.turns for second in turn.seconds]
 
 
 def measure(job: Job, contenders: Sequence[Contender], budget_s: float = BUDGET_S) -> list[Measured]:
-    """Times a job in all contenders, each by all the job's schedules if it has a choice.
+    """Times a job in all contenders, each with all the job's schedules if we can choose its schedule.
 
     Args:
         job: what to measure.
-        contenders: who takes turns.
+        contenders: that take turns.
         budget_s: seconds to measure for each result, about.
     """
     results = list(_lanes(job, contenders))
@@ -116,9 +174,248 @@ def _lanes(job: Job, contenders: Sequence[Contender]) -> Iterator[Measured]:
 
 
 def _count(result: Measured, budget_s: float) -> int:
-    """How many calls; what they take is known after some to warm up, where they are quick."""
+    """How many calls fit the budget, by the time of a first call, or of some after a warm-up if calls are quick."""
     estimate = result.contender.run(1, result.asked).took_s
     if estimate * (_WARM_UP + _ESTIMATE) < budget_s:
         result.contender.run(_WARM_UP, result.asked)
         estimate = result.contender.run(_ESTIMATE, result.asked).took_s / _ESTIMATE
     return int(np.clip(math.ceil(budget_s / estimate), _LEAST, _MOST))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to start a contender.
+
+    Attributes:
+        name: of this contender; no two have the same.
+        impl: whose implementation.
+        link: the kind of link that is asked for.
+        command: of the process that is, or starts, all its ranks; SOCKET stands for the path of the conductor's socket.
+        environment: variables.
+        schedules: True if we can choose its schedule.
+    """
+
+    name: str
+    impl: str
+    link: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    schedules: bool = False
+
+
+def paceline_recipe(link: str, world: int, memory: str) -> Recipe:
+    """Paceline over one kind of link.
+
+    Args:
+        link: one of `LINKS`. Two members that cannot have that link fall back on grpc.
+        world: number of ranks.
+        memory: one of `jobs.MEMORIES`.
+    """
+    name = f"paceline over {link}"
+    worker = ["-m", "paceline.cli.bench.rank", SOCKET, name, memory]
+    if link == "local":
+        return Recipe(
+            name, "paceline", link, tied([*worker, str(world)]), clean_environment(ONE_THREAD), schedules=True
+        )
+    command = tied(["-m", "paceline", "run", "-n", str(world), *worker])
+    kinds = ",".join(dict.fromkeys([link, "grpc"]))
+    return Recipe(name, "paceline", link, command, clean_environment({"PACELINE_LINKS": kinds}), schedules=True)
+
+
+def tied(arguments: Sequence[str]) -> list[str]:
+    """A Python process that the kernel kills when this one dies."""
+    return [sys.executable, str(shim.__file__), str(os.getpid()), *arguments]
+
+
+def clean_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables without those of its job, and these in addition."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _JOB}
+    return inherited | dict(more)
+
+
+class ContenderFailed(Exception):
+    """Processes of a contender ended before they were told to.
+
+    Attributes:
+        exit_code: what the command should end with.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(slots=True)
+class Ensemble:
+    """The ranks of one contender (`measure.Contender`).
+
+    Attributes:
+        name: of the contender.
+        impl: whose implementation.
+        link: the kind of link that is asked for.
+        schedules: True if we can choose its schedule.
+        process: that is, or started, all its ranks; None if the caller looks after them.
+        lines: to and from each rank, by rank.
+    """
+
+    name: str
+    impl: str
+    link: str
+    schedules: bool
+    process: subprocess.Popen[bytes] | None = None
+    lines: dict[int, BinaryIO] = field(default_factory=dict)
+
+    def prepare(self, job: Job) -> str | None:
+        """Has all ranks make their arrays and one call; returns why not if the implementation has no such collective.
+
+        Raises:
+            ContenderFailed: a rank is gone.
+        """
+        answers = self._ask({"do": "prepare", "collective": job.collective, "bytes": job.bytes, "place": job.place})
+        return next((answer["lacks"] for answer in answers if "lacks" in answer), None)
+
+    def run(self, calls: int, schedule: str | None) -> Turn:
+        """Times calls at all ranks; the time of a call is that of its slowest rank.
+
+        Raises:
+            ContenderFailed: a rank is gone.
+        """
+        answers = self._ask({"do": "run", "calls": calls, "schedule": schedule})
+        slowest = np.max([answer["ns"] for answer in answers], axis=0)
+        links = sorted({link for answer in answers for link in answer["links"]})
+        took_s = max(answer["took_ns"] for answer in answers) / 1e9
+        return Turn((slowest / 1e9).tolist(), took_s, answers[0]["schedule"], tuple(links))
+
+    def end(self) -> None:
+        """Tells the ranks to end, and waits for them.
+
+        Raises:
+            ContenderFailed: a process does not end well.
+        """
+        for rank in self.lines:
+            self._say(rank, {"do": "end"})
+        for stream in self.lines.values():
+            stream.close()
+        self.lines.clear()
+        if self.process is not None:
+            try:
+                code = self.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                raise ContenderFailed(f"{self.name} did not end in {_END_S:.0f} s", 1) from None
+            if code:
+                raise ContenderFailed(f"{self.name} ended with exit code {code}", shell_code(code))
+
+    def stop(self) -> None:
+        """Leaves no process behind, whatever happened. Idempotent."""
+        for stream in self.lines.values():
+            with contextlib.suppress(OSError):  # an order was not sent yet, and its rank is gone
+                stream.close()
+        self.lines.clear()
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # its ranks are tied to it (`launcher.shim`)
+                self.process.wait()
+
+    def failed(self, what: str) -> ContenderFailed:
+        """The error for ranks that are gone; waits for their launcher to report why."""
+        for stream in self.lines.values():  # so that the other ranks end, too
+            with contextlib.suppress(OSError):
+                stream.close()
+        self.lines.clear()
+        code = None
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(_END_S)
+        ended = "" if code is None else f" (exit code {shell_code(code)})"
+        return ContenderFailed(f"{self.name}: {what}{ended}", shell_code(code or 1))
+
+    def _ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        for rank in sorted(self.lines):
+            self._say(rank, order)
+        return [self._hear(rank) for rank in sorted(self.lines)]
+
+    def _say(self, rank: int, order: dict[str, Any]) -> None:
+        try:
+            self.lines[rank].write(json.dumps(order).encode() + b"\n")
+            self.lines[rank].flush()
+        except OSError:
+            raise self.failed(f"rank {rank} is gone") from None
+
+    def _hear(self, rank: int) -> dict[str, Any]:
+        try:
+            line = self.lines[rank].readline()
+        except ConnectionError:
+            line = b""
+        if not line:
+            raise self.failed(f"rank {rank} is gone")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def stage(recipes: Sequence[Recipe], world: int) -> Iterator[list[Ensemble]]:
+    """Runs all contenders for the block; must be entered in the main thread, with which their processes would end.
+
+    Args:
+        recipes: how to start each.
+        world: ranks of each.
+
+    Raises:
+        ContenderFailed: one cannot start, or does not end well.
+        OSError: a process cannot be started.
+    """
+    ensembles: list[Ensemble] = []
+    # In a folder of this user alone: a process that can open the socket could pass for a rank.
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = str(Path(folder) / "conductor")
+        listener.bind(path)
+        listener.listen(len(recipes) * world)
+        before = signal.signal(signal.SIGTERM, _leave)
+        try:
+            for recipe in recipes:
+                ensembles.append(_start(recipe, path))
+            _gather(listener, ensembles, world)
+            yield ensembles
+            for ensemble in ensembles:
+                ensemble.end()
+        finally:
+            for ensemble in ensembles:
+                ensemble.stop()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Ends the command as Ctrl-C does, so that it leaves no process and no file behind."""
+    raise SystemExit(128 + signum)
+
+
+def _start(recipe: Recipe, path: str) -> Ensemble:
+    process = subprocess.Popen(
+        [path if word == SOCKET else word for word in recipe.command],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # standard output is for rows alone
+        env={**recipe.environment},
+    )
+    return Ensemble(recipe.name, recipe.impl, recipe.link, recipe.schedules, process)
+
+
+def _gather(listener: socket.socket, ensembles: Sequence[Ensemble], world: int) -> None:
+    """Waits until all ranks have connected, or the process of one has ended."""
+    by_name = {ensemble.name: ensemble for ensemble in ensembles}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing := [ensemble for ensemble in ensembles if len(ensemble.lines) < world]:
+            if selector.select(_POLL_S):
+                connection, _ = listener.accept()
+                with connection:
+                    stream = connection.makefile("rwb")
+                if line := stream.readline():  # otherwise the rank has ended at once, and its process with it
+                    hello = json.loads(line)
+                    by_name[hello["name"]].lines[hello["rank"]] = cast(BinaryIO, stream)
+                continue
+            for ensemble in missing:
+                if ensemble.process is not None and ensemble.process.poll() is not None:
+                    raise ensemble.failed("not all of its ranks started")

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cli.bench.arithmetic import Row, bus_bandwidth
-from paceline.cli.bench.sizes import size_text
+from paceline.cli.bench.jobs import Row, bus_bandwidth, size_text
 from paceline.cli.output import UsageError
 
 __all__ = ["Lines", "check_plot", "lines_of", "plot"]
@@ -23,10 +22,10 @@ _PANEL_INCHES = (5.2, 3.8)
 
 
 def check_plot(file: Path) -> None:
-    """Checks, before anything is measured, that a picture can be made.
+    """Checks, before the measurement, that the picture can be made.
 
     Raises:
-        UsageError: matplotlib is not there, or there is no such folder.
+        UsageError: matplotlib is not installed, or the folder does not exist.
     """
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not there: pip install 'paceline[bench]'")
@@ -37,7 +36,7 @@ def check_plot(file: Path) -> None:
 
 
 def lines_of(rows: Iterable[Row], *, by_schedule: bool) -> Lines:
-    """The lines of all panels; what has no bandwidth, a barrier, has no panel.
+    """The lines of all panels. A barrier has no bandwidth, and so no panel.
 
     Args:
         rows: what was measured.
@@ -45,7 +44,7 @@ def lines_of(rows: Iterable[Row], *, by_schedule: bool) -> Lines:
     """
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
-        # Of the time again: rows are rounded, which for small sizes leaves nothing.
+        # Computed from the time: the row's own figure is rounded, for small sizes to 0.
         rate = bus_bandwidth(row.collective, row.bytes, row.median_us / 1e6, row.world_size) / 1e9
         if rate > 0:
             name = f"{row.impl}, {row.link}"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.cli.launcher.place import Place, torch_variables
-from paceline.cli.launcher.streaming import streaming_variables
 from paceline.session.launcher import LAUNCHER_FD
 
 __all__ = ["WorkerSettings", "worker_bounds", "worker_environment"]
@@ -98,7 +97,6 @@ def worker_environment(
     if place is None or place.workers > 1:
         for name in _THREAD_POOLS:
             environment.setdefault(name, "1")
-    environment |= streaming_variables(environment)
     # A line is worth reading when it is printed; and a worker that is killed keeps nothing back in a buffer.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code shows where it was, rather than a bare SIGSEGV.

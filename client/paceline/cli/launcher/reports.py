@@ -9,8 +9,8 @@ from types import TracebackType
 
 from paceline._grpc import aio
 from paceline._loop import loop_thread
+from paceline._rpc import CHANNEL_OPTIONS, backoff, is_transient
 from paceline.credentials import Credentials
-from paceline.session.wire import CHANNEL_OPTIONS, backoff, is_transient
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 

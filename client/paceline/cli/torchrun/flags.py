@@ -6,7 +6,7 @@ import hmac
 import re
 from dataclasses import dataclass, fields
 
-from paceline.session.address import Endpoint, parse_endpoint
+from paceline._address import Endpoint, parse_endpoint
 
 __all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "read_flags", "token_of"]
 

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import paceline
+from paceline._address import parse_endpoint
 from paceline.cli.admin import get_job
 from paceline.cli.launcher import Place
 from paceline.cli.torchrun.flags import Plan
@@ -18,7 +19,6 @@ from paceline.cli.torchrun.meeting import free_port
 from paceline.cli.torchrun.world import World
 from paceline.config import Config
 from paceline.errors import PacelineError
-from paceline.session.address import parse_endpoint
 
 __all__ = ["enter_world", "join_seconds", "node_waits", "wait_until_left"]
 

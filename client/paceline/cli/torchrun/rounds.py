@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from paceline._address import Endpoint
 from paceline.cli.credentials import worker_credentials
 from paceline.cli.embedded import Served, own_coordinator
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings
@@ -18,7 +19,6 @@ from paceline.cli.torchrun.meeting import coordinator_at, is_here
 from paceline.cli.torchrun.nodes import enter_world, join_seconds, node_waits, wait_until_left
 from paceline.cli.torchrun.world import Ending
 from paceline.errors import PeerLost
-from paceline.session.address import Endpoint
 
 __all__ = ["Workers", "run_worlds"]
 

@@ -11,8 +11,8 @@ from enum import Enum, auto
 
 from paceline.cli.launcher import Place
 from paceline.cli.launcher.supervision import KILL_AFTER_S
+from paceline.elastic.session import Session
 from paceline.errors import PacelineError
-from paceline.session.session import Session
 
 __all__ = ["Ending", "NodeFailed", "World"]
 

@@ -3,7 +3,7 @@
 The kernel gives shared memory small pages unless an administrator has said otherwise (`shmem_enabled`), but makes huge
 ones of a region on request: MADV_COLLAPSE, Linux 6.1 (madvise(2)). Of a region that holds nothing yet it does so faster
 than it would give the small ones, and large arrays are folded and copied faster, for the processor has fewer addresses
-to translate (figures: DESIGN.md, 7).
+to translate (figures: docs/decisions/013).
 """
 
 from __future__ import annotations

@@ -19,45 +19,34 @@ from time import monotonic
 import numpy as np
 
 from paceline._fork import check_process
+from paceline.arrays import copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
-from paceline.links.halves import Incoming
+from paceline.links.kind import Incoming
 from paceline.links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
-from paceline.links.shm.breach import again, breach
-from paceline.links.shm.copying import Copier
-from paceline.links.shm.layout import (
-    DESCRIPTOR,
-    INLINE_AT,
+from paceline.links.shm.control_segment import (
     INLINE_BYTES,
     MARK,
-    MARKS_AT,
     MAX_PAYLOAD_BYTES,
-    SIGNATURE_AT,
-    SLOT_BYTES,
     SLOTS,
-    SLOTS_AT,
     STAGING_AT,
     STAGING_BYTES,
-    TOLD_AT,
-    VOID_AT,
-    Place,
+    ControlMemory,
+    Descriptor,
+    PayloadPlace,
 )
-from paceline.links.shm.lent import LentSegments
-from paceline.links.shm.segment import Attached
-from paceline.links.staging import LONG_FRAME_BYTES
+from paceline.links.shm.outgoing import ANNOUNCEMENT, again, breach
+from paceline.links.shm.segment import Attached, SegmentError, attach
 
-__all__ = ["ShmIncoming"]
+__all__ = ["LentSegments", "ShmIncoming", "receive_descriptors"]
 
-_LAZY = 16
-"""Small frames that are given back together: each ring costs a system call."""
+MAX_SEGMENTS = 4096
+"""Segments of one peer that are mapped at a time."""
 
 _FRAMES, _MARKS = range(2)
 """Of what the bell counts."""
-
-_SLOT, _STAGING, _ARENA = (int(place) for place in Place)
-_DATA = FrameKind.DATA
 
 
 class ShmIncoming(Incoming):
@@ -92,14 +81,12 @@ class ShmIncoming(Incoming):
         self._peer = peer
         self._loop = loop
         self._segments = LentSegments(fault, peer, sock)
-        self._control = control
-        self._memory = control.view
-        self._told = control.view[TOLD_AT : TOLD_AT + 8].cast("Q")
-        self._marks = control.view[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
+        self._attached = control
+        self._control = ControlMemory(control.view)
+        self._told, self._marks = self._control.told, self._control.marks
         self._marked = 0  # marks that were read
         self._seen = [0] * MARKS  # what was read last in each place
         self._room = room
-        self._copier = Copier(LONG_FRAME_BYTES, first_trial=12)
         self._bell.watch(sock.fileno(), self._on_socket)
         self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
@@ -121,36 +108,28 @@ class ShmIncoming(Incoming):
             self._fault.check()
         if not self._rung[_FRAMES]:
             self._await(_FRAMES, self._told, 0, self._frames, self._spinning, deadline)
-        memory = self._memory
-        at = SLOTS_AT + self._frames % SLOTS * SLOT_BYTES
-        number, kind, part, generation, operation, place, words, size, segment, offset = DESCRIPTOR.unpack_from(
-            memory, at
-        )
+        number, control = self._frames, self._control
+        found = control.descriptor(number)
         if (
-            number != self._frames
-            or kind != _DATA
-            or generation != self._fault.generation
-            or words > MAX_SIGNATURE_BYTES
-            or size > MAX_PAYLOAD_BYTES
+            found.number != number
+            or found.kind != FrameKind.DATA
+            or found.generation != self._fault.generation
+            or found.signature_bytes > MAX_SIGNATURE_BYTES
+            or found.size > MAX_PAYLOAD_BYTES
         ):
-            text = f"frame {number} of {kind=} and {generation=}, {words} + {size} bytes"
-            breach(self._fault, self._peer, f"{text}, where frame {self._frames} was due")
-        signature = bytes(memory[at + SIGNATURE_AT : at + SIGNATURE_AT + words]) if words else b""
+            text = f"frame {found.number} of kind={found.kind} and generation={found.generation}"
+            text += f", {found.signature_bytes} + {found.size} bytes"
+            breach(self._fault, self._peer, f"{text}, where frame {number} was due")
+        signature, size, in_place = control.signature(number, found.signature_bytes), found.size, True
         payload: bytes | memoryview
-        if place == _SLOT:
+        if found.place == PayloadPlace.SLOT:
             if size > INLINE_BYTES:
                 breach(self._fault, self._peer, f"{size} bytes in a slot of {INLINE_BYTES}")
-            payload = bytes(memory[at + INLINE_AT : at + INLINE_AT + size])
-            in_place = False
+            payload, in_place = bytes(control.inline(number, size)), False
         else:
-            payload = self._locate(place, segment, offset, size)
-            in_place = True
-        # NumPy's copies let other threads run meanwhile, a memoryview's do not.
+            payload = self._locate(found)
         if into is not None and len(into) == size:
-            if in_place:
-                self._copier.copy(payload, into, operation)
-            else:
-                into[:] = payload
+            copy_bytes(payload, into)
             payload = into
         elif in_place and self._releases:
             self._pinned = True
@@ -159,10 +138,10 @@ class ShmIncoming(Incoming):
         self._rung[_FRAMES] -= 1
         self._frames += 1
         self._held += 1
-        self._lent |= place == _ARENA
-        if not self._pinned and (in_place or self._held >= _LAZY):
+        self._lent |= found.place == PayloadPlace.ARENA
+        if not self._pinned:
             self._give_back()
-        return Frame(_DATA, generation, operation, part, signature, payload)
+        return Frame(FrameKind.DATA, found.generation, found.operation, found.part, signature, payload)
 
     def await_mark(self, deadline: float) -> Frame | int:
         """See `Incoming.await_mark`."""
@@ -181,8 +160,7 @@ class ShmIncoming(Incoming):
 
     def _next_operation(self) -> int:
         """Of the next frame, which the bell has counted."""
-        operation: int = DESCRIPTOR.unpack_from(self._memory, SLOTS_AT + self._frames % SLOTS * SLOT_BYTES)[4]
-        return operation
+        return self._control.descriptor(self._frames).operation
 
     def _await(self, what: int, words: memoryview, at: int, before: int, spinning: SpinPolicy, deadline: float) -> None:
         """Returns when the bell has counted something of a kind (`_rung`); if it is a mark, or a frame instead.
@@ -269,7 +247,7 @@ class ShmIncoming(Incoming):
         self._bell.close()
         os.close(self._room)
         self._segments.close()
-        del self._memory, self._control
+        del self._attached, self._control
         # Whoever asks from here on finds nothing new, and then the end.
         self._told = memoryview(array.array("Q", [self._frames]))
         self._marks = memoryview(array.array("Q", self._seen))
@@ -297,17 +275,18 @@ class ShmIncoming(Incoming):
             breach(self._fault, self._peer, f"it said that it had sent {frames} frames, and had sent {self._frames}")
         raise again(error)
 
-    def _locate(self, place: int, number: int, offset: int, size: int) -> memoryview:
+    def _locate(self, found: Descriptor) -> memoryview:
         """The peer's memory that a descriptor names, if the peer may name it."""
-        if place == _STAGING:
+        offset, size = found.offset, found.size
+        if found.place == PayloadPlace.STAGING:
             if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
                 breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
-            return self._control.view[offset : offset + size]
-        if place != _ARENA:
-            breach(self._fault, self._peer, f"a payload in place {place}")
-        if self._memory[VOID_AT]:
+            return self._control.staged(offset, size)
+        if found.place != PayloadPlace.ARENA:
+            breach(self._fault, self._peer, f"a payload in place {found.place}")
+        if self._control.is_void:
             raise self._void()
-        segment = self._segments.find(number)
+        segment = self._segments.find(found.segment)
         if offset > segment.size - size:
             breach(self._fault, self._peer, f"{size} bytes at {offset} in a segment of {segment.size}")
         return segment.view[offset : offset + size]
@@ -317,7 +296,7 @@ class ShmIncoming(Incoming):
             pass
         with self._lock:
             pass
-        if self._memory[VOID_AT]:
+        if self._control.is_void:
             raise self._void()
 
     def _void(self) -> LinkEnded:
@@ -342,3 +321,92 @@ class ShmIncoming(Incoming):
 
 def _nothing() -> None:
     """Stands where no reader asked to be told of arrivals."""
+
+
+class LentSegments:
+    """The segments of one peer. For the thread that reads.
+
+    Args:
+        fault: how the generation ends.
+        peer: who hands them over.
+        sock: from there, not blocking. Owned from here on.
+    """
+
+    def __init__(self, fault: Fault, peer: Peer, sock: socket.socket) -> None:
+        self._fault = fault
+        self._peer = peer
+        self._sock = sock
+        self._segments: dict[int, Attached] = {}
+
+    def fileno(self) -> int:
+        """Of the socket: readable when there is something to learn."""
+        return self._sock.fileno()
+
+    def find(self, number: int) -> Attached:
+        """A segment; one that was not handed over is the peer's breach."""
+        segment = self._segments.get(number)
+        if segment is None:
+            self.learn()
+            segment = self._segments.get(number)
+            if segment is None:
+                breach(self._fault, self._peer, f"a payload in segment {number}, which it has not handed over")
+        return segment
+
+    def close(self) -> None:
+        """What is still referred to stays mapped."""
+        self._sock.close()
+        self._segments.clear()
+
+    def learn(self) -> None:
+        """Takes in which segments the peer has handed over, and which are gone."""
+        for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
+            try:
+                word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
+            except (BlockingIOError, ConnectionError):  # no more; or it hung up, of which the control channel tells
+                return
+            if not word:
+                return
+            try:
+                self._announced(word, descriptors)
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _announced(self, word: bytes, descriptors: list[int]) -> None:
+        if len(word) != ANNOUNCEMENT.size:
+            breach(self._fault, self._peer, f"an announcement of {len(word)} bytes")
+        number, size = ANNOUNCEMENT.unpack(word)
+        if not size:
+            self._segments.pop(number, None)
+            return
+        if not descriptors:  # the kernel drops what a full table of descriptors cannot take in
+            raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
+        if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
+            breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
+        try:
+            self._segments[number] = attach(descriptors[0], size)
+        except SegmentError as error:
+            breach(self._fault, self._peer, f"segment {number}: {error}")
+        except OSError as error:
+            raise LimitExceeded(f"cannot map the memory of {self._peer}: {error}") from error
+
+
+def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """One message of at most `size` bytes, and the descriptors that came with it; too long a message gets longer still.
+
+    Args:
+        sock: of a kind that keeps messages apart, not blocking.
+        size: bytes that are due.
+        most: descriptors that are due; any others are closed.
+
+    Raises:
+        OSError: as `recvmsg`.
+    """
+    data, ancillary, _, _ = sock.recvmsg(size + 1, socket.CMSG_SPACE(4 * most), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, words in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(words[: len(words) // 4 * 4])
+    for fd in descriptors[most:]:  # room for one is room for two: lengths are rounded up
+        os.close(fd)
+    return data, list(descriptors[:most])

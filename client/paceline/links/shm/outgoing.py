@@ -12,49 +12,42 @@ import struct
 import threading
 from collections import deque
 from time import monotonic
+from typing import NoReturn
+
+import numpy as np
 
 from paceline._fork import check_process
-from paceline.arrays import address_of
+from paceline.arrays import copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
-from paceline.links.fault import Fault
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
-from paceline.links.halves import Outgoing
+from paceline.links.kind import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
-from paceline.links.shm.breach import again, breach
-from paceline.links.shm.copying import Copier
-from paceline.links.shm.layout import (
-    DESCRIPTOR,
+from paceline.links.shm.control_segment import (
     FRAME,
-    INLINE_AT,
     INLINE_BYTES,
     MARK,
-    MARKS_AT,
     MAX_PAYLOAD_BYTES,
-    SIGNATURE_AT,
-    SLOT_BYTES,
     SLOTS,
-    SLOTS_AT,
     STAGING_AT,
     STAGING_BYTES,
-    TOLD_AT,
-    VOID_AT,
-    Place,
+    ControlMemory,
+    Descriptor,
+    PayloadPlace,
+    staging_bytes,
 )
 from paceline.links.shm.segment import Segment
-from paceline.links.staging import staging_bytes
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["ANNOUNCEMENT", "ShmOutgoing"]
+__all__ = ["ANNOUNCEMENT", "ShmOutgoing", "again", "breach"]
 
 ANNOUNCEMENT = struct.Struct("<QQ")
 """Number of an arena's segment and its size, with its descriptor; size 0 without one: it is used no longer."""
 
 _STEP = 1 << 20
 """Bytes of staging behind which memory is put at a time."""
-
-_SLOT, _STAGING, _ARENA = (int(place) for place in Place)
-_DATA = int(FrameKind.DATA)
 
 
 class ShmOutgoing(Outgoing):
@@ -82,9 +75,7 @@ class ShmOutgoing(Outgoing):
         self._peer = peer
         self._sock = sock
         self._segment = segment
-        self._memory = segment.memory
-        self._told = segment.memory[TOLD_AT : TOLD_AT + 8].cast("Q")
-        self._marks = segment.memory[MARKS_AT : MARKS_AT + 8 * MARKS].cast("Q")
+        self._control = ControlMemory(segment.memory)
         self._marked = 0
         self._bell = bell
         self._rung = 0  # frames that the bell has been told of
@@ -98,7 +89,6 @@ class ShmOutgoing(Outgoing):
         self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
         self._head = self._tail = 0
         self._ring = staging_bytes(neighbours)
-        self._copier = Copier(MAX_PAYLOAD_BYTES, first_trial=8)
         self._arena = arenas.arena()
         self._announced: set[int] = set()
         self._stale: set[int] = set()  # announced, but gone since
@@ -111,33 +101,30 @@ class ShmOutgoing(Outgoing):
         check_process()
         self._await_slot(deadline)
         if size <= INLINE_BYTES:
-            at = SLOTS_AT + self.frames % SLOTS * SLOT_BYTES
-            if size:
-                at += INLINE_AT
-                self._memory[at : at + size] = payload
-            self._publish(frame, size, _SLOT, 0, 0)
+            self._control.inline(self.frames, size)[:] = payload
+            self._publish(frame, size, PayloadPlace.SLOT, 0, 0)
         else:
-            self._publish(frame, size, _STAGING, 0, self._stage(frame, size, deadline))
+            self._publish(frame, size, PayloadPlace.STAGING, 0, self._stage(frame, size, deadline))
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
         check_process()
         size, found = len(frame.payload), None
         if arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
-            found = self._arena.find(frame.address or address_of(memoryview(frame.payload)), size)
+            found = self._arena.find(np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
         if found is None or (found[0].number not in self._announced and not self._announce(found[0])):
             self.send(frame, deadline)
             return
         segment, offset = found
         self._await_slot(deadline)
         self._lent_until = self.frames + 1
-        self._publish(frame, size, _ARENA, segment.number, offset)
+        self._publish(frame, size, PayloadPlace.ARENA, segment.number, offset)
 
     def mark(self, number: int) -> bool:
         """See `Outgoing.mark`."""
         if self._fault.failed or self._ended is not None:
             self._check()
-        self._marks[self._marked % MARKS] = number
+        self._control.marks[self._marked % MARKS] = number
         self._marked += 1
         self._tell(MARK)
         return True
@@ -155,7 +142,7 @@ class ShmOutgoing(Outgoing):
 
     def _take_back(self) -> None:
         if self._released < self._lent_until:
-            self._memory[VOID_AT] = 1
+            self._control.set_void()
             for _ in range(2):  # a full barrier: the mark is seen before anything that is written from here on
                 with self._lock:
                     pass
@@ -188,7 +175,7 @@ class ShmOutgoing(Outgoing):
         os.close(self._bell)
         self._room.close()
         self._segment.close()
-        del self._memory, self._told, self._marks
+        del self._control
 
     def retired(self, number: int) -> None:
         """A segment of the arena is gone: the peer need not keep it. In any thread."""
@@ -197,20 +184,17 @@ class ShmOutgoing(Outgoing):
             self._stale.add(number)
             self._tell_stale()
 
-    def _publish(self, frame: Frame, size: int, place: int, segment: int, offset: int) -> None:
+    def _publish(self, frame: Frame, size: int, place: PayloadPlace, segment: int, offset: int) -> None:
         """Describes a frame in its slot, then rings. The slot is free."""
         number, words = self.frames, len(frame.signature)
-        at = SLOTS_AT + number % SLOTS * SLOT_BYTES
-        if words:
-            if words > MAX_SIGNATURE_BYTES:
-                raise FrameError(f"a signature of {words} bytes is above the limit of {MAX_SIGNATURE_BYTES}")
-            self._memory[at + SIGNATURE_AT : at + SIGNATURE_AT + words] = frame.signature
-        DESCRIPTOR.pack_into(
-            self._memory, at,
-            number, _DATA, frame.part, frame.generation, frame.operation, place, words, size, segment, offset,
-        )  # fmt: skip
+        if words > MAX_SIGNATURE_BYTES:
+            raise FrameError(f"a signature of {words} bytes is above the limit of {MAX_SIGNATURE_BYTES}")
+        descriptor = Descriptor(
+            number, FrameKind.DATA, frame.part, frame.generation, frame.operation, place, words, size, segment, offset
+        )
+        self._control.describe(descriptor, frame.signature)
         # In this order an interrupt loses no count; what was rung twice, the reader finds out by the frame's number.
-        self.frames = self._told[0] = number + 1
+        self.frames = self._control.told[0] = number + 1
         self.sent_bytes += size
         self._tell(FRAME * (number + 1 - self._rung))
         self._rung = number + 1
@@ -268,7 +252,7 @@ class ShmOutgoing(Outgoing):
             text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
             raise LimitExceeded(text) from error
         offset = STAGING_AT + at % self._ring
-        self._copier.copy(frame.payload, self._memory[offset : offset + size], frame.operation)
+        copy_bytes(frame.payload, self._control.staged(offset, size))
         self._staged.append((self.frames, at + size))
         self._head = at + size
         return offset
@@ -301,3 +285,19 @@ class ShmOutgoing(Outgoing):
             except OSError:  # as above; told when there is room, and of no use to a peer that is gone
                 return
             self._stale.discard(number)
+
+
+def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
+    """Ends the generation: the peer broke the protocol.
+
+    Raises:
+        PacelineError: the generation's error.
+    """
+    text = f"{peer} broke the protocol: {what}"
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
+    raise fault.error()
+
+
+def again(error: LinkEnded) -> LinkEnded:
+    """The same end of a link, to be raised once more: an exception that is raised twice grows."""
+    return LinkEnded(str(error), orderly=error.orderly)

@@ -1,21 +1,20 @@
-"""Frames past gRPC over plain tcp sockets: one half of a link for each direction, of one to sixteen connections.
+"""TCP as a kind of link: one half for each direction, of one to sixteen connections.
 
-`TcpHost` listens at the side that reads, `connect` dials from the side that writes; see `links.halves` for what comes
-of it. Tickets, addresses and how a link ends are the business of the link's gRPC side.
+`TcpHost` listens at the side that reads, `connect` dials from the side that writes; `links.kind` says what a half does.
 """
 
-from paceline.links.tcp.dial import connect
-from paceline.links.tcp.incoming import TcpIncoming
-from paceline.links.tcp.listener import TcpHost
-from paceline.links.tcp.outgoing import TcpOutgoing
-from paceline.links.tcp.tls import client_context, server_context
-from paceline.links.tcp.wire import MAX_STREAMS, TICKET_BYTES
+from paceline.config import MAX_STREAMS
+from paceline.links.kind import TICKET_BYTES
+from paceline.links.tcp._tcp_incoming import TcpIncoming
+from paceline.links.tcp._tcp_kind import TcpHost, TcpKind, client_context, connect, server_context
+from paceline.links.tcp._tcp_outgoing import TcpOutgoing
 
 __all__ = [
     "MAX_STREAMS",
     "TICKET_BYTES",
     "TcpHost",
     "TcpIncoming",
+    "TcpKind",
     "TcpOutgoing",
     "client_context",
     "connect",

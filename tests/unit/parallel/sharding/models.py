@@ -107,7 +107,7 @@ def inside(module: Any) -> dict[str, Parameter]:
 
 def holding(module: Any) -> list[str]:
     """Paths of the parameters that have values now, though this rank keeps a part of them only."""
-    flats = [flat for part in module._parts() for flat in part._unit.flats]
+    flats = [flat for part in module._sharded.parts() for flat in part.unit.flats]
     spread = {id(p) for flat in flats if flat.is_spread for p in flat.parameters}
     return [path for path, p in inside(module).items() if id(p) in spread and p._data is not None]
 

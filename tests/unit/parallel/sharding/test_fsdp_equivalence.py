@@ -16,7 +16,7 @@ from paceline.elastic.sampler import ElasticSampler
 from paceline.group import Group
 from paceline.optim import SGD, Adam, Optimizer
 from paceline.parallel import FSDP, Parameter, ShardingStrategy
-from paceline.parallel.module import HasParameters
+from paceline.parallel._parameter import HasParameters
 from paceline.testing import run_ranks
 from support.turns import by_turns
 

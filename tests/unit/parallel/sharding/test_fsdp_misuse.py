@@ -24,7 +24,7 @@ from paceline.errors import (
 from paceline.group import Group
 from paceline.optim import SGD, Adam
 from paceline.parallel import FSDP, Parameter, ShardingStrategy
-from paceline.parallel.sharding.reduction import MAX_SCATTERING
+from paceline.parallel.sharding._runner import MAX_SCATTERING
 from paceline.testing import local_groups, run_groups, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_at_most_so_many_units_ahead_are_whole(name: str, ahead: int) -> None:
         held, looked = [], []
 
         def look(block: Branches) -> None:
-            flats = [flat for unit in fsdp._tree() for flat in unit.flats]
+            flats = [flat for unit in fsdp._sharded.units() for flat in unit.flats]
             held.append(sum(flat.is_whole or flat._incoming is not None for flat in flats))
             looked.append(sum(path is not None for path in holding(fsdp)))
             assert block.scales["a"]._data is not None
@@ -105,7 +105,7 @@ def test_few_whole_gradients_at_once(name: str) -> None:
         found = []
 
         def look(_: str) -> None:
-            going = fsdp._all_units()._reduction._going
+            going = fsdp._sharded.runner()._reduction._going
             found.append(sum(one._first is not None for one in going) + 1)
 
         for block in blocks:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Peer
 from paceline.parallel import ShardingStrategy
-from paceline.parallel.sharding.layout import Layout
-from paceline.parallel.sharding.order import Order
-from paceline.parallel.sharding.strategy import Placement, place
+from paceline.parallel.sharding._placement import Layout, Placement, place
+from paceline.parallel.sharding._runner import UnitOrder
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
 worlds = st.integers(1, 12)
@@ -88,25 +87,25 @@ def test_layouts_by_hand(
             assert start == stop or (piece.start, piece.stop) == (start, stop)
 
 
-# Order.
+# UnitOrder.
 
 
 def test_a_new_order_tells_its_guess() -> None:
-    order = Order([2, 0, 1])
+    order = UnitOrder([2, 0, 1])
     assert [order.first(n) for n in (0, 1, 2, 9)] == [[], [2], [2, 0], [2, 0, 1]]
     order.start()
     assert [order.enter(2, 2), order.enter(0, 2), order.enter(1, 2)] == [[0, 1], [1], []]
 
 
 def test_a_wrong_guess_tells_nothing_until_it_is_right_again() -> None:
-    order = Order([0, 1, 2, 3])
+    order = UnitOrder([0, 1, 2, 3])
     order.start()
     assert [order.enter(0, 1), order.enter(2, 1), order.enter(1, 1), order.enter(3, 1)] == [[1], [], [], []]
 
 
 @given(orders, orders, st.integers(0, 4))
 def test_an_order_is_learned_from_a_complete_pass(guess: list[int], units: list[int], count: int) -> None:
-    order = Order(guess)
+    order = UnitOrder(guess)
     order.start()
     for unit in units:
         assert len(order.enter(unit, count)) <= count
@@ -124,7 +123,7 @@ def test_an_order_is_learned_from_a_complete_pass(guess: list[int], units: list[
 
 @given(orders, orders, st.integers(1, 4))
 def test_a_broken_pass_teaches_nothing(guess: list[int], units: list[int], count: int) -> None:
-    order = Order(guess)
+    order = UnitOrder(guess)
     order.start()
     for unit in units:
         order.enter(unit, count)
@@ -139,16 +138,16 @@ def test_what_is_told_depends_on_the_units_alone(guess: list[int], units: list[i
     """So that all ranks fetch the same."""
     told = []
     for _ in range(2):
-        order = Order(guess)
+        order = UnitOrder(guess)
         order.start()
         told.append([order.enter(unit, count) for unit in units])
     assert told[0] == told[1]
-    assert Order(guess).enter(9, count) == []
+    assert UnitOrder(guess).enter(9, count) == []
 
 
 def test_the_order_does_not_follow_changes_of_the_list_it_was_given() -> None:
     guess = [0, 1]
-    order = Order(guess)
+    order = UnitOrder(guess)
     guess.append(2)
     assert order.first(5) == [0, 1]
 

@@ -11,7 +11,7 @@ import paceline
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.links.local import local_meshes
-from paceline.parallel.sharding.resharding import Move, holding, places_of
+from paceline.parallel.sharding._holdings import Move, holding, places_of
 from paceline.testing import run_ranks
 from support.parts import SOON
 
@@ -36,10 +36,10 @@ def alone() -> Any:
 def test_share_of_what_one_rank_has(alone: Any, strategy: str) -> None:
     model, optimizer = make(alone, strategy)
     whole = np.concatenate([p.data.reshape(-1) for _, p in model.named_parameters()])
-    move = Move([model], [optimizer], (2, 3))  # elements 12 to 15 of 16, and padding
-    held = holding([model], [optimizer])
+    move = Move([model._sharded], [optimizer], (2, 3))  # elements 12 to 15 of 16, and padding
+    held = holding([model._sharded], [optimizer])
     assert held.share == (0, 1)
-    for (_, p), (place, size) in zip(model.named_parameters(), places_of([model], 3).values(), strict=True):
+    for (_, p), (place, size) in zip(model.named_parameters(), places_of([model._sharded], 3).values(), strict=True):
         target = move.target.values[id(p)]
         start, stop = (min(max(part * size - place, 0), held.values[id(p)].values.size) for part in (2, 3))
         assert (target.start, target.values.size) == (start if start < stop else 0, stop - start)
@@ -49,7 +49,7 @@ def test_share_of_what_one_rank_has(alone: Any, strategy: str) -> None:
     model.module.bias.grad = np.ones(4)
     move.switch()
     assert model.module.bias.grad is None, "it has no place in the gradients of another share"
-    assert holding([model], [optimizer]).share == (2, 3)
+    assert holding([model._sharded], [optimizer]).share == (2, 3)
     assert [p.shape for _, p in model.named_parameters()] == [(0,), (4,)]
     np.testing.assert_array_equal(dict(model.named_parameters())["bias"].data, whole[12:])
     assert optimizer.live_arrays()["bias/mean"].tolist() == [5] * 4
@@ -63,7 +63,7 @@ def test_not_inside_unshard() -> None:
     def rank(group: Any) -> None:
         model, optimizer = make(group)
         with model.unshard(), pytest.raises(StepOrderError, match=r"inside unshard\(\)"):
-            Move([model], [optimizer], (0, 1))
+            Move([model._sharded], [optimizer], (0, 1))
 
     run_ranks(2, rank)
 
@@ -75,7 +75,7 @@ def test_state_of_another_shape_cannot_be_cut(alone: Any) -> None:
 
     model, _ = make(alone)
     with pytest.raises(UnsupportedOp, match="'weight/momentum' of this Odd has not its parameter's shape"):
-        holding([model], [Odd(model, lr=1.0, momentum=0.5)])
+        holding([model._sharded], [Odd(model, lr=1.0, momentum=0.5)])
 
 
 def test_units_that_are_cut_differently() -> None:
@@ -83,6 +83,6 @@ def test_units_that_are_cut_differently() -> None:
         linear = paceline.nn.Linear(3, 4, rng=np.random.default_rng(0), dtype=np.float64)
         pairs = paceline.FSDP(linear, group, paceline.ShardingStrategy.HYBRID_SHARD, 2)
         with pytest.raises(UnsupportedOp, match="spread in different ways"):
-            holding([make(group)[0], pairs], [])
+            holding([make(group)[0]._sharded, pairs._sharded], [])
 
     run_ranks(4, rank)

@@ -1,0 +1,120 @@
+"""The figures that the README's users can rely on: the gRPC ring, a failure's news, and the time to import.
+
+They are asserted with the slack of a shared machine of 2 cores; `-s` prints what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.group import Group
+from paceline.testing import coordinator, run_ranks
+from support.processes import workers
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def bench(*arguments: str) -> dict[int, dict[str, Any]]:
+    """Rows of `paceline bench ... --json` by size."""
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "bench", *arguments, "--json"], capture_output=True, text=True, check=True
+    )
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    return {row["bytes"]: row for row in rows}
+
+
+def test_grpc_ring() -> None:
+    rows = bench("all-reduce", "-n", "2", "--sizes", "1KiB,16MiB", "--links", "grpc")
+    small, large = rows[1024]["median_us"], rows[16 << 20]["busbw_GBps"]
+    print(f"\nW=2 over grpc: 1 KiB {small:.0f} us, 16 MiB {large:.2f} GB/s bus bandwidth")
+    assert small <= 800
+    assert large >= 0.5
+
+
+def test_local_links_pass_frames_by_reference() -> None:
+    """all_reduce of 16 MiB over 4 threads against one thread's plain sum of the same arrays, turn and turn about."""
+    world, n = 4, 4 << 20
+    inputs = [np.full(n, rank + 1, np.float32) for rank in range(world)]
+    out = np.empty(n, np.float32)
+
+    def plain() -> None:
+        np.add(inputs[0], inputs[1], out=out)
+        for x in inputs[2:]:
+            np.add(out, x, out=out)
+
+    def rank(group: Group) -> tuple[float, float]:
+        result = np.empty(n, np.float32)
+        sums, collectives = [], []
+        for _ in range(41):
+            if group.rank == 0:
+                start = time.perf_counter()
+                plain()
+                sums.append(time.perf_counter() - start)
+            group.barrier()
+            start = time.perf_counter()
+            group.all_reduce(inputs[group.rank], out=result)
+            collectives.append(time.perf_counter() - start)
+            group.barrier()
+        assert (result == 10).all()
+        return statistics.median(sums) if sums else 0.0, statistics.median(collectives)
+
+    results = run_ranks(world, rank)
+    plain_s, collective_s = results[0][0], max(collective for _, collective in results)
+    ratio = collective_s / plain_s
+    print(f"\nlocal, W=4, 16 MiB: {collective_s * 1e3:.1f} ms, plain sum {plain_s * 1e3:.1f} ms, {ratio:.1f} times")
+    assert ratio <= 3.0
+
+
+def test_import(tmp_path: Path) -> None:
+    """As users have it: the second time, with bytecode in its cache. What else the machine does only adds to it."""
+    code = (
+        "import time; start = time.perf_counter(); import paceline; light = time.perf_counter() - start;"
+        "paceline.join, paceline.DDP, paceline.Group; print(light, time.perf_counter() - start)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
+
+    def run() -> list[float]:
+        words = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).split()
+        return [float(word) for word in words]
+
+    run()
+    light, whole = (min(column) for column in zip(*[run() for _ in range(7)], strict=True))
+    print(f"\nimport paceline {light * 1000:.0f} ms; with all that join and DDP need {whole * 1000:.0f} ms")
+    assert whole < 0.3
+
+
+BLOCKED = """
+with paceline.join() as session:
+    session.group.all_reduce(np.ones(1000))
+    session.barrier("linked")
+    emit("joined", rank=session.rank)
+    try:
+        session.group.all_reduce(np.ones(1000)) if session.rank else wait_for_go()
+    except paceline.PacelineError as error:
+        emit_error(error)
+"""
+
+
+@pytest.mark.parametrize(("number", "bound"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)], ids=["death", "freeze"])
+def test_news_of_a_failure(number: signal.Signals, bound: float) -> None:
+    """From the signal to the typed error in the last of three others, at the default failure_timeout of 3 s."""
+    took = []
+    for _ in range(5 if number is signal.SIGKILL else 2):
+        with coordinator() as address, workers(4, BLOCKED, COORDINATOR=address, MIN_WORKERS="4") as started:
+            ranks = {worker.expect("joined")["rank"]: worker for worker in started}
+            sent = ranks[0].signal(number)
+            took.append(max(ranks[rank].expect("error")["at"] for rank in (1, 2, 3)) - sent)
+    print(f"\n{number.name}: news in {statistics.median(took) * 1000:.0f} ms (worst {max(took) * 1000:.0f} ms)")
+    assert max(took) < bound

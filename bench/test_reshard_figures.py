@@ -1,0 +1,61 @@
+"""How soon a state that is spread is cut anew, between real processes. `-s` prints the figures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+
+import pytest
+
+from paceline.testing import coordinator
+from support.reshard_line import job, line
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+
+
+def test_one_of_four_is_drained() -> None:
+    """W=4 to W=3 with 1 GB, all of it: notice, meeting, taking, view and word, from the last commit to the next."""
+    with coordinator() as address, job(address, 4) as started:
+        for _, pipe in started:
+            assert pipe.poll(60)
+            assert pipe.recv() == "ready"
+        *rest, (leaver, _) = started
+        assert leaver.pid is not None
+        os.kill(leaver.pid, signal.SIGTERM)
+        leaver.join(30)
+        assert leaver.exitcode == 0
+        assert all(pipe.poll(30) for _, pipe in rest)
+        took = max(pipe.recv() for _, pipe in rest)
+    print(f"\n1 GB from W=4 to W=3, from the last commit to the first of three: {took:.2f} s")
+    assert took <= 2.0
+
+
+def test_three_of_four_take_what_they_lack() -> None:
+    """The taking alone: three take what they lack of their new thirds, and the fourth gives until they have it."""
+    seconds = []
+    with line(4) as (pipes, ports):
+        for _ in range(5):
+            for rank in range(3):
+                pipes[rank].send(((rank, 3), True, ports))
+            told = [pipes[rank].recv() for rank in range(3)]
+            seconds.append(max(each for each, _ in told))
+    moved = sum(wanted for _, wanted in told)
+    took = statistics.median(seconds)
+    print(
+        f"\n1 GB from W=4 to W=3, the taking alone: {took:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
+        f"{moved / 1e6:.0f} MB moved"
+    )
+    assert took <= 2.0
+
+
+def test_one_shard_is_moved() -> None:
+    """What a joiner takes in place of one who died, from the only one who holds it: 250 MB."""
+    seconds = []
+    with line(4) as (pipes, ports):
+        for _ in range(5):
+            pipes[0].send(((1, 4), False, {1: ports[1]}))
+            seconds.append(pipes[0].recv()[0])
+    took = statistics.median(seconds)
+    print(f"\n250 MB from one member: {took:.2f} s, {0.25 / took:.2f} GB/s")
+    assert took <= 0.6

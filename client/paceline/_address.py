@@ -1,0 +1,270 @@
+"""Addresses: reading "host:port", and finding the address at which peers reach this worker."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paceline._exhausted import is_exhausted
+from paceline._lookup import Found, look_up, look_up_within
+from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineError
+
+__all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "knock", "listening_host", "parse_endpoint", "reachable_endpoint"]
+
+DEFAULT_PORT = 7400
+"""Where a coordinator listens unless told otherwise."""
+
+_SLOW, _RETRY, _KNOCK = 0.7, 0.5, 1.0
+"""Seconds until a look-up is slow enough to be spoken of, between two tries, and for an address to answer."""
+
+_IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC = 72, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host (name or IP literal, without brackets) and a port; port 0 asks for a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def ip(self) -> str | None:
+        """The host in the one way to write an IP address; None if it is a name."""
+        try:
+            return str(ipaddress.ip_address(self.host))
+        except ValueError:
+            return None
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can reach it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
+    """Reads "host:port", "[::1]:port", or "host" where a default port is given.
+
+    Raises:
+        ValueError: the text is not of that form; it says what is wrong.
+    """
+    host, colon, port = text.rpartition(":")
+    if (not colon or "]" in port) and default_port is not None:
+        host, port = text, str(default_port)
+    if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"{text!r} is not an address of the form host:port")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{text!r}: write an IPv6 address in brackets, [address]:port")
+    if not host or "[" in host or "]" in host:
+        raise ValueError(f"{text!r} is not an address of the form host:port: its brackets hold no host")
+    if not _is_name(host):
+        raise ValueError(f"{text!r} is not an address of the form host:port: {host!r:.80} cannot be the name of a host")
+    return Endpoint(host, int(port))
+
+
+def _is_name(host: str) -> bool:
+    """True if a resolver can be asked for it: no label is empty or too long, and nothing in it ends a name."""
+    try:
+        return host.isprintable() and not set(host) & set(" /@") and bool(host.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+async def reachable_endpoint(
+    coordinator: Endpoint, advertise: str | None, timeout: float = 0.0, say: Callable[[str], None] = lambda _: None
+) -> Endpoint:
+    """Where peers can reach this worker.
+
+    `advertise` if given; otherwise the address of the interface that leads to the coordinator: whoever reaches the
+    coordinator reaches that network. A coordinator on loopback keeps the worker on loopback. Where the coordinator has
+    several addresses that interfaces of their own lead to, the one at which it answers counts.
+
+    The coordinator's name may appear later than this worker (a container that starts beside it), and so may the name
+    that is advertised: both are looked up again and again.
+
+    Args:
+        coordinator: its address.
+        advertise: host or host:port, None to find it.
+        timeout: seconds to go on trying; 0 for one try.
+        say: is told what is in the way, in a sentence, within a second and whenever it is something else.
+
+    Raises:
+        ValueError: `advertise` is malformed, or the address that leads to the coordinator is of use on one cable only.
+        CoordinatorUnreachable: the coordinator's host name does not resolve, no route leads to it, or it has several
+            addresses and answers at none.
+        LinkUnavailable: the advertised name does not resolve.
+    """
+    patience = _Patience(timeout, say)
+    own = parse_endpoint(advertise, default_port=0) if advertise else None
+    if own is None and coordinator.is_loopback:
+        return Endpoint("127.0.0.1" if coordinator.host == "localhost" else coordinator.host, 0)
+    while True:
+        problem: PacelineError
+        try:
+            found = await patience.look_up(coordinator.host)
+            if own is None:
+                return Endpoint(await _way_to(coordinator.port, found), 0)
+        except OSError as error:
+            problem = CoordinatorUnreachable(f"no way to the coordinator at {coordinator}: {_words(error)}")
+        else:
+            try:
+                await patience.look_up(own.host)
+                return own
+            except OSError as error:
+                problem = LinkUnavailable(
+                    f"peers are to reach this worker at {own.host!r} (`advertise`), but {_words(error)}"
+                )
+        await patience.wait(problem)
+
+
+def listening_host(own: Endpoint, advertise: str | None) -> str:
+    """Where a worker of that address listens.
+
+    There, unless it was told to advertise it: what it tells peers may be an address of another machine that leads here,
+    so it listens on all interfaces then, by IPv6 and IPv4. On loopback it stays there.
+    """
+    if not advertise:
+        return own.host
+    if own.is_loopback:
+        return "127.0.0.1" if own.host == "localhost" else own.host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # asked for
+
+
+async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
+    """True if a host is there and says that nobody listens on the port: the process is gone, not slow.
+
+    False where nothing is proved: the name does not resolve, the host cannot be reached, or the time is over.
+
+    Raises:
+        OSError: as `knock`.
+    """
+    return await knock(endpoint, timeout) is False
+
+
+async def knock(endpoint: Endpoint, timeout: float) -> bool | None:
+    """Whether somebody listens there: True at any of its addresses, False if all of them refuse the connection.
+
+    None where nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
+
+    Args:
+        endpoint: where.
+        timeout: seconds, for its name and its addresses; the addresses have 1 s of it at most.
+
+    Raises:
+        OSError: this process has no descriptor left to ask with, which says nothing about the other side.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            found = await look_up(endpoint.host)
+            said = await asyncio.gather(*(_answers(target, endpoint.port) for _, target in found))
+    except OSError as error:  # TimeoutError is one
+        if is_exhausted(error):
+            raise
+        return None
+    return True if True in said else None if None in said or not said else False
+
+
+class _Patience:
+    """For how long to try, and what was said so far."""
+
+    def __init__(self, timeout: float, say: Callable[[str], None]) -> None:
+        self._start = time.monotonic()
+        self._timeout = timeout
+        self._say = say
+        self._said = ""
+
+    async def look_up(self, host: str) -> Found:
+        """As `lookup.look_up_within`, for the time that is left."""
+        patient = asyncio.get_running_loop().call_later(
+            _SLOW, lambda: self.say(f"the name {host!r} is being looked up: the resolver has not answered yet")
+        )
+        try:
+            return await look_up_within(host, max(_SLOW, self._start + self._timeout - time.monotonic()))
+        finally:
+            patient.cancel()
+
+    async def wait(self, problem: PacelineError) -> None:
+        """Says what is in the way and waits until the next try.
+
+        Raises:
+            PacelineError: the time is over.
+        """
+        left = self._start + self._timeout - time.monotonic()
+        if left <= 0:
+            raise problem
+        self.say(str(problem))
+        await asyncio.sleep(min(_RETRY, left))
+
+    def say(self, text: str) -> None:
+        """Says it, if it is new."""
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+
+async def _way_to(port: int, found: Found) -> str:
+    """The address of this host on the way to one of the addresses."""
+    ways: dict[str, tuple[Any, ...]] = {}
+    problem = OSError("it has no address")
+    for family, target in found:
+        try:
+            ways.setdefault(_source(family, (target[0], port, *target[2:])), target)
+        except OSError as error:
+            problem = error
+    if not ways:
+        raise problem
+    if len(ways) == 1:
+        return next(iter(ways))
+    for own, target in ways.items():
+        if await _answers(target, port):
+            return own
+    raise OSError(f"it answers at none of its addresses ({', '.join(str(target[0]) for target in ways.values())})")
+
+
+def _source(family: socket.AddressFamily, target: tuple[Any, ...]) -> str:
+    # A connected UDP socket sends nothing; it only asks the routing table.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        if family == socket.AF_INET6:
+            with suppress(OSError):  # a temporary address would go away under a long run (RFC 5014; linux/in6.h)
+                probe.setsockopt(socket.IPPROTO_IPV6, _IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC)
+        probe.connect(target)
+        own = str(probe.getsockname()[0])
+    if family == socket.AF_INET6 and ipaddress.ip_address(own).is_link_local:
+        raise ValueError(
+            f"the coordinator is reached from {own}, a link-local address, which is of use on this cable only: give an "
+            "address of the coordinator that routers know, or tell peers another one (`advertise`)"
+        )
+    return own
+
+
+async def _answers(target: tuple[Any, ...], port: int) -> bool | None:
+    """True if somebody listens there, False if the connection is refused, None if nothing is known in time."""
+    try:
+        async with asyncio.timeout(_KNOCK):
+            scope = f"%{target[3]}" if target[3:] and target[3] else ""
+            _, writer = await asyncio.open_connection(f"{target[0]}{scope}", port)
+    except ConnectionRefusedError:
+        return False
+    except OSError as error:
+        if is_exhausted(error):
+            raise
+        return None
+    writer.close()
+    return True
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,336 @@
+"""What is measured, and the figures of it. Pure. W is the world size.
+
+Sizes, values and figures are those of nccl-tests (doc/PERFORMANCE.md), so that results can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.arrays import Array
+from paceline.collectives.choose import only
+from paceline.collectives.schedules import SCHEDULES
+
+__all__ = [
+    "ALL",
+    "COLLECTIVES",
+    "ELEMENT_BYTES",
+    "MEMORIES",
+    "PLACES",
+    "ROOT",
+    "SEPARATE",
+    "Job",
+    "Row",
+    "bus_bandwidth",
+    "bus_factor",
+    "check_result",
+    "given",
+    "make_row",
+    "measured_size",
+    "parse_size",
+    "parse_sizes",
+    "plan",
+    "result_parts",
+    "size_text",
+]
+
+COLLECTIVES = (
+    "all-reduce",
+    "reduce",
+    "reduce-scatter",
+    "broadcast",
+    "scatter",
+    "all-gather",
+    "gather",
+    "all-to-all",
+    "send-recv",
+    "barrier",
+)
+"""What can be measured, as the command line spells it. In a send-recv each rank sends to the next one."""
+
+ALL = "all"
+"""All of them, one after the other."""
+
+SEPARATE = frozenset({"reduce", "broadcast", "scatter", "gather", "send_recv"})
+"""Collectives that a rank can leave before another has entered: calls in a row would run into each other."""
+
+_PARTED = frozenset({"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"})
+"""Collectives whose whole array is made of W equal parts, one for each rank or from each."""
+
+MEMORIES = ("any", "group")
+"""Where the arrays come from: NumPy, or `Group.empty`."""
+
+PLACES = ("usual", "in", "out")
+"""Where the sum of an all_reduce goes: as is usual with an implementation (Paceline's and Gloo's replace the argument,
+Open MPI's do not); in place of the argument; or into another array. nccl-tests measures the last two."""
+
+ROOT = 0
+"""The root of every collective that has one."""
+
+ELEMENT_BYTES = 4
+"""All arrays are float32."""
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class Job(NamedTuple):
+    """A collective at one size.
+
+    Attributes:
+        collective: as methods of `Group` spell it; or "send_recv".
+        bytes: the size, see `measured_size`.
+        schedules: those to force, in turns; none for the one that is chosen.
+        place: one of `PLACES`.
+    """
+
+    collective: str
+    bytes: int
+    schedules: tuple[str, ...] = ()
+    place: str = "usual"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One result. The field names are the contract of `--json`.
+
+    Attributes:
+        collective: "all_reduce", ..., "send_recv" or "barrier".
+        schedule: the schedule that was measured; None for send_recv, which has none, and for other implementations.
+        impl: the implementation: "paceline", "gloo" or "openmpi".
+        link: how bytes moved, as the ranks report it: "grpc", or "shm+grpc" if there were two kinds of links.
+        world_size: W.
+        bytes: the size that was measured, see `measured_size`.
+        median_us: median time of one call, microseconds. The time of a call is that of its slowest rank; each rank
+            times the call itself, in all implementations alike.
+        p10_us: 10th percentile.
+        p99_us: 99th percentile.
+        busbw_GBps: bus bandwidth at the median, 10^9 bytes per second.
+    """
+
+    collective: str
+    schedule: str | None
+    impl: str
+    link: str
+    world_size: int
+    bytes: int
+    median_us: float
+    p10_us: float
+    p99_us: float
+    busbw_GBps: float  # the unit is GB/s, and the name is the contract's
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        return asdict(self)
+
+
+def plan(
+    collective: str,
+    world: int,
+    sizes: str,
+    schedule: str | None = None,
+    *,
+    every_schedule: bool = False,
+    place: str = "usual",
+) -> list[Job]:
+    """The jobs, in the order of the collectives, then of the sizes.
+
+    Args:
+        collective: one of `COLLECTIVES`, or `ALL`.
+        world: number of ranks.
+        sizes: as for `parse_sizes`; a barrier has none, and ignores them.
+        schedule: names with commas; None for the schedule that is chosen.
+        every_schedule: all schedules of each collective, and only collectives that have some.
+        place: one of `PLACES`.
+
+    Raises:
+        ValueError: there is no such collective, schedule, place or size; the text lists what there is.
+    """
+    if collective not in (*COLLECTIVES, ALL):
+        raise ValueError(f"cannot measure {collective!r}: choose one of {', '.join(COLLECTIVES)}, or {ALL}")
+    if place not in PLACES:
+        raise ValueError(f"there is no place {place!r}: choose one of {', '.join(PLACES)}")
+    schedules = () if schedule is None else _schedules(collective, schedule)
+    wanted = parse_sizes(sizes)
+    jobs = []
+    for name in COLLECTIVES if collective == ALL else (collective,):
+        name = name.replace("-", "_")
+        if every_schedule:
+            schedules = tuple(SCHEDULES.get(name, ()))
+            if not schedules:
+                continue
+        for size in [0] if name == "barrier" else wanted:
+            jobs.append(Job(name, measured_size(name, size, world), schedules, place))
+    if not jobs:
+        raise ValueError(f"{collective} has no schedules to choose from")
+    return jobs
+
+
+def _schedules(collective: str, text: str) -> tuple[str, ...]:
+    if collective == ALL:
+        raise ValueError("--schedule is for one collective: name it in place of all")
+    name = collective.replace("-", "_")
+    if name not in SCHEDULES:
+        raise ValueError(f"{collective} has no schedules to choose from")
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in words:
+        only(name, word)  # raises for one that is not there
+    return words
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Reads "1KiB,1MiB,64MiB" as bytes; see `parse_size`."""
+    return [parse_size(word) for word in text.split(",")]
+
+
+def parse_size(text: str) -> int:
+    """Reads "64KiB" as bytes; whole float32 elements only.
+
+    Raises:
+        ValueError: the size is malformed, not above 0, or not a multiple of 4 bytes.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ValueError(f"{text.strip()!r} is not a size like 1KiB, 16MiB or 4096")
+    size = int(found[1]) * unit
+    if size == 0 or size % ELEMENT_BYTES:
+        raise ValueError(f"{text.strip()} is not a number of float32 elements: a multiple of 4 bytes above 0")
+    return size
+
+
+def size_text(size: int) -> str:
+    """1048576 as "1 MiB"; a size that is no whole number of KiB stays in bytes."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor and size % factor == 0:
+            return f"{size // factor} {unit}"
+    return f"{size} B"
+
+
+def measured_size(collective: str, size: int, world: int) -> int:
+    """The size in bytes that a collective is measured at: rounded up to W equal parts where the array has parts.
+
+    It is the size of the array that all ranks have, or that passes through one: each rank's array for all_reduce,
+    reduce, broadcast and send_recv, a rank's whole input for reduce_scatter and all_to_all, the root's for scatter, and
+    the whole result for all_gather and gather. A barrier has none.
+
+    Args:
+        collective: as methods of `Group` spell it; or "send_recv".
+        size: bytes asked for.
+        world: W.
+    """
+    if collective == "barrier":
+        return 0
+    unit = ELEMENT_BYTES * world if collective in _PARTED else ELEMENT_BYTES
+    return -(-size // unit) * unit
+
+
+def given(rank: int, world: int, *, in_place: bool) -> float:
+    """The value of all elements of a rank's input.
+
+    Where a sum replaces its argument, call after call, the values of all ranks add up to 0: they stay 0, while other
+    values would overflow.
+
+    Args:
+        rank: the rank.
+        world: W.
+        in_place: the result of a sum replaces the argument.
+    """
+    return rank - (world - 1) / 2 if in_place else rank + 1.0
+
+
+def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> list[float]:
+    """The values of the equal parts of a rank's result, in order; empty if the rank gets none.
+
+    Args:
+        collective: as methods of `Group` spell it; or "send_recv".
+        rank: whose result.
+        world: W.
+        in_place: as for `given`.
+    """
+    every = [given(other, world, in_place=in_place) for other in range(world)]
+    match collective:
+        case "all_reduce" | "reduce_scatter":
+            return [sum(every)]
+        case "all_gather" | "all_to_all":
+            return every
+        case "reduce":
+            return [sum(every)] if rank == ROOT else []
+        case "gather":
+            return every if rank == ROOT else []
+        case "broadcast" | "scatter":
+            return [every[ROOT]]
+        case "send_recv":
+            return [every[(rank - 1) % world]]
+        case "barrier":
+            return []
+    raise ValueError(f"no such collective: {collective}")
+
+
+def check_result(result: Array | None, parts: list[float]) -> None:
+    """Compares a result with `result_parts`: a figure means nothing if the call did something else than its row says.
+
+    Raises:
+        ArithmeticError: they differ; the text says how.
+    """
+    if not parts:
+        return
+    assert result is not None
+    rows = result.reshape(len(parts), -1)
+    for part, row in zip(parts, rows, strict=True):
+        low, high = float(row.min()), float(row.max())
+        if not low == part == high:
+            raise ArithmeticError(f"a part of the result lies between {low} and {high}, and should be {part}")
+
+
+def bus_factor(collective: str, world: int) -> float:
+    """Bytes that each member's link must carry one way, at least, whatever the algorithm, for each byte of the size.
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    if collective == "all_reduce":
+        return 2 * (world - 1) / world
+    if collective in _PARTED:
+        return (world - 1) / world
+    return {"reduce": 1.0, "broadcast": 1.0, "send_recv": 1.0, "barrier": 0.0}[collective]
+
+
+def bus_bandwidth(collective: str, size: int, seconds: float, world_size: int) -> float:
+    """Bytes per second times `bus_factor`: comparable across world sizes, unlike size / time.
+
+    Args:
+        collective: "all_reduce", ..., "send_recv" or "barrier".
+        size: bytes, see `measured_size`.
+        seconds: time of one call.
+        world_size: W.
+    """
+    return size / seconds * bus_factor(collective, world_size)
+
+
+def make_row(
+    collective: str,
+    schedule: str | None,
+    link: str,
+    world_size: int,
+    size: int,
+    seconds: Sequence[float],
+    impl: str = "paceline",
+) -> Row:
+    """A row from the times of all measured calls."""
+    p10, median, p99 = (float(value) for value in np.percentile(np.asarray(seconds), (10, 50, 99)))
+    return Row(
+        collective=collective,
+        schedule=schedule,
+        impl=impl,
+        link=link,
+        world_size=world_size,
+        bytes=size,
+        median_us=round(median * 1e6, 1),
+        p10_us=round(p10 * 1e6, 1),
+        p99_us=round(p99 * 1e6, 1),
+        busbw_GBps=round(bus_bandwidth(collective, size, median, world_size) / 1e9, 4),
+    )

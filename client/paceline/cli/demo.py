@@ -1,0 +1,309 @@
+"""`paceline demo`: handwritten digits, real processes, a worker that is killed and replaced, and a view of it all.
+
+It starts the workers (`paceline.demo.training`), shows their state (`paceline.demo.progress`) live on a terminal and as
+plain lines elsewhere, and judges the result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.embedded import own_coordinator
+from paceline.cli.launcher import Exit, Worker, WorkerSettings
+from paceline.cli.output import UsageError, print_json, say
+from paceline.cli.run import launch
+from paceline.demo.progress import Progress, sparkline
+
+__all__ = [
+    "GOOD_ACCURACY",
+    "DemoListener",
+    "LiveView",
+    "PlainView",
+    "View",
+    "as_result",
+    "faults",
+    "picture",
+    "run_demo",
+]
+
+GOOD_ACCURACY = 0.95
+"""Least accuracy on the held-back fifth; a run below it has failed."""
+
+_RESTARTS = 1
+"""Restarts of each worker: the demo kills one, and the user may kill another."""
+
+_SETTLE_S = 10.0
+"""How long to wait after the last join for workers that are slow to start. A job may begin with fewer workers than its
+maximum; the demo should not."""
+
+_STATE_STYLE = {
+    "training": "green",
+    "joined": "cyan",
+    "done": "bold green",
+    "stopped": "yellow",
+    "gave up": "yellow",
+    "failed": "bold red",
+    "killed": "bold red",
+}
+
+_LINE_EVERY_S = 1.0
+"""Least time between two plain lines."""
+
+_PICTURE_EVERY_S = 0.1
+"""Least time between two pictures: workers report every step."""
+
+
+def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
+    """Train on the digits with workers on this machine, kill and replace one of them, and show the progress.
+
+    Args:
+        workers: how many.
+        kill_at_step: the step in which one is killed, 0 for none.
+        as_json: the last line of standard output is the result.
+
+    Returns:
+        0 if the digits were learnt, every sample counted once, and the job came through the kill and went on with a new
+        worker, if one was asked for; 1 otherwise; that of the first worker that failed.
+
+    Raises:
+        UsageError: scikit-learn is not installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError("the demo trains on the digits of scikit-learn: pip install 'paceline[demo]'")
+    console = Console(stderr=as_json)  # standard output is the result's alone then
+    if kill_at_step and workers == 1:
+        console.print("no worker will be killed: with one worker, training could not go on")
+        kill_at_step = 0
+    view: View = LiveView(console) if console.is_terminal else PlainView(console)
+    listener = DemoListener(view)
+    with own_coordinator(settle_time=_SETTLE_S) as served, view:
+        settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
+        command = ["-m", "paceline.demo.training", str(workers), str(kill_at_step)]
+        code = launch(command, workers, settings, listener, restarts=_RESTARTS)
+    if code:
+        return code
+    if listener.progress.result is None:
+        say("the workers ended without a result")
+        return 1
+    result = as_result(listener.progress)
+    wrong = faults(result, kill=kill_at_step > 0)
+    _summary(console, listener.progress, result, wrong)
+    if as_json:
+        print_json(result)
+    return 1 if wrong else 0
+
+
+def as_result(progress: Progress) -> dict[str, Any]:
+    """The result as `--json` prints it."""
+    assert progress.result is not None
+    return {
+        "accuracy": round(progress.result["accuracy"], 4),
+        "steps": progress.result["steps"],
+        "world_size": progress.result["world_size"],
+        "generations": progress.ledger.generations,
+        "recoveries": [recovery.as_dict() for recovery in progress.recoveries.found],
+        "samples_once": progress.samples_once,
+        "seconds": round(progress.result["seconds"], 3),
+    }
+
+
+def faults(result: dict[str, Any], *, kill: bool) -> list[str]:
+    """What went wrong, in words; empty if the demo has shown what it promises."""
+    found = []
+    if not result["samples_once"]:
+        found.append("a sample was not used exactly once in every epoch")
+    if result["accuracy"] < GOOD_ACCURACY:
+        found.append(f"the accuracy is below {GOOD_ACCURACY:.0%}: training failed")
+    causes = {recovery["cause"] for recovery in result["recoveries"]}
+    if kill and "killed" not in causes:
+        found.append("the others did not go on after a worker was killed")
+    if kill and "joined" not in causes:
+        found.append("training ended before a new worker had joined")
+    return found
+
+
+def _summary(console: Console, progress: Progress, result: dict[str, Any], wrong: list[str]) -> None:
+    good = result["accuracy"] >= GOOD_ACCURACY
+    console.print(
+        f"[bold {'green' if good else 'red'}]{result['accuracy']:.2%}[/] of the held-back fifth recognised "
+        f"after {result['steps']} steps on {result['world_size']} worker{'s'[: result['world_size'] != 1]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if result["samples_once"]:
+        spite = ", though a worker was killed" if result["recoveries"] else ""
+        console.print(
+            f"every sample was used exactly once in each of {progress.epochs} epochs{spite}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        f"{result['steps'] / result['seconds']:.0f} steps per second, {decimal(progress.bytes_sent)} moved between "
+        f"workers, {result['seconds']:.1f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for text in wrong:
+        console.print(f"[red]{text}[/]", highlight=False, soft_wrap=True)
+
+
+class View(Protocol):
+    """Shows progress. A context manager."""
+
+    def __enter__(self) -> View: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def update(self, progress: Progress) -> None:
+        """Show a changed state."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays on the screen."""
+
+
+class DemoListener:
+    """Folds what workers report to the launcher into the state, and shows it (a `Listener`)."""
+
+    def __init__(self, view: View) -> None:
+        self.progress = Progress()
+        self._view = view
+
+    def line(self, worker: Worker, stream: str, line: bytes) -> None:
+        """Show what a worker prints: most likely an error."""
+        self._view.note(f"[{worker.label}] {line.decode(errors='replace')}")
+
+    def record(self, worker: Worker, record: dict[str, Any]) -> None:
+        """Take a worker's report."""
+        for text in self.progress.told(worker.index, worker.pid, record):
+            self._view.note(text)
+        self._view.update(self.progress)
+
+    def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
+        """Note that a worker ended."""
+        for text in self.progress.ended(worker.index, end.pid, end.returncode, follows=end.follows):
+            self._view.note(text)
+        if not expected:
+            self._view.note(f"paceline: {end}")
+        self._view.update(self.progress)
+
+    def say(self, text: str) -> None:
+        """Show a message of the launcher."""
+        self._view.note(f"paceline: {text}")
+
+
+class LiveView:
+    """Draws the state again and again in place, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=10)
+        self._latest: Progress | None = None
+        self._next = 0.0
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._latest is not None:
+            self._live.update(picture(self._latest, self._console))
+        self._live.__exit__(kind, error, trace)
+
+    def update(self, progress: Progress) -> None:
+        """Draw the state if the last picture is old enough."""
+        self._latest, now = progress, time.monotonic()
+        if now >= self._next:
+            self._next = now + _PICTURE_EVERY_S
+            self._live.update(picture(progress, self._console))
+
+    def note(self, text: str) -> None:
+        """Print a line above the picture."""
+        self._live.console.print(Text(text))
+
+
+class PlainView:
+    """Prints a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._epochs = 0
+        self._next = 0.0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        """Print a line if an epoch has ended and the last line is old enough, or it was the last epoch."""
+        now = time.monotonic()
+        epochs = len(progress.losses)
+        if epochs == self._epochs or progress.accuracy is None or (now < self._next and epochs < progress.epochs):
+            return
+        self._epochs, self._next = epochs, now + _LINE_EVERY_S
+        rate = f"{progress.rate:.0f} steps/s  " if progress.rate else ""
+        self.note(
+            f"epoch {epochs:3}/{progress.epochs}  loss {progress.losses[-1]:.4f}  accuracy {progress.accuracy:.2%}  "
+            f"{rate}sent {decimal(progress.bytes_sent)}"
+        )
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def picture(progress: Progress, console: Console) -> RenderableType:
+    """The whole state as a framed picture."""
+    unicode = console.encoding.startswith("utf")
+    bar = Table.grid(expand=True, padding=(0, 1))
+    bar.add_column(ratio=1)
+    bar.add_column(justify="right", no_wrap=True)
+    bar.add_row(
+        ProgressBar(total=progress.total or 1, completed=progress.step, complete_style="cyan", finished_style="green"),
+        f"step {progress.step}/{progress.total or '?'}",
+    )
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("loss", Text(sparkline(progress.losses, 40, unicode=unicode), style="yellow"), _last(progress.losses))
+    accuracy = "" if progress.accuracy is None else f"{progress.accuracy:.2%} of the held-back fifth"
+    facts.add_row("accuracy", Text(accuracy, style="bold green"))
+    rate = f", {progress.rate:.0f} steps/s" if progress.rate else ""
+    facts.add_row("moved", Text(f"{decimal(progress.bytes_sent)}{rate}"))
+    return Panel(Group(bar, facts, _workers(progress)), title="paceline demo", border_style="cyan", width=78)
+
+
+def _workers(progress: Progress) -> Table:
+    table = Table("rank", "pid", "state", "samples", "steps/s", "sent", box=None, padding=(0, 2), header_style="dim")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in sorted(progress.rows.values(), key=lambda row: (row.rank is None, row.rank, row.pid)):
+        rank = "-" if row.rank is None else str(row.rank)
+        state = Text(row.state, style=_STATE_STYLE.get(row.state, "dim"))
+        table.add_row(
+            rank,
+            str(row.pid),
+            state,
+            f"{row.samples:,}",
+            f"{row.rate:.0f}" if row.rate and row.state == "training" else "",
+            decimal(row.bytes_sent),
+        )
+    return table
+
+
+def _last(values: list[float]) -> str:
+    return f"{values[-1]:.4f}" if values else ""

@@ -1,0 +1,143 @@
+"""`paceline schedules`: how collectives are done, and which way is chosen when. Nothing runs; it is all arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
+from paceline.cli.output import UsageError, print_json
+from paceline.collectives.choose import RULES, Choice, choose, format_rules, only
+from paceline.collectives.rows import Row, format_schedule
+from paceline.collectives.schedules import ROOTED, SCHEDULES, rows_of
+
+__all__ = ["Asked", "Plan", "make_plan", "show_schedules"]
+
+_NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)
+
+
+class Asked(NamedTuple):
+    """What the command line says about one collective; None for what it does not say.
+
+    Attributes:
+        workers: W.
+        size: as for `parse_size`.
+        rank: whose rows to show.
+        schedule: to show in place of the one that is chosen.
+    """
+
+    workers: int | None = None
+    size: str | None = None
+    rank: int | None = None
+    schedule: str | None = None
+
+
+class Plan(NamedTuple):
+    """How a collective is done, for one rank.
+
+    Attributes:
+        collective: as methods of `Group` spell it.
+        world: W.
+        bytes: of the whole array, see `measured_size`.
+        chosen: what the table says.
+        schedule: what is shown.
+        chunks: number of chunks that rows speak of.
+        rank: whose rows.
+        rows: what it does; a root is rank 0.
+    """
+
+    collective: str
+    world: int
+    bytes: int
+    chosen: Choice
+    schedule: str
+    chunks: int
+    rank: int
+    rows: list[Row]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan in the form that `--json` gives it; null for a side of a row that does nothing."""
+        asked_for = self.schedule != self.chosen.schedule
+        return {
+            "collective": self.collective,
+            "world_size": self.world,
+            "bytes": self.bytes,
+            "schedule": self.schedule,
+            "reason": "asked for" if asked_for else self.chosen.reason,
+            "chosen": self.chosen.schedule,
+            "rank": self.rank,
+            "chunks": self.chunks,
+            "rows": [_row_as_dict(row) for row in self.rows],
+        }
+
+    def as_text(self) -> str:
+        """The plan for people."""
+        of = f" of {size_text(self.bytes)}" if self.bytes else ""
+        root = " from" if self.collective in ("broadcast", "scatter") else " to"
+        root = f"{root} rank 0" if self.collective in ROOTED else ""
+        ranks = f"{self.world} rank{'s'[: self.world != 1]}"
+        lines = [f"{self.collective}{of}{root} among {ranks}: {self.chosen.schedule} ({self.chosen.reason})"]
+        if self.schedule != self.chosen.schedule:
+            lines.append(f"asked for: {self.schedule}")
+        shown = (self.schedule, self.chosen.schedule)
+        if others := [name for name in SCHEDULES[self.collective] if name not in shown]:
+            lines.append(f"there is also: {', '.join(others)}")
+        lines.append("")
+        lines.append(f"rank {self.rank} by {self.schedule}, {self._chunks()}:")
+        lines.append(format_schedule(self.rows) if self.rows else "nothing to send or receive")
+        return "\n".join(lines)
+
+    def _chunks(self) -> str:
+        parts = self.world if self.collective == "all_to_all" else self.chunks
+        elements = -(-self.bytes // ELEMENT_BYTES // parts)
+        most = "" if parts * elements * ELEMENT_BYTES == self.bytes else "at most "
+        size = f"of {most}{size_text(elements * ELEMENT_BYTES)}" if self.bytes else "without bytes"
+        if self.collective == "all_to_all":
+            last = 2 * self.world - 1
+            return f"chunks {size}: it sends 0 to {self.world - 1}, and receives {self.world} to {last}"
+        return f"{self.chunks} chunk{'s'[: self.chunks != 1]} {size}"
+
+
+def show_schedules(collective: str | None, asked: Asked, *, as_json: bool) -> None:
+    """Shows the table of choices; or for a collective which schedule is chosen, and one rank's rows of it.
+
+    Raises:
+        UsageError: there is no such collective, schedule or rank, or a size that cannot be.
+    """
+    if collective is not None:
+        plan = make_plan(collective, asked)
+        print_json(plan.as_dict()) if as_json else print(plan.as_text())
+    elif asked != Asked():
+        raise UsageError(f"-n, --size, --rank and --schedule are about one collective: name one of {_NAMES}")
+    elif as_json:
+        print_json({"rules": [{"collective": of, **rule._asdict()} for of, rules in RULES.items() for rule in rules]})
+    else:
+        print(format_rules())
+
+
+def make_plan(collective: str, asked: Asked) -> Plan:
+    """How a collective is done; among 4, for 1 MiB and rank 0 where nothing else is asked for.
+
+    Raises:
+        UsageError: as `show_schedules`.
+    """
+    name = collective.replace("-", "_")
+    if name not in SCHEDULES:
+        raise UsageError(f"there are no schedules of {collective!r}: choose one of {_NAMES}")
+    world = 4 if asked.workers is None else asked.workers
+    rank = 0 if asked.rank is None else asked.rank
+    if not 0 <= rank < world:
+        raise UsageError(f"rank {rank} lies outside the world of {world}: choose one from 0 to {world - 1}")
+    try:
+        size = measured_size(name, parse_size("1MiB" if asked.size is None else asked.size), world)
+        if asked.schedule is not None:
+            only(name, asked.schedule)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    chosen = choose(name, size, world)
+    schedule = chosen.schedule if asked.schedule is None else asked.schedule
+    chunks = SCHEDULES[name][schedule].chunks(world)
+    return Plan(name, world, size, chosen, schedule, chunks, rank, rows_of(name, schedule, rank, world))
+
+
+def _row_as_dict(row: Row) -> dict[str, Any]:
+    return {**row._asdict(), "action": None if row.recv_chunk is None else row.action.name.lower()}

@@ -1,1 +1,0 @@
-"""Schedules, one file for each thing that a collective can do: reduce, gather, spread, wait."""

@@ -1,0 +1,229 @@
+"""A trainable array with its gradient, and how a NumPy module lists its parameters and buffers.
+
+A module writes gradients with `Parameter.accumulate` (or by setting `Parameter.grad`); it knows nothing of ranks. A
+wrapper such as DDP observes the parameters during a backward pass, and gives each gradient a *home*: a view of the
+buffer that goes over the wire, so that the module's write is the only copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
+
+__all__ = [
+    "GradientObserver",
+    "HasParameters",
+    "Module",
+    "Parameter",
+    "buffers_of",
+    "ignoring_gradients",
+    "parameters_of",
+]
+
+
+class GradientObserver(Protocol):
+    """Hears of every write to a gradient."""
+
+    def before_gradient(self, parameter: Parameter) -> None:
+        """The gradient is about to be written. Raising refuses the write, with nothing changed."""
+
+    def after_gradient(self, parameter: Parameter) -> None:
+        """The gradient has been written: as far as this write goes, it is ready."""
+
+
+class Parameter:
+    """An array that training changes.
+
+    Args:
+        data: the values; an array is shared, not copied.
+        requires_grad: False freezes it: it takes no gradient, and optimizers leave it alone.
+
+    Attributes:
+        shape: of the values, those that other ranks hold included.
+        dtype: of the values.
+        requires_grad: as above.
+        writes: how often a gradient was written, ever.
+        clears: how often the gradient was set to None, ever.
+    """
+
+    __slots__ = (
+        *("_data", "_grad", "_home", "_observer", "_owner", "_pieced"),
+        *("clears", "dtype", "requires_grad", "shape", "writes"),
+    )
+
+    def __init__(self, data: ArrayLike, requires_grad: bool = True) -> None:
+        self._data: NDArray[Any] | None = np.asarray(data)
+        self.shape: tuple[int, ...] = self._data.shape
+        self.dtype: np.dtype[Any] = self._data.dtype
+        self._grad: NDArray[Any] | None = None
+        self._home: NDArray[Any] | None = None
+        self._observer: GradientObserver | None = None
+        self._owner: object = None
+        self._pieced = False
+        self.requires_grad = requires_grad
+        self.writes = 0
+        self.clears = 0
+
+    def __repr__(self) -> str:
+        frozen = "" if self.requires_grad else ", requires_grad=False"
+        return f"Parameter({self.dtype} {list(self.shape)}{frozen})"
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The values. Setting writes into the array that is there, for others may hold views of it.
+
+        Raises:
+            StepOrderError: FSDP has spread the values over the ranks; they are whole while their module runs.
+        """
+        if self._data is None:
+            raise StepOrderError(
+                f"the values of this {self} are spread over the ranks, and whole only while its module runs: "
+                "read them inside `with fsdp.unshard():`, train them through fsdp.named_parameters()"
+            )
+        return self._data
+
+    @data.setter
+    def data(self, value: ArrayLike) -> None:
+        self._check_shape(value, "values")
+        if value is not self._data:
+            self.data[...] = value
+
+    @property
+    def has_piece(self) -> bool:
+        """True if FSDP trains this parameter through a piece of it, which its `named_parameters` has."""
+        return self._pieced
+
+    @property
+    def grad(self) -> NDArray[Any] | None:
+        """The gradient, of the shape and dtype of `data`, or None. Setting an array copies it and signals."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: ArrayLike | None) -> None:
+        if value is None:
+            self._grad = None
+            self.clears += 1
+        else:
+            self._write(value, add=False)
+
+    def accumulate(self, gradient: ArrayLike) -> None:
+        """Adds to the gradient, or copies where there is none, and signals. A frozen parameter ignores it.
+
+        Raises:
+            SizeMismatch: the gradient does not have the shape of `data`.
+            StepOrderError: the gradient is on its way to the other ranks already (raised by the wrapper).
+        """
+        if self.requires_grad:
+            self._write(gradient, add=self._grad is not None)
+
+    def _write(self, gradient: ArrayLike, *, add: bool) -> None:
+        self._check_shape(gradient, "a gradient")
+        if self._observer is not None:
+            self._observer.before_gradient(self)
+        if add:
+            assert self._grad is not None
+            np.add(self._grad, gradient, out=self._grad, casting="same_kind")
+        elif gradient is not self._grad:
+            # Copied even without a home: a module may hand the same array to two parameters, or reuse it.
+            target = np.empty(self.shape, self.dtype) if self._home is None else self._home
+            np.copyto(target, gradient, casting="same_kind")
+            self._grad = target
+        self.writes += 1
+        if self._observer is not None:
+            self._observer.after_gradient(self)
+
+    def _check_shape(self, value: ArrayLike, what: str) -> None:
+        if np.shape(value) != self.shape:
+            raise SizeMismatch(f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self.shape}")
+
+    # What follows is for the wrappers of this package.
+
+    def _watch(self, observer: GradientObserver) -> None:
+        """Lets `observer` hear of every write until `_unwatch`. One at a time: two would reduce the gradient twice."""
+        if self._observer is not None:
+            raise StepOrderError("the parameter's gradient is being reduced already: is its module wrapped twice?")
+        self._observer = observer
+
+    def _unwatch(self, observer: GradientObserver) -> None:
+        """Ends `_watch`; leaves another observer alone."""
+        if self._observer is observer:
+            self._observer = None
+
+    def _hold(self, gradient: NDArray[Any] | None) -> None:
+        """Makes an array the gradient without copy, signal or count."""
+        self._grad = gradient
+
+    def _cut(self, values: NDArray[Any]) -> Parameter:
+        """What is trained in this one's stead, of which these are the values."""
+        return Parameter(values, self.requires_grad)
+
+    def _place(self, values: NDArray[Any] | None) -> None:
+        """Makes an array the values, without copy; None while they are spread over the ranks."""
+        self._data = values
+
+    def _move(self, values: NDArray[Any]) -> None:
+        """Makes an array of another shape the values, without copy; the gradient, which does not fit them, is gone."""
+        self._data, self.shape, self._grad = values, values.shape, None
+
+
+@contextmanager
+def ignoring_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Gradients that are written inside go to arrays of their own, and are dropped; those from before stay."""
+    kept = [(p, p.grad, p._home) for p in parameters]
+    for parameter, _, _ in kept:
+        parameter._hold(None)
+        parameter._home = None
+    try:
+        yield
+    finally:
+        for parameter, gradient, home in kept:
+            parameter._home = home
+            parameter._hold(gradient)
+
+
+class HasParameters(Protocol):
+    """Anything with parameters: a module, or a wrapped one."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
+        """Pairs of path and parameter, in the same order on every rank, first layer first."""
+
+
+class Module(HasParameters, Protocol):
+    """A NumPy module. It may also have `named_buffers()`: pairs of path and array, state that is not trained."""
+
+    def forward(self, x: Any) -> Any:
+        """The output for a batch; keeps what `backward` needs."""
+
+    def backward(self, dy: Any) -> Any:
+        """Accumulates gradients into the parameters, last layer first, from the gradient of the loss by the output."""
+
+
+def parameters_of(module: HasParameters) -> dict[str, Parameter]:
+    """Parameters by path. One that is tied (the same object under several paths) is listed once, by its first path."""
+    found: dict[str, Parameter] = {}
+    seen: set[int] = set()
+    for path, parameter in module.named_parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            found[path] = parameter
+    return found
+
+
+def buffers_of(module: object) -> dict[str, NDArray[Any]]:
+    """Buffers by path; empty for a module without `named_buffers`.
+
+    Raises:
+        UnsupportedOp: a buffer is not an array, so it could not be changed in place.
+    """
+    pairs = getattr(module, "named_buffers", None)
+    found: dict[str, NDArray[Any]] = dict(pairs()) if pairs is not None else {}
+    for path, buffer in found.items():
+        if not isinstance(buffer, np.ndarray):
+            raise UnsupportedOp(f"buffer {path!r} must be an array that can be written in place, not {type(buffer)}")
+    return found

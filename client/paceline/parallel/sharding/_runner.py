@@ -1,0 +1,467 @@
+"""Runs the units of one model in a pass: gathers units ahead, frees them behind, reduces gradients as backward goes.
+
+At any moment of a pass the units that run are whole, and the next `ahead` ones are whole or on their way; of everything
+else this rank has its shard alone. Every rank issues the same collectives in the same order, because that order follows
+from the order in which units run, and from nothing that only one rank knows.
+
+`UnitOrder` learns in which order units run. `Scattering` takes the gradients of one flat array to the ranks that keep
+them; `Reduction` those of a whole pass, and the total weight. `UnitRunner` puts them together.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import StepOrderError
+from paceline.parallel._parameter import Parameter
+from paceline.parallel._ranks import PendingWork, Ranks
+from paceline.parallel.sharding._flat import Flat
+from paceline.parallel.sharding._unit import Unit
+
+__all__ = ["MAX_SCATTERING", "UnitOrder", "Reduction", "Scattering", "UnitRunner"]
+
+
+class UnitOrder:
+    """The order of one kind of pass.
+
+    Args:
+        guess: numbers of the units as they will come in the first pass.
+    """
+
+    def __init__(self, guess: Sequence[int]) -> None:
+        self._guess = list(guess)
+        self._seen: list[int] = []
+        self.is_complete = False
+        """The last pass ended well, and its order is not the guess yet."""
+
+    def start(self) -> None:
+        """A pass begins."""
+        self._seen = []
+        self.is_complete = False
+
+    def enter(self, unit: int, count: int) -> list[int]:
+        """A unit begins to run; the next units, at most `count`, as far as they can be told."""
+        self._seen.append(unit)
+        here = len(self._seen)
+        return self._guess[here : here + count] if self._guess[here - 1 : here] == [unit] else []
+
+    def first(self, count: int) -> list[int]:
+        """The units that the next pass begins with."""
+        return self._guess[:count]
+
+    def end(self) -> None:
+        """The pass is complete."""
+        self.is_complete = True
+
+    def commit(self) -> None:
+        """All ranks' last pass is complete: the next is expected to be like it."""
+        self._guess = list(self._seen)
+        self.is_complete = False
+
+
+class Scattering:
+    """Begins with the first leg. All ranks make these in the same order, and begin second legs in that order.
+
+    Args:
+        unit: whose gradients; they are gone from the parameters from now on.
+        flat: which of its arrays.
+        divisor: gives the total weight while they are added up; None if it is known at the end only.
+
+    Attributes:
+        flat: as above.
+        used: for each parameter, whether it had a gradient here.
+    """
+
+    def __init__(self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None) -> None:
+        self.flat = flat
+        self.used = flat.gradients.used_flags()
+        self._replicas = unit.replicas
+        ranks = unit.replicas if unit.shards is None else unit.shards
+        gradients = flat.gradients.take()
+        sent = gradients
+        if flat.wire is not None and ranks is not None:
+            sent = ranks.empty(gradients.size, flat.wire)
+            sent[...] = gradients
+        # What travels in fewer bits is divided afterwards, with all of its own.
+        self._divisor = divisor if sent is gradients and ranks is not None else None
+        # In rank order 16-bit values are added up in float32, and rounded once.
+        self._order = "fastest" if sent is gradients else "rank"
+        self._part: NDArray[Any] | None = None
+        self._first: PendingWork | None = None
+        self._second: PendingWork | None = None
+        if unit.shards is not None and flat.is_spread:
+            # The second leg sends what the first one leaves: from where links can read it.
+            part = None if unit.replicas is None else unit.replicas.empty(flat.layout.part, sent.dtype)
+            self._first = unit.shards.reduce_scatter(
+                sent,
+                op="sum",
+                order=self._order,
+                out=part,
+                label=flat.label,
+                divisor=self._divisor if unit.replicas is None else None,
+                async_op=True,
+            )
+        else:
+            self._part = sent
+            self._begin_second()
+
+    def advance(self) -> None:
+        """Waits for the end of the first leg, and begins the second; does nothing if that has begun."""
+        if self._first is not None:
+            self._part, self._first = self._first.wait(), None
+            self._begin_second()
+
+    def finish(self, total: float, used: NDArray[np.bool_]) -> None:
+        """Waits, divides by the total weight, and gives the pieces their gradients.
+
+        Args:
+            total: sum of the weights of all ranks, above 0.
+            used: for each parameter, whether any rank used it.
+        """
+        self.advance()
+        if self._second is not None:
+            self._second.wait()
+        assert self._part is not None
+        part = self._part.astype(self.flat.dtype, copy=False)
+        if self._divisor is None and total != 1:  # a division by 1 changes no bit
+            np.divide(part, total, out=part)
+        self.flat.put_gradients(part, used)
+
+    def _begin_second(self) -> None:
+        if self._replicas is not None:
+            self._second = self._replicas.all_reduce(
+                self._part,
+                op="sum",
+                order=self._order,
+                out=self._part,
+                label=self.flat.label,
+                divisor=self._divisor,
+                async_op=True,
+            )
+
+
+MAX_SCATTERING = 2
+"""Flat arrays whose whole gradients may be on their way at once: more would be memory that sharding is to save."""
+
+
+class Reduction:
+    """The gradients of a model's units.
+
+    Args:
+        units: all of them, in the order in which what is left over is sent.
+        group: all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: Ranks) -> None:
+        self._flats = [(unit, flat) for unit in units for flat in unit.flats]
+        self._group = group
+        self._going: deque[Scattering] = deque()
+        self._announced: PendingWork | None = None
+
+    def announce(self, weight: float) -> None:
+        """The weight of this pass, before its first gradients: who adds a part up can divide it in the same go."""
+        if self._group.size > 1:
+            table = np.array([weight], np.float64)
+            self._announced = self._group.all_reduce(table, out=table, async_op=True)
+
+    def send(self, unit: Unit) -> None:
+        """Sends a unit's gradients; no more may come."""
+        announced = self._announced
+        divisor = None if announced is None else lambda: float(announced.wait()[0])
+        self._going.extend(Scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
+
+    def make_room(self) -> None:
+        """Before a unit's gradients take memory: those of all but the last units must have left.
+
+        Second legs begin here, whether their first ends early or late: at the same point of the program on all ranks,
+        so that an error leaves none of them a leg ahead.
+        """
+        for scattering in list(self._going)[: len(self._going) - MAX_SCATTERING + 1]:
+            scattering.advance()
+
+    def finish(self, weight: float, facts: Sequence[bool]) -> list[bool]:
+        """Sends what is left, waits for all, and leaves the weighted means in the pieces.
+
+        Args:
+            weight: of this rank.
+            facts: what else the ranks are to agree on; as many on each.
+
+        Returns:
+            For each fact, whether it holds on all ranks.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit had sent.
+            PacelineError: a collective failed.
+        """
+        for scattering in self._going:
+            if (path := scattering.flat.path_with_gradient()) is not None:
+                raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
+        total, used, everywhere = self._totals(weight, facts)
+        if not total > 0:
+            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+        self._announced = None
+        sent = {id(scattering.flat) for scattering in self._going}
+        for unit, flat in self._flats:
+            if id(flat) not in sent and used[id(flat)].any():
+                self._going.append(Scattering(unit, flat))
+        for scattering in self._going:
+            scattering.advance()
+        while self._going:
+            scattering = self._going.popleft()
+            scattering.finish(total, used[id(scattering.flat)])
+        return everywhere
+
+    def give_up(self) -> None:
+        """Drops all gradients, and what is under way."""
+        self._going.clear()
+        self._announced = None
+        for _, flat in self._flats:
+            flat.gradients.drop()
+            for piece in flat.pieces:
+                piece._hold(None)
+
+    def _totals(self, weight: float, facts: Sequence[bool]) -> tuple[float, dict[int, NDArray[np.bool_]], list[bool]]:
+        """Weight of all ranks; by flat array's identity whether any rank used each parameter; facts true on all."""
+        sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
+        flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
+        table = np.array([weight, *facts, *(flag for of_flat in flags for flag in of_flat)], np.float64)
+        if self._group.size > 1:
+            self._group.all_reduce(table, out=table)
+        start = 1 + len(facts)
+        everywhere = [bool(count == self._group.size) for count in table[1:start]]
+        used = {}
+        for (_, flat), of_flat in zip(self._flats, flags, strict=True):
+            used[id(flat)] = table[start : start + len(of_flat)] > 0
+            start += len(of_flat)
+        return float(table[0]), used, everywhere
+
+
+class UnitRunner:
+    """The units of a model; a `GradientReducer`.
+
+    Args:
+        units: as they run forward, as far as is known.
+        paths: of every piece, by its identity.
+        group: all ranks.
+        ahead: units to gather before they run.
+    """
+
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Ranks, ahead: int) -> None:
+        self._all = tuple(units)
+        self._ahead = ahead
+        self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])
+        self._backward = UnitOrder(_backward_guess(self._all))
+        self._number = {id(unit): n for n, unit in enumerate(self._all)}
+        self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
+        self._group = group
+        self._reduction = Reduction(self._all, group)
+        self._order: UnitOrder | None = None
+        """The order of the running pass; None between passes."""
+        self._backwards = self._ignores = self._early = False
+        self.prefetched = False
+        """True after `prefetch`, until the next pass or known change of the parts."""
+        self._fetched = False
+        """True after `prefetch`, until the next pass; the same on all ranks."""
+        self.refit()
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._all)
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen, in the module or through its piece."""
+        return all(unit.fits() for unit in self._all)
+
+    def refit(self) -> None:
+        """Notes that the ranks have agreed on which parameters are frozen."""
+        for unit in self._all:
+            unit.refit()
+        trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
+        self.parameters: Mapping[str, Parameter] = {path: piece for path, _, piece in trained}
+        self.sources: Mapping[str, Parameter] = {path: p for path, p, _ in trained}
+
+    @contextmanager
+    def running_forward(self, unit: Unit) -> Iterator[None]:
+        """Keeps a unit whole for its forward inside the block. A module's backward may call it again."""
+        with self._whole(unit):
+            yield
+        if not self._backwards:
+            unit.runs += 1
+
+    @contextmanager
+    def running_backward(self, unit: Unit) -> Iterator[None]:
+        """Keeps a unit whole for its backward inside the block, and sends its gradients afterwards."""
+        self._reduction.make_room()
+        with self._whole(unit), unit.taking_gradients(ignore=self._ignores):
+            yield
+        unit.left -= 1
+        if self._early and unit.left <= 0:
+            self._reduction.send(unit)
+
+    @contextmanager
+    def _whole(self, unit: Unit) -> Iterator[None]:
+        if self._order is None:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+        if unit.flats:
+            coming = self._order.enter(self._number[id(unit)], self._ahead)
+            unit.wait()
+            for number in coming:
+                self._all[number].fetch()
+        unit.inside += 1
+        try:
+            yield
+        finally:
+            unit.inside -= 1
+            if not unit.inside:
+                unit.release()
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Runs a forward pass of the whole model inside the block."""
+        for unit in self._all:
+            unit.runs = 0
+            if unit.placement.keeps_full:
+                unit.expire()  # parts may have been changed in place on any rank
+        with self._passing(self._forward):
+            yield
+
+    @contextmanager
+    def watching(self, *, weight: float, early: bool) -> Iterator[None]:
+        """Runs a backward pass of the whole model inside the block.
+
+        Args:
+            weight: this rank's weight, including that of earlier micro-batches.
+            early: whether units send their gradients as soon as they are done.
+        """
+        self._check_not_summoned()
+        if early:
+            self._reduction.announce(weight)
+        self._backwards, self._early = True, early
+        for unit in self._all:
+            unit.left = unit.runs
+        try:
+            with self._passing(self._backward):
+                yield
+        finally:
+            self._backwards = self._early = False
+
+    @contextmanager
+    def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
+        """Like `watching`, but drops the gradients; calls the same collectives as ranks that keep them."""
+        self._ignores = True
+        try:
+            with self.watching(weight=weight, early=early):
+                yield
+        finally:
+            self._ignores = False
+
+    @contextmanager
+    def _passing(self, order: UnitOrder) -> Iterator[None]:
+        try:
+            self._refresh()
+            self._order = order
+            order.start()
+            yield
+            order.end()
+        finally:
+            self._order = None
+            self.prefetched = self._fetched = False
+            for unit in self._all:  # units that were fetched and not used
+                unit.drop()
+
+    def prefetch(self) -> None:
+        """Starts to gather the units that the next forward pass begins with."""
+        self.prefetched = self._fetched = True
+        for number in self._forward.first(max(1, self._ahead)):
+            if not self._all[number].placement.keeps_full:  # it may be written while it is sent
+                self._all[number].fetch()
+
+    def expire(self) -> None:
+        """Drops whole arrays and running gathers, which are out of date because parts have changed."""
+        self.prefetched = False
+        for unit in self._all:
+            unit.expire()
+
+    def _refresh(self) -> None:
+        """Gathers prefetched units again if any rank has changed its part since; the ranks agree on that."""
+        if self._fetched and self._group.size > 1:
+            changed = not self.prefetched or any(flat.was_changed() for unit in self._all for flat in unit.flats)
+            if self._group.all_reduce(np.array([changed], np.int64))[0]:
+                self.expire()
+
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        """Makes every parameter whole and exact inside the block; changes of values there are kept."""
+        if self.are_summoned:
+            yield
+            return
+        flats = [(unit, flat) for unit in self._all for flat in unit.flats]
+        self.expire()
+        try:
+            for unit, flat in flats:
+                flat.summon(unit.shards)
+            yield
+        finally:
+            self.prefetched = False
+            for _, flat in flats:
+                flat.dismiss()
+
+    @property
+    def are_summoned(self) -> bool:
+        """True inside `summoned`."""
+        return any(flat.is_summoned for unit in self._all for flat in unit.flats)
+
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
+        """Sends the remaining gradients, waits for all, and leaves the weighted means in the pieces.
+
+        A parameter that no rank used gets no gradient.
+
+        Args:
+            weight: this rank's weight.
+            replaces: users have written the gradients themselves. They replace those of the pieces, to which users
+                could have added them; a piece whose gradient nobody wrote keeps what it has.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit had sent, or this is
+                inside `summoned`.
+            PacelineError: a collective failed.
+        """
+        self._check_not_summoned()
+        before: list[tuple[Parameter, NDArray[Any] | None]] = []
+        if replaces:
+            before = [(piece, piece.grad) for _, _, piece in self._pairs]
+            for piece, _ in before:
+                piece._hold(None)
+        orders = (self._forward, self._backward)
+        everywhere = self._reduction.finish(weight, [order.is_complete for order in orders])
+        for order, complete in zip(orders, everywhere, strict=True):
+            if complete:
+                order.commit()
+        for piece, gradient in before:
+            if piece.grad is None:
+                piece._hold(gradient)
+        self.expire()
+
+    def give_up(self) -> None:
+        """Drops all gradients, and abandons running collectives, since other ranks may never send their part."""
+        self._reduction.give_up()
+        for unit in self._all:
+            unit.drop()
+
+    def _check_not_summoned(self) -> None:
+        if self.are_summoned:
+            raise StepOrderError("gradients inside unshard(): an update would not change the whole parameters there")
+
+
+def _backward_guess(units: Sequence[Unit]) -> list[int]:
+    """The expected order of units in backward: the outermost first, then the others from last to first."""
+    numbers = [n for n, unit in enumerate(units) if unit.flats]
+    outermost = [n for n in numbers if n == 0]
+    return outermost + [n for n in reversed(numbers) if n != 0]

@@ -1,0 +1,453 @@
+"""How autograd drives DDP: torch parameters as the core sees them, and backward passes from hooks.
+
+The way of a gradient: a hook on the parameter tells the `AutogradDriver` before autograd stores it. The first gradient
+opens a pass of the `GradientSynchronizer`, whose `BucketReducer` then observes the parameters. The hook after it writes
+the gradient to its home in a bucket, and tells the reducer. A callback of autograd's engine closes the pass, so that
+errors are raised by `loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.errors import StepOrderError
+from paceline.parallel._accumulation import Accumulation
+from paceline.parallel._bucket_reducer import BucketReducer
+from paceline.parallel._data_parallel import ReplicatedModel
+from paceline.parallel._parameter import Parameter
+from paceline.parallel._ranks import Ranks
+from paceline.parallel._synchronizer import GradientSynchronizer
+from paceline.torch._tensors import Tensor, array_of, tensor_of
+
+__all__ = ["AutogradDriver", "AutogradObserver", "AutogradPass", "TorchModule", "TorchParameter", "Uneven"]
+
+_OUTSIDE = -1
+"""The number that autograd reports outside of a backward pass."""
+
+
+_HANDLES: Any = WeakIdKeyDictionary()
+"""For each tensor the handles of the hooks that are registered on it."""
+
+
+class AutogradObserver(Protocol):
+    """Is called before and after autograd accumulates a gradient.
+
+    Attributes:
+        factor: weight that each new gradient is multiplied by.
+    """
+
+    factor: float
+
+    def before(self, parameter: TorchParameter) -> None:
+        """Autograd has computed a gradient, and it is about to be stored. Raising ends the backward pass."""
+
+    def after(self, parameter: TorchParameter) -> None:
+        """The gradient has been stored in its home."""
+
+
+class TorchParameter(Parameter):
+    """A torch parameter as the core sees it: it shares the tensor's memory, and its gradient lives in a bucket.
+
+    Autograd computes each gradient into new memory. A hook multiplies it by its weight while it writes it to its home
+    in the bucket, and `Tensor.grad` becomes a view of that home: one pass over values that are still in the cache, and
+    autograd can reuse its memory for the next gradient.
+
+    Attributes:
+        tensor: the parameter.
+    """
+
+    __slots__ = ("__weakref__", "_autograd_observer", "_earlier", "_handles", "_node", "_slot", "_view", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        super().__init__(array_of(tensor), tensor.requires_grad)
+        self._handles: tuple[Any, ...] = ()
+        self._earlier: Tensor | None = None
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The values. Setting writes into the memory that is there."""
+        return array_of(self.tensor)
+
+    @data.setter
+    def data(self, value: ArrayLike) -> None:
+        array_of(self.tensor)[...] = value
+
+    @property
+    def requires_grad(self) -> bool:
+        """False if it is frozen."""
+        return bool(self.tensor.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.tensor.requires_grad_(value)
+
+    @property
+    def grad(self) -> NDArray[Any] | None:
+        """`Tensor.grad` as an array; the home itself if the gradient is stored there."""
+        gradient = self.tensor.grad
+        if gradient is None:
+            return None
+        return self._slot if gradient is self._view else array_of(gradient)
+
+    @grad.setter
+    def grad(self, value: ArrayLike | None) -> None:
+        self._hold(None if value is None else np.array(value, self.dtype))
+
+    @property
+    def _home(self) -> NDArray[Any] | None:
+        return self._slot
+
+    @_home.setter
+    def _home(self, slot: NDArray[Any] | None) -> None:
+        self._slot = slot
+        self._view = None if slot is None else tensor_of(slot)
+
+    def _hold(self, gradient: NDArray[Any] | None) -> None:
+        if gradient is None:
+            self.tensor.grad = None
+        else:
+            self.tensor.grad = self._view if gradient is self._slot else tensor_of(gradient)
+
+    # Autograd ---------------------------------------------------------------------------------------------------------
+
+    def listen(self, observer: AutogradObserver) -> None:
+        """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
+        if self._handles or not self.requires_grad:
+            return
+        for handle in _HANDLES.get(self.tensor, ()):  # an earlier wrapper's, which the new one replaces
+            handle.remove()
+        self._autograd_observer = observer
+        # On the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call the hook.
+        self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
+        self._handles = (
+            self._node.register_prehook(_weakly(self._before)),
+            self.tensor.register_post_accumulate_grad_hook(_weakly(self._after)),
+        )
+        _HANDLES[self.tensor] = self._handles
+
+    def _before(self, gradients: tuple[Tensor, ...]) -> None:
+        self._autograd_observer.before(self)
+        # Set the gradient so far aside: the weight applies to the new one only.
+        self._earlier, self.tensor.grad = self.tensor.grad, None
+
+    def _after(self, tensor: Tensor) -> None:
+        fresh, earlier, view, factor = tensor.grad.to_dense(), self._earlier, self._view, self._autograd_observer.factor
+        self._earlier = None
+        with torch.no_grad():
+            if view is None:  # the pass does not count, or an abandoned collective may still use the home
+                tensor.grad = fresh * factor if earlier is None else earlier.add_(fresh, alpha=factor)
+            elif earlier is None:
+                torch.mul(fresh, factor, out=view) if factor != 1 else view.copy_(fresh)
+                tensor.grad = view
+            else:
+                if earlier is not view:
+                    view.copy_(earlier)
+                tensor.grad = view.add_(fresh, alpha=factor)
+        self.writes += 1
+        self._autograd_observer.after(self)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a method as a hook that does not keep its object alive.
+
+    Python's cycle collector does not see the references that autograd has to its hooks.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        strong = weak()
+        if strong is not None:
+            strong(*args)
+
+    return call
+
+
+class TorchModule:
+    """A torch module as the core sees it: its parameters and buffers."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._parameters: dict[int, TorchParameter] = {}
+
+    def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
+        """Pairs of path and parameter; always the same objects."""
+        for path, tensor in self._module.named_parameters(remove_duplicate=False):
+            if id(tensor) not in self._parameters:
+                self._parameters[id(tensor)] = TorchParameter(tensor)
+            yield path, self._parameters[id(tensor)]
+
+    def named_buffers(self) -> Iterable[tuple[str, NDArray[Any]]]:
+        """Pairs of path and array."""
+        return [(path, array_of(buffer)) for path, buffer in self._module.named_buffers()]
+
+
+class AutogradPass:
+    """A backward pass that torch runs. To be made inside the pass, by its first hook.
+
+    Args:
+        context: surrounds the whole pass; gives the factor.
+        done: called when torch is through with the pass, before its `backward()` returns.
+
+    Attributes:
+        factor: what gradients are to be multiplied by.
+    """
+
+    def __init__(self, context: AbstractContextManager[float], done: Callable[[], None]) -> None:
+        self._context = ExitStack()
+        self.factor = self._context.enter_context(context)
+        callback = _Callback(done)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._callback = weakref.ref(callback)
+
+    @property
+    def is_dead(self) -> bool:
+        """True if an error has ended the pass: torch has dropped the callback, and will not call it."""
+        return self._callback() is None
+
+    def close(self) -> None:
+        """Ends the pass, whose gradients are all there."""
+        self._context.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends the pass, which has failed: its gradients are dropped."""
+        self._context.__exit__(type(error), error, error.__traceback__)
+
+
+class _Callback:
+    """A function that torch keeps for as long as the pass lives."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+
+    def __call__(self) -> None:
+        self._done()
+
+
+class AutogradAccumulation(Accumulation):
+    """An accumulation as torch users expect it: passes add up, and gradients that users wrote are taken as they are."""
+
+    def __init__(self, parameters: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+        self._torch_parameters: Mapping[str, TorchParameter] = parameters
+        self._left: dict[str, int] = {}
+        """Version of each gradient when the last pass left it."""
+        super().__init__(parameters, sources, adds_up=True)
+
+    def add(self, weight: float, *, alone: bool) -> float:
+        """See `Accumulation`. In a world of one all passes have the same weight, as without a wrapper."""
+        return super().add(float(weight > 0) if alone else weight, alone=False)
+
+    def mark(self) -> None:
+        """See `Accumulation`."""
+        super().mark()
+        self._left = {path: _version(p) for path, p in self._torch_parameters.items()}
+
+    def written_by_others(self, *, or_zeros: bool) -> str | None:
+        """None: gradients that users have written are used as they are, as in torch."""
+        del or_zeros
+        return None
+
+    def drop_if_cleared(self) -> None:
+        """Forgets passes all of whose gradients were cleared, by None or by zeros."""
+        if not self.micro_batches:
+            return
+        changed = any(_version(p) != self._left[path] for path, p in self._torch_parameters.items())
+        if changed and not any(
+            p.tensor.grad.any() for p in self._torch_parameters.values() if p.tensor.grad is not None
+        ):
+            self.drop()
+
+
+def _version(parameter: TorchParameter) -> int:
+    """The gradient's version, which changes whenever torch changes the gradient; -1 without a gradient."""
+    gradient = parameter.tensor.grad
+    return -1 if gradient is None else int(gradient._version)
+
+
+class Uneven:
+    """Keeps ranks together that run out of inputs at different times, by one small message before each reduction.
+
+    It is active inside of `DDP.join` only: there a rank without inputs takes part in reductions until none has any.
+
+    Attributes:
+        root: the lowest rank that took part in the last reduction with an input; 0 outside of `join`.
+        reductions: number of reductions in this `join`.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.root = 0
+        self.reductions = 0
+        self._group = group
+        self._has_input = False
+        """True inside of `join` while this rank has inputs."""
+
+    def open(self) -> None:
+        """Allows different numbers of inputs on the ranks from now on; all ranks call this."""
+        self._has_input, self.root, self.reductions = True, 0, 0
+
+    def close(self) -> None:
+        """Ends that: all ranks have the same number of inputs again."""
+        self._has_input, self.root = False, 0
+
+    def before_reduction(self) -> int:
+        """Tells the other ranks that this rank takes part with an input; returns the rank whose buffers all take."""
+        if self._has_input:
+            self._tell(has_input=True)
+        return self.root
+
+    def others_go_on(self) -> bool:
+        """Tells the other ranks that this rank has no input left; returns whether they will reduce again."""
+        self._has_input = False
+        return self._tell(has_input=False)
+
+    def _tell(self, *, has_input: bool) -> bool:
+        table = np.zeros(self._group.size, np.int64)
+        table[self._group.rank] = has_input
+        active = np.flatnonzero(self._group.all_reduce(table, label="uneven"))
+        if active.size:
+            self.root = int(active[0])
+            self.reductions += 1
+        return bool(active.size)
+
+
+class AutogradDriver:
+    """Drives the synchronizer of one DDP from autograd's hooks.
+
+    Args:
+        module: the torch module.
+        group: the ranks.
+        settings: as for `paceline.DDP`.
+
+    Attributes:
+        module: as the core sees it.
+        model: what is synchronised.
+        synchronizer: of the model.
+        uneven: keeps ranks together that run out of inputs at different times.
+        factor: see `AutogradObserver`.
+    """
+
+    def __init__(self, module: Any, group: Ranks, **settings: Any) -> None:
+        self.module = TorchModule(module)
+        self.model = ReplicatedModel(self.module, group, trains_narrow=True, **settings)
+        self.uneven = Uneven(group)
+        self.synchronizer = GradientSynchronizer(
+            self.model,
+            group,
+            accumulation=AutogradAccumulation,
+            agreed=self._listen,
+            before_reduction=self.uneven.before_reduction,
+        )
+        self.factor = 1.0
+        self._group = group
+        self._weight: float | None = None
+        """Weight of the next pass, if the user has given one."""
+        self._pass: AutogradPass | None = None
+        """The pass that is under way."""
+        self._task = _OUTSIDE
+        """Autograd's number of that pass."""
+        self._begun = 0
+        """Number of passes so far."""
+
+    # Called around forward and backward -------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Agrees on the model with the other ranks, and drops the rest of a backward pass that raised."""
+        if self._pass is not None and torch._C._current_graph_task_id() == _OUTSIDE:
+            self._abandon(StepOrderError("the last backward pass did not finish"))
+        self.synchronizer.prepare()
+
+    @contextmanager
+    def weighing(self, weight: float | None) -> Iterator[None]:
+        """Gives the backward pass inside the block a weight; None for the usual one."""
+        begun, self._weight = self._begun, weight
+        try:
+            yield
+            if self._begun == begun:  # the pass reached no parameter, but the other ranks wait for this one
+                with self.synchronizer.backward_pass(self._next_weight()):
+                    pass
+        except BaseException as error:
+            if self._pass is not None:
+                self._abandon(error)
+            raise
+        finally:
+            self._weight = None
+
+    def reduce_without_input(self) -> None:
+        """Takes part in a reduction of the other ranks with weight zero."""
+        with self.synchronizer.backward_pass(0.0, reduces=True):
+            pass
+        for _, parameter in self.module.named_parameters():
+            parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients, because their step is undone."""
+        self._close(StepOrderError("the step was undone"))
+        self.synchronizer.drop_gradients()
+
+    # Called by hooks of the parameters --------------------------------------------------------------------------------
+
+    def before(self, parameter: TorchParameter) -> None:
+        """See `AutogradObserver`."""
+        try:
+            task = torch._C._current_graph_task_id()
+            if self._pass is None:
+                self._begin(task)
+            elif task != self._task:
+                raise StepOrderError(
+                    "a backward pass began before the last one was finished: either it is nested (checkpoint with "
+                    "use_reentrant=True, which DDP does not support), or the last one raised and no forward pass "
+                    "followed"
+                )
+            if parameter._observer is not None:
+                parameter._observer.before_gradient(parameter)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def after(self, parameter: TorchParameter) -> None:
+        """See `AutogradObserver`."""
+        if parameter._observer is None:
+            return
+        try:
+            parameter._observer.after_gradient(parameter)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _begin(self, task: int) -> None:
+        self._begun += 1
+        self._pass = AutogradPass(self.synchronizer.backward_pass(self._next_weight()), self._end)
+        self.factor = self._pass.factor
+        self._task = task
+
+    def _next_weight(self) -> float:
+        return self._group.share if self._weight is None else self._weight
+
+    def _end(self) -> None:
+        """Ends the pass: autograd has computed all gradients."""
+        running, self._pass = self._pass, None
+        if running is not None:  # else it was abandoned before its end
+            running.close()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Drops all gradients of a failed attempt, because some of them may be reduced and some not."""
+        self._close(error)
+        self.synchronizer.abandon()
+
+    def _close(self, error: BaseException) -> None:
+        running, self._pass = self._pass, None
+        if running is not None:
+            running.abandon(error)
+
+    def _listen(self, reducer: BucketReducer) -> None:
+        del reducer
+        for _, parameter in self.module.named_parameters():
+            parameter.listen(self)

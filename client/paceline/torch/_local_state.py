@@ -1,0 +1,316 @@
+"""The state of local training: the global model, the inner optimizers, and what a training state takes of both.
+
+Large state is the global parameters and the outer momentum: they change in the outer step only, so a round that is
+undone has not touched them, and a newcomer reads them while the others are in the middle of a round. The local
+parameters are no state at all: they are the global ones when a round begins, and again when it is undone.
+"""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.checkpoint.tree import Leaf
+from paceline.elastic.parts import StatePart, part_of
+from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.optim import Optimizer
+from paceline.parallel._data_parallel import DDP
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._holdings import Holding
+
+__all__ = ["InnerOptimizers", "OuterModel", "Round", "RoundPart"]
+
+
+class InnerOptimizers:
+    """One or more torch optimizers that take the inner steps.
+
+    Args:
+        optimizers: as the user gave them.
+        after_step: called after each step of the first of them.
+
+    Raises:
+        TypeError: one is not a `torch.optim.Optimizer`.
+    """
+
+    def __init__(self, optimizers: Any, after_step: Callable[[], None]) -> None:
+        self._optimizers: Sequence[Any] = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
+        if not self._optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in self._optimizers):
+            raise TypeError(f"an inner optimizer is a torch.optim.Optimizer, not {optimizers!r:.80}")
+        self._optimizers[0].register_step_post_hook(lambda *_: after_step())
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers in the settings of all groups (learning rates and the like): those are the same on all members.
+
+        Which implementation is used (`fused`, `foreach`) is the worker's own.
+        """
+        return {
+            "groups": [
+                [{name: value for name, value in group.items() if _is_number(value)} for group in one.param_groups]
+                for one in self._optimizers
+            ]
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes them over.
+
+        Raises:
+            SizeMismatch: there are more optimizers or groups, or fewer.
+        """
+        groups = saved["groups"]
+        if [len(each) for each in groups] != [len(one.param_groups) for one in self._optimizers]:
+            raise SizeMismatch("the inner optimizers are others: they have more groups of parameters, or fewer")
+        for optimizer, theirs in zip(self._optimizers, groups, strict=True):
+            for group, numbers_of in zip(optimizer.param_groups, theirs, strict=True):
+                group.update(numbers_of)
+
+    def save(self, *, state: bool) -> list[Any]:
+        """A copy of all settings and, with `state`, of what is kept for each parameter; it stays in this process."""
+        return [
+            (
+                [copy.deepcopy(_settings(group)) for group in optimizer.param_groups],
+                {key: copy.deepcopy(kept) for key, kept in optimizer.state.items()} if state else None,
+            )
+            for optimizer in self._optimizers
+        ]
+
+    def put_back(self, saved: list[Any]) -> None:
+        """Undoes all changes since `save`; its copies are used up."""
+        for optimizer, (settings, state) in zip(self._optimizers, saved, strict=True):
+            for group, before in zip(optimizer.param_groups, settings, strict=True):
+                group.update(before)
+            if state is not None:
+                optimizer.state.clear()
+                optimizer.state.update(state)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    return isinstance(value, torch.Tensor) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+
+
+_GLOBAL = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+"""In which dtype the global value of a parameter is kept: the mean of numbers of 16 bits has more of them."""
+
+_AS_BITS = {1: torch.uint8, 2: torch.int16}
+"""What NumPy has no dtype for is given as it lies."""
+
+
+class OuterModel:
+    """The global values of a torch module's parameters, in host memory; what is not trained stays where it is.
+
+    Args:
+        net: the module that is trained; what is frozen now stays so.
+        differences: what `backward` gives: by how much a parameter lies above its local value, or that value itself.
+
+    Raises:
+        UnsupportedOp: a parameter to train is neither float64, float32, bfloat16 nor float16.
+    """
+
+    def __init__(self, net: Any, *, differences: bool) -> None:
+        self._net = net
+        self._differences = differences
+        self._tensors: dict[str, Any] = dict(net.named_parameters())
+        self._parameters: dict[str, Parameter] = {}
+        self._staged: dict[str, NDArray[Any]] = {}
+        """Copies of frozen parameters and buffers that lie on another device, by path."""
+        for path, tensor in self._tensors.items():
+            if not tensor.requires_grad:
+                self._parameters[path] = Parameter(self._as_it_lies(path, tensor), requires_grad=False)
+            elif tensor.dtype in _GLOBAL:
+                self._parameters[path] = Parameter(_on_host(tensor).copy())
+            else:
+                raise UnsupportedOp(f"parameter {path!r} is {tensor.dtype}: only floats of 16, 32, 64 bits are trained")
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """The global values, by the net's paths."""
+        yield from self._parameters.items()
+
+    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The net's own; on another device, as `fetch` found them, until `push`."""
+        for path, tensor in self._net.named_buffers():  # looked up each time: a module may put others in their place
+            yield path, self._as_it_lies(path, tensor)
+
+    def forward(self, x: Any) -> Any:
+        """The net's output."""
+        return self._net(x)
+
+    def backward(self, dy: NDArray[Any]) -> None:
+        """Gives each parameter its gradient: see `differences`. Reads the net's parameters and buffers.
+
+        Args:
+            dy: what to multiply it by, shape [1].
+
+        Raises:
+            UnsupportedOp: a parameter was frozen or unfrozen since.
+        """
+        self._fetch_buffers()
+        factor = float(dy[0])
+        for path, parameter in reversed(self._parameters.items()):
+            tensor = self._tensors[path]
+            if tensor.requires_grad != parameter.requires_grad:
+                raise UnsupportedOp(f"parameter {path!r} was frozen or unfrozen since local training began")
+            if parameter.requires_grad:
+                parameter.grad = self._contribution(tensor, parameter, factor)
+
+    def push(self) -> None:
+        """Gives the net the global values, rounded to its own dtypes."""
+        with torch.no_grad():
+            for path, tensor in self._tensors.items():
+                if self._parameters[path].requires_grad:
+                    tensor.copy_(torch.from_numpy(self._parameters[path].data))
+            for path, tensor in self._elsewhere():
+                _bits(tensor).copy_(torch.from_numpy(self._staged[path]))
+
+    def _contribution(self, tensor: Any, parameter: Parameter, factor: float) -> NDArray[Any]:
+        value, start = _on_host(tensor), torch.from_numpy(parameter.data)
+        if tensor.dtype != start.dtype:  # the net began the round at the rounded value: the rest was not unlearned
+            rest = start - start.to(tensor.dtype)
+            value = value + rest.numpy()
+        if self._differences:
+            value = parameter.data - value
+        return value if factor == 1 else value * factor
+
+    def _fetch_buffers(self) -> None:
+        for path, tensor in self._elsewhere():
+            np.copyto(self._staged[path], _bits(tensor).cpu().numpy())
+
+    def _elsewhere(self) -> Iterator[tuple[str, Any]]:
+        """What is not trained and lies on another device."""
+        for path, tensor in self._tensors.items():
+            if path in self._staged:
+                yield path, tensor.detach()
+        for path, tensor in self._net.named_buffers():
+            if path in self._staged:
+                yield path, tensor
+
+    def _as_it_lies(self, path: str, tensor: Any) -> NDArray[Any]:
+        """A view of a tensor's memory; of another device's, the copy that stands for it."""
+        if tensor.device.type == "cpu":
+            return _bits(tensor).numpy()  # type: ignore[no-any-return]
+        if path not in self._staged:
+            self._staged[path] = _bits(tensor).cpu().numpy()
+        return self._staged[path]
+
+
+def _on_host(tensor: Any) -> NDArray[Any]:
+    """The values in the dtype of the global ones: a view of memory where that can be."""
+    return tensor.detach().to("cpu", _GLOBAL[tensor.dtype]).numpy()  # type: ignore[no-any-return]
+
+
+def _bits(tensor: Any) -> Any:
+    """The tensor, without its graph; as whole numbers where NumPy lacks its dtype."""
+    flat = tensor.detach()
+    known = flat.dtype in (torch.float16, torch.float32, torch.float64) or not flat.dtype.is_floating_point
+    return flat if known else flat.view(_AS_BITS[flat.itemsize])
+
+
+_WHOLE = Holding((0, 1), {}, {})
+
+
+class Round(Protocol):
+    """One worker's round of local training; see `LocalTraining`."""
+
+    def begin_round(self) -> Any:
+        """Sets the net to the global parameters; returns what `undo_round` takes."""
+
+    def undo_round(self, saved: Any) -> None:
+        """Restores the net and the inner optimizers as they were when the round began."""
+
+    def drop_gradients(self) -> None:
+        """Drops the local gradients."""
+
+    def push(self) -> None:
+        """Copies global parameters, which another worker has sent, to the net."""
+
+
+class RoundPart(StatePart):
+    """Represents local training in a training state.
+
+    Args:
+        kind: how it trains; the same on all members.
+        wrapper: wrapper of the global model.
+        outer: optimizer of the global model; its `step` is the gate.
+        inner: the inner optimizers, whose settings are given to others.
+        worker: this worker's round.
+    """
+
+    def __init__(self, kind: str, wrapper: DDP, outer: Optimizer, inner: InnerOptimizers, worker: Round) -> None:
+        self.kind = kind
+        self._shared = {
+            "model": part_of("the global model", wrapper),
+            "outer": part_of("the outer optimizer", outer),
+        }
+        self._inner = part_of("the inner settings", inner)
+        self._outer = outer
+        self._worker = worker
+
+    def arrays(self, held: Holding = _WHOLE) -> dict[str, Leaf]:
+        """The global parameters and the outer momentum."""
+        return {
+            f"{name}/{path}": array for name, part in self._shared.items() for path, array in part.arrays(held).items()
+        }
+
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        """Copies arrays into those that are here, and gives the net its own."""
+        for name, part in self._shared.items():
+            prefix = f"{name}/"
+            part.write(held, {key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)})
+        self._worker.push()
+
+    def rest(self) -> Any:
+        """Buffers, and the settings of the outer and the inner optimizers."""
+        return {"inner": self._inner.rest(), **{name: part.rest() for name, part in self._shared.items()}}
+
+    def load_rest(self, rest: Any) -> None:
+        """Takes them over."""
+        for name, part in {"inner": self._inner, **self._shared}.items():
+            part.load_rest(rest[name])
+
+    def fixed(self) -> Any:
+        """Buffers."""
+        return {name: part.fixed() for name, part in self._shared.items()}
+
+    def small(self) -> Any:
+        """A round begins: what is undone with it, of which this worker's own part never travels."""
+        return {"worker": self._worker.begin_round(), **{name: part.small() for name, part in self._shared.items()}}
+
+    def put_back(self, small: Any) -> None:
+        """Undoes the round."""
+        for name, part in self._shared.items():
+            part.put_back(small[name])
+        self._worker.undo_round(small["worker"])
+
+    def clear_gradients(self) -> None:
+        """Drops the local gradients, and the pseudo-gradients."""
+        for part in self._shared.values():
+            part.clear_gradients()
+        self._worker.drop_gradients()
+
+    def holds(self) -> set[int] | None:
+        """The global parameters."""
+        return self._shared["model"].holds()
+
+    def gated(self) -> Any:
+        """The outer optimizer."""
+        return self._outer

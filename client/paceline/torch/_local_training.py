@@ -1,0 +1,311 @@
+"""Rounds of local training: LocalSGD and DiLoCo.
+
+A round is some inner steps that each worker takes alone, from the same global parameters, and one outer step that all
+take together. In `session.steps` a round is one step of the job.
+
+P parameters, W ranks, H inner steps of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.compression import Codec
+from paceline.elastic.parts import StatePart
+from paceline.errors import StepOrderError
+from paceline.group import Group
+from paceline.optim import SGD, Optimizer
+from paceline.parallel._data_parallel import DDP
+from paceline.parallel._parameter import Parameter
+from paceline.torch._local_state import InnerOptimizers, OuterModel, RoundPart
+
+__all__ = ["DiLoCo", "LocalSGD", "LocalTraining"]
+
+
+class LocalTraining:
+    """See `LocalSGD` and `DiLoCo`.
+
+    Args:
+        make_outer: makes what takes the outer step.
+        differences: what travels: by how much the global parameters lie above the local ones, or those themselves.
+
+    Attributes:
+        net: the module that is trained.
+        group: the ranks.
+        outer_optimizer: takes the outer step, of `paceline.optim`; its `lr` may be set between rounds, on all ranks
+            alike.
+    """
+
+    def __init__(
+        self,
+        net: Any,
+        inner_optimizer: Any,
+        group: Group,
+        make_outer: Callable[[OuterModel], Optimizer],
+        *,
+        differences: bool,
+        compression: str | Codec | None,
+        error_feedback: bool | None,
+        bucket_mb: float,
+        restore_inner: bool,
+    ) -> None:
+        self.net = net
+        self.group = group
+        self._model = OuterModel(net, differences=differences)
+        self._wrapper = DDP(
+            self._model, group, bucket_mb=bucket_mb, compression=compression, error_feedback=error_feedback
+        )
+        self.outer_optimizer = make_outer(self._model)
+        self._inner = InnerOptimizers(inner_optimizer, self._took_inner_step)
+        self._restores_inner = restore_inner
+        self._inner_steps = 0
+        self._watches = False
+        """A round has begun that can be undone: it need not go on if it will be."""
+
+    def prepare(self) -> None:
+        """Gives rank 0's parameters and buffers to all ranks. A collective at first use, and in a new generation.
+
+        To be called before the first round, if ranks may have built different values. Inside of `session.steps` it is
+        not needed: there the members' states have been compared.
+
+        Raises:
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
+            StepOrderError: a round has begun, which this would undo on this rank.
+        """
+        if self._inner_steps:
+            raise StepOrderError(f"prepare() after {self._inner_steps} inner steps of a round: call it before them")
+        self._wrapper.prepare()
+        self._model.push()
+
+    @staticmethod
+    def batches(indices: NDArray[np.intp], steps: int) -> Iterator[NDArray[np.intp]]:
+        """Cuts this rank's samples of a round into batches, one for each inner step.
+
+        Args:
+            indices: as `step.indices`, shape [n].
+            steps: H. Where there are fewer samples, that many batches of one.
+
+        Yields:
+            Shape [n // H] or one more.
+
+        Raises:
+            ValueError: H is below 1.
+        """
+        if steps < 1:
+            raise ValueError(f"a round has at least one inner step, not {steps}")
+        yield from np.array_split(indices, min(steps, len(indices)) or 1)
+
+    def outer_step(self, weight: float | None = None) -> None:
+        """Ends a round: brings the local parameters of all ranks together, and goes on from there. A collective.
+
+        All ranks hold the same bits of the parameters afterwards. Buffers are rank 0's. In `session.steps` this is what
+        `optimizer.step()` is elsewhere: it changes the global parameters when it is sure that the round counts, and no
+        other collective may come between it and the end of the block.
+
+        Args:
+            weight: what this rank's round counts in the mean. In `session.steps` give `step.weight`: it is 0 for a rank
+                that has another's sample for want of one. By default the number of inner steps. With 0 the parameters
+                are dropped, even NaN.
+
+        Raises:
+            ValueError: the weight is negative or not finite.
+            StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0.
+            UnsupportedOp: a parameter was frozen or unfrozen since this was made.
+            PacelineError: a collective failed. The net keeps its local parameters then; `session.steps` undoes the
+                round.
+        """
+        self.outer_optimizer.zero_grad()
+        self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
+        self.outer_optimizer.step()  # inside of session.steps the gate
+        self._model.push()
+        self._end_round()
+
+    def as_part(self) -> StatePart:
+        """What a training state takes of it: the global parameters, the outer optimizer, buffers, inner settings."""
+        return RoundPart(type(self).__name__, self._wrapper, self.outer_optimizer, self._inner, self)
+
+    # For the training state.
+
+    def begin_round(self) -> Any:
+        """The net goes out from the global parameters; returns what `undo_round` takes."""
+        self._model.push()
+        self._end_round()
+        self._watches = True
+        return self._inner.save(state=self._restores_inner)
+
+    def undo_round(self, saved: Any) -> None:
+        """The net and the inner optimizers are as when the round began."""
+        self._inner.put_back(saved)
+        self._model.push()
+        self._end_round()
+
+    def drop_gradients(self) -> None:
+        """Drops the local gradients."""
+        self._inner.zero_grad()
+
+    def push(self) -> None:
+        """Others' global parameters have come."""
+        self._model.push()
+
+    def _end_round(self) -> None:
+        self._inner_steps = 0
+        self._watches = False
+
+    def _took_inner_step(self) -> None:
+        self._inner_steps += 1
+        if self._watches:
+            self.group.mesh.fault.check()  # who goes on alone to the end of the round works for nothing
+
+
+class LocalSGD(LocalTraining):
+    """Trains by rounds: H inner steps of each worker alone, then all take the weighted mean of their parameters.
+
+    For links that are too slow to carry gradients at every step: the bytes of one step of data-parallel training go out
+    once in H steps. In a world of one results are those of the inner optimizer alone, bit for bit.
+
+        local = paceline.torch.LocalSGD(net, inner, session.group)
+        state = paceline.TrainState(model=local, sampler=paceline.ElasticSampler(n, global_batch=H * batch))
+        for step in session.steps(state, total=rounds):
+            with step:
+                for batch in local.batches(step.indices, H):
+                    loss(net(x[batch]), t[batch]).backward()
+                    inner.step()
+                    inner.zero_grad()
+                local.outer_step(step.weight)
+
+    In `session.steps` a round is a step of the line: if a member is lost in it, all others undo it and run it again
+    without that member. They hear of the loss at their next inner step. Who is done first waits for the slowest, for
+    `step_timeout` (10 min unless set otherwise). Give `local` to the training state, and neither `net` nor the inner
+    optimizer. Outside of `session.steps` call `local.prepare()`, then `local.outer_step()` after every H inner steps.
+
+    The net is set to the global parameters when a round begins, so load what it shall begin with before this is made.
+    Tied and frozen parameters, buffers, parameters of 16 bits (the global ones are float32 then) are all right.
+
+    **What is whose.** Alike on all members, and given to newcomers: the global parameters, buffers (rank 0's after each
+    outer step), the outer optimizer, and the numbers in the inner optimizers' settings, such as their learning rate.
+    This worker's own: what inner optimizers keep for each parameter. A newcomer starts without; it is not in
+    checkpoints; when a round is undone it is put back to what it was when the round began. A scheduler of the inner
+    learning rate is a part of the training state of its own: `TrainState(model=local, schedule=scheduler, ...)`.
+
+    **Memory**, in host memory, on top of the net, its gradients and the inner optimizer: the global parameters, and
+    what is sent, P numbers each. With error feedback 2 P more. In `session.steps` a copy of the inner optimizer's
+    state, where that lies: AdamW has 2 P.
+
+    Args:
+        net: a torch module, not wrapped.
+        inner_optimizer: of its parameters, any `torch.optim.Optimizer`; or several, which share the parameters out.
+        group: the ranks.
+        compression: "int8", "bf16" or a `paceline.compression.Codec`: changes of parameters travel in fewer bits, and
+            are the same bits everywhere still. Alike on every rank. None for all bits.
+        error_feedback: with compression: what rounding takes away in a round is added in the next one. As the codec
+            says if left out: with int8, not with bf16. A round that is undone leaves no trace in it.
+        bucket_mb: most MiB in one message; alike on every rank.
+        restore_inner: put the inner optimizers' state back when a round is undone. Without it they go on with what they
+            have seen, and the copy is saved; the settings are put back all the same.
+
+    Raises:
+        UnsupportedOp: a parameter to train is no float of 16, 32 or 64 bits, or there is no such codec.
+        TypeError: an inner optimizer is not one of torch.
+    """
+
+    def __init__(
+        self,
+        net: Any,
+        inner_optimizer: Any,
+        group: Group,
+        *,
+        compression: str | Codec | None = None,
+        error_feedback: bool | None = None,
+        bucket_mb: float = 25.0,
+        restore_inner: bool = True,
+    ) -> None:
+        super().__init__(
+            net,
+            inner_optimizer,
+            group,
+            _Averaging if compression is None else _unit_steps,
+            differences=compression is not None,  # the error of rounding goes with the size of what is rounded
+            compression=compression,
+            error_feedback=error_feedback,
+            bucket_mb=bucket_mb,
+            restore_inner=restore_inner,
+        )
+
+
+class _Averaging(Optimizer):
+    """Puts what was brought together in a parameter's place.
+
+    The same as a step of SGD with the learning rate 1 on differences, but for its rounding.
+    """
+
+    def _fresh(self, parameter: Parameter) -> dict[str, Any]:
+        return {}
+
+    def _update(self, data: NDArray[Any], grad: NDArray[Any], state: dict[str, Any], scratch: NDArray[Any]) -> None:
+        np.copyto(data, grad)
+
+
+def _unit_steps(model: OuterModel) -> Optimizer:
+    return SGD(model, lr=1.0)
+
+
+class DiLoCo(LocalTraining):
+    """As `LocalSGD`, where the mean change of a round is a gradient for an outer optimizer with Nesterov momentum.
+
+        d <- weighted mean over ranks of (global parameters - local parameters after H inner steps)
+        v <- outer_momentum * v + d
+        global parameters <- global parameters - outer_lr * (d + outer_momentum * v)
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1:
+    AdamW as the inner optimizer, H = 500, and the defaults below. Outer gradients of few bits: Douillard et al.,
+    "Streaming DiLoCo", 2025, and Jaghouar et al., "OpenDiLoCo", 2024.
+
+    How it is used, what is whose, and the other arguments are those of `LocalSGD`. The momentum is alike on all
+    members, and given to newcomers; it takes P numbers more of host memory, none if `outer_momentum` is 0.
+
+    Args:
+        net: as for `LocalSGD`.
+        inner_optimizer: as for `LocalSGD`.
+        group: as for `LocalSGD`.
+        outer_lr: learning rate of the outer step; `outer_optimizer.lr` may be set between rounds.
+        outer_momentum: 0 for none.
+        nesterov: look ahead along the momentum.
+        compression: as for `LocalSGD`.
+        error_feedback: as for `LocalSGD`.
+        bucket_mb: as for `LocalSGD`.
+        restore_inner: as for `LocalSGD`.
+
+    Raises:
+        ValueError: a number is negative.
+        UnsupportedOp, TypeError: as `LocalSGD`.
+    """
+
+    def __init__(
+        self,
+        net: Any,
+        inner_optimizer: Any,
+        group: Group,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        compression: str | Codec | None = None,
+        error_feedback: bool | None = None,
+        bucket_mb: float = 25.0,
+        restore_inner: bool = True,
+    ) -> None:
+        super().__init__(
+            net,
+            inner_optimizer,
+            group,
+            lambda model: SGD(model, outer_lr, outer_momentum, nesterov=nesterov and outer_momentum > 0),
+            differences=True,
+            compression=compression,
+            error_feedback=error_feedback,
+            bucket_mb=bucket_mb,
+            restore_inner=restore_inner,
+        )

@@ -1,0 +1,327 @@
+"""How autograd drives a sharded model: units run forward by calls, and backward by hooks.
+
+A unit is entered when the gradient of one of its outputs is there, and left when those of its inputs are. By then those
+of its parameters are there too: of what it can do next, autograd always does first what came last in the forward pass,
+and gradients of parameters before all else. Both points follow from how units hang together, and not from which of
+their parameters a rank has used: so all ranks come to them in the same order.
+
+Between the passes of its unit a parameter has no memory, and in the backward pass it has other memory than before. An
+operation that saves a weight, or a view of it such as `weight.t()`, would keep the whole array alive. FSDP in torch
+itself frees and refills the storage that saved tensors refer to, with `untyped_storage().resize_`. That cannot be done
+here: the memory is NumPy's, from where links read it without a copy, and storage that `torch.from_numpy` has made, or
+that `Tensor.numpy()` has ever shown, is fixed in size. So a saved tensor that lies in a parameter is replaced by its
+place there (`saving`), and when the backward pass asks for it, it is made anew of the memory that the parameter has
+then. As that memory is counted by references, nobody can ever read what is freed.
+
+One pair of such hooks counts at a time, the innermost. These are the outermost ones of the model: inside of activation
+checkpointing its own count, which keep values for the moment of their use only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from paceline.errors import StepOrderError
+from paceline.parallel._accumulation import Accumulation
+from paceline.parallel._ranks import ShardRanks
+from paceline.parallel.sharding._placement import ShardingStrategy
+from paceline.parallel.sharding._runner import UnitRunner
+from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.torch._autograd import AutogradPass
+from paceline.torch._sharded_tensors import Adapter, Call, Mirror, mapped, mirror_in, tensors_in
+
+__all__ = ["ShardedDriver", "UnitRun", "saving"]
+
+
+class UnitRuns:
+    """A backward pass of the whole model, and the runs of its units that are under way.
+
+    Args:
+        whole: the pass.
+
+    Attributes:
+        whole: as above.
+    """
+
+    def __init__(self, whole: AutogradPass) -> None:
+        self.whole = whole
+        self._inside: dict[int, list[ExitStack]] = {}
+        """Runs under way, by the identity of the sharded model whose unit it is."""
+
+    def enter(self, sharded: ShardedModel) -> None:
+        """A run of a model's own unit begins."""
+        run = ExitStack()
+        run.enter_context(sharded.running_backward())
+        self._inside.setdefault(id(sharded), []).append(run)
+
+    def leave(self, sharded: ShardedModel) -> None:
+        """A run of a model's own unit ends; which of several does not matter."""
+        if self._inside.get(id(sharded)):
+            self._inside[id(sharded)].pop().close()
+
+    def end(self) -> None:
+        """Ends all runs, also those of units whose inputs take no gradient, and with them the pass."""
+        for runs in self._inside.values():
+            while runs:
+                runs.pop().close()
+        self.whole.close()
+
+    def abandon(self) -> None:
+        """Ends the pass, which has failed: what it has gathered counts for nothing."""
+        error = StepOrderError("the backward pass did not come to its end")
+        for run in [run for runs in self._inside.values() for run in runs]:
+            with suppress(StepOrderError):
+                run.__exit__(type(error), error, None)
+        with suppress(StepOrderError):
+            self.whole.abandon(error)
+
+
+class UnitRun:
+    """One forward run of a unit, and the run backward that it will have.
+
+    Args:
+        enter: called when that begins.
+        leave: called when it ends.
+    """
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter = enter
+        self._leave = leave
+        self._inputs = self._awaited = 0
+        self._is_entered = False
+
+    def of_inputs(self, call: Call) -> Call:
+        """What the unit is to be called with, so that the run hears of the gradients."""
+        args, kwargs = mapped((call.args, call.kwargs), self._watch_input)
+        return Call(args, kwargs)
+
+    def of_outputs(self, outputs: Any) -> Any:
+        """What the unit has returned, from where the run hears of the gradients."""
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin)
+        return outputs
+
+    def _watch_input(self, tensor: Any) -> Any:
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        self._inputs += 1
+        alias = tensor.view_as(tensor)  # its gradient is that of this run alone, whoever else uses the tensor
+        alias.register_hook(self._end)
+        return alias
+
+    def _begin(self, gradient: Any) -> None:
+        del gradient
+        if not self._is_entered:
+            self._is_entered = True
+            self._awaited = self._inputs
+            self._enter()
+
+    def _end(self, gradient: Any) -> None:
+        del gradient
+        self._awaited -= 1
+        if self._is_entered and not self._awaited:
+            self._is_entered = False
+            self._leave()
+
+
+class _Place(NamedTuple):
+    """A view of a parameter."""
+
+    mirror: Mirror
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Kept(NamedTuple):
+    """Any other tensor, and how often it had been written."""
+
+    tensor: Any
+    version: int
+
+
+def saving(need: Callable[[Mirror], None]) -> Any:
+    """For a forward pass inside the block.
+
+    Args:
+        need: called in the backward pass with a parameter that has no memory; gives it some.
+    """
+
+    def pack(tensor: Any) -> _Place | _Kept:
+        mirror = mirror_in(tensor)
+        if mirror is None:
+            # Detached, for an operation's own output would keep the operation alive that keeps it.
+            return _Kept(tensor.detach(), tensor._version)
+        return _Place(mirror, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+
+    def unpack(saved: _Place | _Kept) -> Any:
+        if isinstance(saved, _Kept):
+            if saved.tensor._version != saved.version:  # torch does not check what hooks have kept
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{saved.tensor.type()} {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected "
+                    f"version {saved.version} instead"
+                )
+            return saved.tensor
+        if not saved.mirror.is_here:
+            need(saved.mirror)
+        return saved.mirror.tensor.detach().as_strided(saved.size, saved.stride, saved.offset)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class ShardedDriver:
+    """Drives one sharded torch module from its calls and from autograd's hooks.
+
+    The gradients of micro-batches under `no_sync` add up, as in torch; the mean is taken over ranks.
+
+    Args:
+        module: as the core sees it.
+        group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
+        narrow: compute with, and send, bfloat16.
+
+    Attributes:
+        module: as above.
+        sharded: the core; its `driver` is this object.
+    """
+
+    def __init__(
+        self,
+        module: Adapter,
+        group: ShardRanks,
+        strategy: ShardingStrategy,
+        intra_node_size: int | None,
+        *,
+        narrow: bool,
+        ahead: int,
+    ) -> None:
+        self.module = module
+        self.sharded = ShardedModel(
+            module,
+            group,
+            strategy,
+            intra_node_size,
+            wire=np.dtype(ml_dtypes.bfloat16) if narrow else None,
+            computes=narrow,
+            ahead=ahead,
+            accumulation=partial(Accumulation, adds_up=True),
+            agreed=_observe,
+            interrupted=self._drop_dead_pass,
+        )
+        self.sharded.driver = self
+        self._narrow = narrow
+        self._pass: UnitRuns | None = None
+        """The backward pass that is under way; of the outermost driver only."""
+        self._given: float | None = None
+        """The weight of the next backward pass, if the user has given one."""
+
+    def forward(self, call: Call) -> Any:
+        """The module's output; see `paceline.torch.FSDP.forward`."""
+        sharded = self.sharded
+        if sharded.is_empty:
+            return self.module.forward(call)
+        if not sharded.is_outermost:
+            return self._run_forward(call)
+        shapes = (tensor.shape for tensor in tensors_in((call.args, call.kwargs)))
+        with sharded.forward_pass(next((shape[0] for shape in shapes if shape), None)):
+            return self._run_forward(call)
+
+    @contextmanager
+    def weighing(self, weight: float | None) -> Iterator[None]:
+        """Gives the backward pass inside the block a weight; None for its number of samples."""
+        self._given = weight
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def _run_forward(self, call: Call) -> Any:
+        sharded = self.sharded
+        run = UnitRun(partial(self._enter, sharded.synchronizer.rows), self._leave)
+        keeping = saving(_need) if sharded.is_outermost and torch.is_grad_enabled() else nullcontext()
+        with sharded.running_forward(), keeping:
+            call = run.of_inputs(call)
+            if self._narrow:
+                call = Call(*mapped(tuple(call), _narrowed))
+            return run.of_outputs(self.module.forward(call))
+
+    def _enter(self, rows: int | None) -> None:
+        """A run backward begins; `rows`: of the forward pass that it belongs to, if this is the outermost unit."""
+        if self.sharded.is_outermost:
+            self.sharded.synchronizer.rows = rows
+        with _driver_of(self.sharded.outermost)._running_pass() as running:
+            running.enter(self.sharded)
+
+    def _leave(self) -> None:
+        with _driver_of(self.sharded.outermost)._running_pass() as running:
+            running.leave(self.sharded)
+
+    @contextmanager
+    def _running_pass(self) -> Iterator[UnitRuns]:
+        """The backward pass that torch is in; it begins with the first call. An error inside the block ends it."""
+        self._drop_dead_pass()
+        if self._pass is None:
+            rows = self.sharded.synchronizer.rows
+            weight = (1 if rows is None else rows) if self._given is None else self._given
+            self._pass = UnitRuns(AutogradPass(self.sharded.backward_pass(weight), self._end_pass))
+        try:
+            yield self._pass
+        except BaseException:
+            self._drop_pass()
+            raise
+
+    def _end_pass(self) -> None:
+        with self._running_pass() as running:
+            running.end()
+        self._pass = None
+
+    def _drop_pass(self) -> None:
+        if self._pass is not None:
+            dropped, self._pass = self._pass, None
+            dropped.abandon()
+
+    def _drop_dead_pass(self) -> None:
+        if self._pass is not None and self._pass.whole.is_dead:
+            self._drop_pass()
+
+    def take_gradient(self, mirror: Mirror) -> None:
+        """Takes over a gradient that autograd has left; of the outermost driver."""
+        with self._running_pass() as running:
+            mirror.take_gradient(running.whole.factor)
+
+
+def _observe(runner: UnitRunner) -> None:
+    """Has autograd tell of every gradient that it leaves in a parameter of these units."""
+    for source in runner.sources.values():
+        assert isinstance(source, Mirror)
+        source.watch(lambda mirror: _driver_of(_owner_of(mirror).outermost).take_gradient(mirror))
+
+
+def _need(mirror: Mirror) -> None:
+    """Autograd reads a parameter of a unit that it has not entered, whose output has no tensor that was found."""
+    owner = _owner_of(mirror)
+    _driver_of(owner)._enter(owner.synchronizer.rows)
+    if not mirror.is_here:
+        raise StepOrderError("the backward pass needs a parameter that is spread over the ranks, after its unit's end")
+
+
+def _owner_of(mirror: Mirror) -> ShardedModel:
+    assert isinstance(mirror._owner, ShardedModel)
+    return mirror._owner
+
+
+def _driver_of(sharded: ShardedModel) -> ShardedDriver:
+    assert isinstance(sharded.driver, ShardedDriver)
+    return sharded.driver
+
+
+def _narrowed(tensor: Any) -> Any:
+    return tensor.bfloat16() if tensor.dtype in (torch.float32, torch.float64) else tensor

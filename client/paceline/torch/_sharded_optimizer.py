@@ -1,0 +1,277 @@
+"""torch's optimizers as those of this package, for whoever saves, moves or compares their state.
+
+An optimizer that works element by element treats a piece of a parameter as it would the whole. What it keeps are then
+tensors of the piece's shape, which are cut as the parameter is, and values that all ranks have alike, such as the
+number of steps.
+
+torch's optimizers begin to keep something in their first step. Here it is there from the beginning, for ranks that come
+later have to make room for it: zeros, if the optimizer itself would have zeros after a step with gradients of zero. So
+its first real step finds what it would have made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.parallel._optimizer_state import OptimizerState
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.torch._sharded_tensors import Piece, mirror_in, piece_of
+from paceline.torch._tensors import array_of, tensor_of
+
+__all__ = ["TorchOptimizer", "optimizer_of", "watch_optimizers"]
+
+
+_KEPT = "_paceline_state"
+"""Attribute of a torch optimizer that something stands for."""
+
+_PLAIN = (bool, int, float, str)
+
+
+class TorchOptimizer(OptimizerState):
+    """Stands for a torch optimizer of pieces.
+
+    Args:
+        optimizer: of `model.parameters()` of one `paceline.torch.FSDP`, or of some of them.
+
+    Raises:
+        UnsupportedOp: what it keeps cannot be told apart by parameters, or does not begin with zeros.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._is_loaded = False
+        self._begun: set[str] = set()
+        paths: dict[int, str] = {}
+        self._pieces: dict[str, Piece] = {}
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                piece = piece_of(tensor)
+                owner = None if piece is None else piece._owner
+                if piece is None or not isinstance(owner, ShardedModel):
+                    raise UnsupportedOp(
+                        f"a {self._kind} trains both pieces of a model that FSDP has wrapped and other parameters"
+                    )
+                paths = paths if id(piece) in paths else paths | owner.outermost.paths()
+                self._pieces[paths[id(piece)]] = piece
+        self._trained()
+
+    @property
+    def is_new(self) -> bool:
+        """True while no step was taken, and no state loaded."""
+        return not self._is_loaded and not any(v for one in self.numbers().values() for v in one.values())
+
+    @is_new.setter
+    def is_new(self, value: bool) -> None:
+        self._is_loaded = not value
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """What it trains, by path."""
+        return self._trained()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plain values of its groups: "number of the group/name"."""
+        return {f"{number}/{name}": _plain(value) for number, name, value in self._settings()}
+
+    @property
+    def stepper(self) -> Any:
+        """The torch optimizer."""
+        return self._optimizer
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Takes over what `settings` gave."""
+        for number, name, value in self._settings():
+            new = settings.get(f"{number}/{name}", value)
+            if isinstance(value, torch.Tensor):
+                value.fill_(new)
+            else:
+                self._optimizer.param_groups[number][name] = tuple(new) if isinstance(value, tuple) else new
+
+    def live_arrays(self) -> dict[str, NDArray[Any]]:
+        """The memory of the tensors that it keeps, "path/name"."""
+        return {
+            f"{path}/{name}": array_of(value)
+            for path, piece in self._trained().items()
+            for name, value in self._state(piece).items()
+            if _is_cut(name, value)
+        }
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """What else it keeps, by path."""
+        return {
+            path: {name: _plain(value) for name, value in self._state(piece).items() if not _is_cut(name, value)}
+            for path, piece in self._trained().items()
+        }
+
+    def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over what `numbers` gave."""
+        for path, values in numbers.items():
+            state = self._state(self._pieces[path])
+            for name, value in values.items():
+                if isinstance(state.get(name), torch.Tensor):
+                    state[name].fill_(value)
+                else:
+                    state[name] = value
+
+    def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """These arrays take the place of those that `live_arrays` gave."""
+        self.is_new = False
+        for key, array in arrays.items():
+            path, _, name = key.rpartition("/")
+            self._state(self._pieces[path])[name] = tensor_of(array)
+
+    def zero_grad(self) -> None:
+        """Sets every gradient to None."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _state(self, piece: Piece) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[piece.tensor]
+        return state
+
+    def _settings(self) -> Iterator[tuple[int, str, Any]]:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params" and _is_plain(value):
+                    yield number, name, value
+
+    @property
+    def _kind(self) -> str:
+        return type(self._optimizer).__name__
+
+    def _trained(self) -> dict[str, Piece]:
+        """The pieces that take gradients, or have; each has its state. All of them begin, or none."""
+        kept = self._optimizer.state
+        trained = {path: piece for path, piece in self._pieces.items() if piece.requires_grad or kept.get(piece.tensor)}
+        if new := [path for path in trained if path not in self._begun]:
+            groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
+            tensors = [trained[path].tensor for path in new]
+            states = [kept.get(tensor) or self._first(groups[id(tensor)], tensor) for tensor in tensors]
+            for tensor, state in zip(tensors, states, strict=True):
+                self._check(state, tensor)
+            for tensor, state in zip(tensors, states, strict=True):
+                kept[tensor] = state
+            self._begun.update(new)
+        return trained
+
+    def _first(self, group: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
+        """What its first step would find, had it made that before."""
+        if group.get("momentum") and group.get("dampening"):
+            raise UnsupportedOp(f"{self._kind} with dampening is not supported: its first step differs from all others")
+        first: dict[str, Any] = {}
+        for name, value in self._after_a_step(group, tensor).items():
+            if isinstance(value, torch.Tensor):
+                if name != "step" and value.any():
+                    raise UnsupportedOp(f"{self._kind} is not supported: its state {name!r} does not begin with zeros")
+                like = tensor if _is_cut(name, value) else value
+                # By NumPy: zeros that nobody has written take no memory, and a newcomer builds more than it keeps.
+                first[name] = tensor_of(np.zeros(tuple(like.shape), array_of(value).dtype))
+            elif value is None or name == "step":
+                first[name] = None if value is None else type(value)(0)
+            else:
+                raise UnsupportedOp(
+                    f"{self._kind} is not supported: the initial value of its state {name!r} is not known"
+                )
+        return first
+
+    def _after_a_step(self, group: Mapping[str, Any], like: Any) -> dict[str, Any]:
+        """What an optimizer like this one keeps of a single zero, after a step with a gradient of zero."""
+        probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype))
+        probe.grad = torch.zeros_like(probe)
+        kind = type(self._optimizer)
+        twin = object.__new__(kind)
+        twin.__dict__ = {
+            **self._optimizer.__dict__,
+            "state": defaultdict(dict),
+            "param_groups": [{**group, "params": [probe]}],
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        twin.__dict__.pop("step", None)  # a scheduler's, which counts
+        try:
+            kind.step(twin)
+        except TypeError as error:
+            raise UnsupportedOp(f"a {kind.__name__} does not step by itself: {error}") from error
+        state: dict[str, Any] = twin.state[probe]
+        return state
+
+    def _check(self, state: Mapping[str, Any], tensor: Any) -> None:
+        for name, value in state.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            is_number = value is None or type(value) in _PLAIN or (is_tensor and value.ndim == 0)
+            if not (is_tensor and value.shape == tensor.shape if _is_cut(name, value) else is_number):
+                raise UnsupportedOp(
+                    f"{self._kind} is not supported: its {name!r} is neither a number nor of its parameter's shape"
+                )
+
+
+def optimizer_of(thing: Any) -> TorchOptimizer | None:
+    """What stands for a torch optimizer of pieces; None for anything else, and where nobody has to know its state.
+
+    Raises:
+        UnsupportedOp: it trains what is spread, and its state cannot be.
+        StepOrderError: it would train nothing: the module was wrapped behind its back.
+    """
+    if not isinstance(thing, torch.optim.Optimizer):
+        return None
+    _check_trains(thing)
+    tensors = [tensor for group in thing.param_groups for tensor in group["params"]]
+    owners = [piece._owner for tensor in tensors if (piece := piece_of(tensor))]
+    if not owners:
+        return None
+    found = getattr(thing, _KEPT, None)
+    if found is None:
+        try:
+            found = TorchOptimizer(thing)
+        except UnsupportedOp:
+            if any(isinstance(owner, ShardedModel) and owner.spreads for owner in owners):
+                raise
+            return None
+        setattr(thing, _KEPT, found)
+    assert isinstance(found, TorchOptimizer)
+    return found
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on the step of an optimizer that has a parameter which FSDP has taken over is a `StepOrderError`.
+
+    Such a parameter gets no gradient any more, and torch's optimizers pass over those without a word.
+    """
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_trains(optimizer))
+
+
+def _check_trains(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            mirror = mirror_in(tensor)
+            if mirror is not None and mirror.has_piece:
+                raise StepOrderError(
+                    f"FSDP trains pieces of the parameters that this {type(optimizer).__name__} has: wrap the module "
+                    "first, then give the optimizer model.parameters()"
+                )
+
+
+def _is_cut(name: str, value: Any) -> bool:
+    """Whether it is of a parameter's shape, and not the same for all elements."""
+    return isinstance(value, torch.Tensor) and name != "step" and (value.ndim > 0 or value.dtype.is_floating_point)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(value.ndim == 0)
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(one) in _PLAIN for one in value))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

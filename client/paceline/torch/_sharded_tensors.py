@@ -1,0 +1,341 @@
+"""torch's modules, parameters and gradients as the sharded core sees them; both see the same memory.
+
+`Mirror` is a module's parameter, `Piece` this rank's piece of one, which torch's optimizers train. `Adapter` lists a
+tree of modules by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+
+from paceline.errors import UnsupportedOp
+from paceline.parallel._parameter import Parameter
+from paceline.parallel.sharding._sharded_model import ShardedModel
+from paceline.torch._tensors import array_of, placeholder_like, tensor_of
+
+__all__ = [
+    "Adapter",
+    "Call",
+    "Mirror",
+    "PartOfGradient",
+    "Piece",
+    "Wrapped",
+    "mapped",
+    "mirror_in",
+    "mirror_of",
+    "piece_of",
+    "replaced",
+    "tensors_in",
+]
+
+
+_NORMS = frozenset({torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm})
+
+
+class PartOfGradient(torch.Tensor):  # type: ignore[misc]  # torch is not there where types are checked
+    """This rank's part of a gradient: a tensor like any other, but that it refuses to tell its norm.
+
+    What is computed from it is a plain tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls `func` as if these were plain tensors.
+
+        Raises:
+            UnsupportedOp: `func` is a norm.
+        """
+        if func in _NORMS:
+            raise UnsupportedOp(
+                "FSDP spreads this gradient over the ranks, so this rank's part of it has another norm than the whole, "
+                "and torch.nn.utils.clip_grad_norm_ would scale by another factor on each rank: call "
+                "model.clip_grad_norm_(max_norm) of the outermost FSDP, on all ranks (with math.inf it only measures). "
+                "The norm of this rank's part alone is p.grad.detach().norm()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_MARK = "_paceline_parameter"
+"""Attribute of a tensor: however often modules are wrapped, and wherever it is tied, a parameter has one mirror."""
+
+
+class Mirror(Parameter):
+    """A module's parameter. Its memory is part of its unit's flat array while that is whole, and none at other times.
+
+    Autograd accumulates into `tensor.grad` as ever. What it has left there is taken over by `take_gradient`, so that
+    gradients are added up, wait and leave as those of NumPy modules do.
+
+    Attributes:
+        tensor: the `torch.nn.Parameter`.
+    """
+
+    __slots__ = ("_handle", "tensor")
+
+    def __init__(self, tensor: Any, name: str) -> None:
+        self.tensor = tensor
+        self._handle: Any = None
+        super().__init__(array_of(tensor, f"parameter {name!r}"), tensor.requires_grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        """The tensor's."""
+        return bool(self.tensor.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.tensor.requires_grad_(value)
+
+    @property
+    def is_here(self) -> bool:
+        """True if the tensor has its values."""
+        return self._data is not None
+
+    def watch(self, written: Callable[[Mirror], None]) -> None:
+        """From now on `written` hears of each gradient that autograd has left in the tensor. Does nothing twice."""
+        if self._handle is None:
+            self._handle = self.tensor.register_post_accumulate_grad_hook(lambda tensor: written(self))
+
+    def take_gradient(self, factor: float) -> None:
+        """Takes over what autograd has left, times a factor; with 0 it is dropped, even NaN."""
+        gradient, self.tensor.grad = self.tensor.grad, None
+        if factor == 0:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.dtype == torch.bfloat16:
+            gradient = gradient.float()  # micro-batches are added up with all bits
+        if factor != 1:
+            gradient.mul_(factor)
+        self.accumulate(array_of(gradient))
+
+    def _cut(self, values: NDArray[Any]) -> Parameter:
+        return Piece(values, self.requires_grad)
+
+    def _place(self, values: NDArray[Any] | None) -> None:
+        super()._place(values)
+        # Same object, other memory: modules, optimizers and autograd's accumulators refer to the object.
+        self.tensor.data = placeholder_like(self.tensor) if values is None else tensor_of(values)
+
+
+class Piece(Parameter):
+    """What of a parameter this rank trains.
+
+    Attributes:
+        tensor: a `torch.nn.Parameter` over the same elements; its gradient is the piece's.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, values: NDArray[Any], requires_grad: bool) -> None:
+        self.tensor = torch.nn.Parameter(tensor_of(values), requires_grad=requires_grad)
+        setattr(self.tensor, _MARK, self)
+        super().__init__(values, requires_grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        """The tensor's."""
+        return bool(self.tensor.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.tensor.requires_grad_(value)
+
+    @property
+    def _grad(self) -> NDArray[Any] | None:
+        gradient = self.tensor.grad  # the user may have cleared it, or put another one there
+        return None if gradient is None else array_of(gradient)
+
+    @_grad.setter
+    def _grad(self, value: NDArray[Any] | None) -> None:
+        gradient = None if value is None else tensor_of(value)
+        if gradient is not None and isinstance(self._owner, ShardedModel) and self._owner.spreads:
+            gradient = gradient.as_subclass(PartOfGradient)
+        self.tensor.grad = gradient
+
+    def _place(self, values: NDArray[Any] | None) -> None:
+        super()._place(values)
+        assert values is not None
+        self.tensor.data = tensor_of(values)
+
+    def _move(self, values: NDArray[Any]) -> None:
+        self.tensor.grad = None
+        super()._move(values)
+        self.tensor.data = tensor_of(values)
+
+
+def mirror_of(tensor: Any, name: str) -> Mirror:
+    """The mirror of a module's parameter; made at first use.
+
+    Args:
+        tensor: the parameter.
+        name: its path, for errors.
+
+    Raises:
+        UnsupportedOp: its memory cannot be seen by NumPy.
+    """
+    found = getattr(tensor, _MARK, None)
+    if found is None:
+        found = Mirror(tensor, name)
+        setattr(tensor, _MARK, found)
+    assert isinstance(found, Mirror)
+    return found
+
+
+def mirror_in(tensor: Any) -> Mirror | None:
+    """The mirror of the parameter in whose present memory a tensor lies, None if it is in none."""
+    parameter = tensor if tensor._base is None else tensor._base
+    mirror = getattr(parameter, _MARK, None)
+    if not isinstance(mirror, Mirror) or (tensor is not parameter and _address(tensor) != _address(parameter)):
+        return None
+    return mirror if tensor.dtype == parameter.dtype else None  # bits seen as another type stay as they are
+
+
+def piece_of(tensor: Any) -> Piece | None:
+    """The piece that a tensor is, None if it is none."""
+    piece = getattr(tensor, _MARK, None)
+    return piece if isinstance(piece, Piece) else None
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+class Call(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Wrapped(torch.nn.Module):  # type: ignore[misc]
+    """A wrapped module, as modules around it see it.
+
+    Attributes:
+        module: what is wrapped.
+        sharded: what shards it.
+    """
+
+    module: Any
+    sharded: ShardedModel
+
+
+class Adapter:
+    """A torch module as the core sees it: parameters and buffers by the paths that they have without wrappers.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Mirrors of its parameters; pieces of those that are in units inside. A tied one under each of its paths."""
+        yield from _parameters(self.module, "")
+
+    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The memory of its buffers."""
+        for path, tensor, _ in _buffers(self.module, ""):
+            yield path, array_of(tensor, f"buffer {path!r}")
+
+    def passing_buffers(self) -> set[str]:
+        """Paths of buffers that are no part of its state."""
+        return {path for path, _, persistent in _buffers(self.module, "") if not persistent}
+
+    def forward(self, call: Call) -> Any:
+        """What the module returns."""
+        return self.module(*call.args, **call.kwargs)
+
+
+def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -> None:
+    """Puts a unit in the place of each module of some classes inside another one, inner ones first.
+
+    A module that stands in several places is replaced by the same unit in all. What is in a unit already stays.
+
+    Args:
+        module: itself it stays.
+        kinds: the classes.
+        make: makes a unit of a module.
+    """
+    _replace(module, kinds, make, {})
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from tensors_in(one)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nested values with other tensors; what has none inside is the same object."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if isinstance(value, tuple):
+        parts = [mapped(one, change) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is list:
+        return [mapped(one, change) for one in value]
+    if type(value) is dict:
+        return {key: mapped(one, change) for key, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy(value)
+        for field in fields(value):  # frozen or not
+            object.__setattr__(changed, field.name, mapped(getattr(value, field.name), change))
+        return changed
+    return value
+
+
+def _parameters(module: Any, prefix: str) -> Iterator[tuple[str, Parameter]]:
+    if isinstance(module, Wrapped):
+        yield from ((prefix + path, parameter) for path, parameter in module.sharded.named_parameters())
+        return
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            yield prefix + name, mirror_of(tensor, prefix + name)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parameters(child, f"{prefix}{name}.")
+
+
+def _buffers(module: Any, prefix: str) -> Iterator[tuple[str, Any, bool]]:
+    """Path, tensor, and whether it is part of the module's state."""
+    if isinstance(module, Wrapped):
+        yield from _buffers(module.module, prefix)
+        return
+    for name, tensor in module._buffers.items():
+        if tensor is not None:
+            yield prefix + name, tensor, name not in module._non_persistent_buffers_set
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _buffers(child, f"{prefix}{name}.")
+
+
+def _replace(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any], made: dict[int, Any]) -> None:
+    for name, child in list(module._modules.items()):
+        if child is None or isinstance(child, Wrapped):
+            continue
+        _replace(child, kinds, make, made)
+        if isinstance(child, kinds):
+            if id(child) not in made:
+                made[id(child)] = make(child)
+            setattr(module, name, made[id(child)])

@@ -1,0 +1,180 @@
+"""Conversion between torch tensors and NumPy arrays over the same memory; copies only where the layout requires it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.arrays import Array
+from paceline.errors import UnsupportedOp
+
+__all__ = [
+    "ResultBuffer",
+    "Tensor",
+    "array_of",
+    "can_combine",
+    "elements_of",
+    "placeholder_like",
+    "result_buffer",
+    "tensor_of",
+]
+
+Tensor = Any
+"""`torch.Tensor`."""
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+_COMBINABLE = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
+    """Returns an array over a tensor's memory, of the same shape and strides; it does not keep the autograd graph.
+
+    Args:
+        tensor: dense, on the CPU.
+        name: what error texts call the tensor.
+
+    Raises:
+        UnsupportedOp: the tensor has no memory that NumPy can use.
+    """
+    plain = tensor.detach()
+    if plain.device.type != "cpu" or plain.layout != torch.strided:
+        raise UnsupportedOp(f"{name} is a {plain.layout} tensor on {plain.device}: want a dense one on the CPU")
+    if plain.is_conj() or plain.is_neg():
+        raise UnsupportedOp(f"{name} is a lazy conjugate or negative: resolve it first")
+    dtype = _dtype_of(plain.dtype)
+    array = np.asarray(_TensorMemory(plain, dtype, name)) if plain.numel() else np.empty(tuple(plain.shape), dtype)
+    return array.view(_BFLOAT16) if plain.dtype == torch.bfloat16 else array
+
+
+class _TensorMemory:
+    """A tensor's memory, described as NumPy's array interface wants it.
+
+    `Tensor.numpy` is not used because it makes the tensor's storage unresizable for good, and FSDP1, for one, resizes
+    it.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor, dtype: np.dtype[Any], name: str) -> None:
+        address = tensor.data_ptr()
+        if not address:
+            raise UnsupportedOp(f"{name} has no memory now: its storage was freed")
+        self._tensor = tensor  # keeps the memory for as long as there is an array over it
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * dtype.itemsize for stride in tensor.stride()),
+            "typestr": dtype.str,
+            "data": (address, False),
+        }
+
+
+@functools.cache
+def _dtype_of(dtype: Any) -> np.dtype[Any]:
+    """Returns NumPy's dtype for a torch dtype; int16 for bfloat16, which NumPy itself does not have."""
+    if dtype == torch.bfloat16:
+        dtype = torch.int16
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    return found
+
+
+def tensor_of(array: NDArray[Any]) -> Tensor:
+    """Returns a tensor over an array's memory, which it keeps alive; the array must be writable."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def placeholder_like(like: Tensor) -> Tensor:
+    """Returns a placeholder with the shape and dtype of a tensor, and the memory of one element.
+
+    It takes the place of a tensor whose values are not in memory now. It reads as NaN, so that a use by mistake shows;
+    as zeros if the dtype has no NaN.
+    """
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), value, dtype=like.dtype).expand(like.shape)
+
+
+def can_combine(dtype: Any) -> bool:
+    """Returns True if elements of this torch dtype can be summed, compared and so on; else they can only be moved."""
+    return dtype in _COMBINABLE
+
+
+def elements_of(tensor: Tensor) -> Array:
+    """Returns a tensor's elements in C order, shape [N]: a view if the tensor is contiguous on the CPU, else a copy.
+
+    A tensor that `can_combine` rejects is returned as its bytes: shape [N * itemsize], uint8.
+
+    Raises:
+        UnsupportedOp: the tensor is sparse or quantized.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnsupportedOp(f"a tensor of layout {tensor.layout} cannot be sent: convert it to a dense one")
+    flat = tensor.detach()
+    if flat.is_cuda:
+        flat = _staging(flat).copy_(flat)  # the copy waits for the CUDA stream
+    flat = flat.resolve_conj().resolve_neg().contiguous().view(-1)
+    return array_of(flat if can_combine(flat.dtype) else flat.view(torch.uint8))
+
+
+class ResultBuffer(NamedTuple):
+    """Memory that an operation writes its result for a tensor to.
+
+    Attributes:
+        array: the memory, shape [N].
+        copy_back: copies the result to the tensor; None if `array` is the tensor's own memory.
+    """
+
+    array: Array
+    copy_back: Callable[[], None] | None
+
+
+def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
+    """Returns a buffer for a result that belongs in a tensor: the tensor's own memory if possible.
+
+    Args:
+        tensor: dense.
+        filled: the buffer begins with the tensor's values, for operations in place.
+    """
+    plain = not (tensor.is_cuda or tensor.is_conj() or tensor.is_neg())
+    if plain and tensor.layout == torch.strided and tensor.is_contiguous():
+        return ResultBuffer(elements_of(tensor), None)
+    staging = _staging(tensor)
+    if filled:
+        staging.copy_(tensor.detach())
+
+    def copy_back() -> None:
+        with torch.no_grad():
+            tensor.detach().copy_(staging)
+
+    return ResultBuffer(elements_of(staging), copy_back)
+
+
+def _staging(tensor: Tensor) -> Tensor:
+    """Returns an uninitialised contiguous CPU tensor of the same shape and dtype; pinned if the tensor is on a GPU.
+
+    The GPU case is untested, since no GPU was available. On GPUs, NCCL is the backend to use.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

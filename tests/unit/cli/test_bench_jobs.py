@@ -1,0 +1,88 @@
+"""Sizes, bus bandwidth, rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.cli.bench.jobs import bus_bandwidth, bus_factor, make_row, measured_size, parse_sizes, size_text
+
+
+def test_sizes() -> None:
+    assert parse_sizes("1KiB, 1MiB,64mib,4096,1GiB,4kB") == [1024, 1 << 20, 64 << 20, 4096, 1 << 30, 4000]
+
+
+@pytest.mark.parametrize("text", ["", "1XiB", "-4", "1.5MiB", "KiB", "0", "6", "1KiB,,2KiB"])
+def test_sizes_that_cannot_be(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        parse_sizes(text)
+
+
+def test_sizes_in_words() -> None:
+    assert [size_text(n) for n in (0, 4, 1024, 1536, 1 << 20, 3 << 30)] == [
+        "0 B",
+        "4 B",
+        "1 KiB",
+        "1536 B",
+        "1 MiB",
+        "3 GiB",
+    ]
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"])
+def test_a_whole_that_is_made_of_parts_is_rounded_up_to_equal_ones(collective: str) -> None:
+    assert [measured_size(collective, size, 3) for size in (4, 12, 16, 1024, 1 << 20)] == [12, 12, 24, 1032, 1048584]
+    assert measured_size(collective, 1 << 20, 4) == 1 << 20
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast", "send_recv"])
+def test_others_are_measured_at_the_size_that_is_asked_for(collective: str) -> None:
+    assert [measured_size(collective, size, 3) for size in (4, 1024)] == [4, 1024]
+
+
+def test_a_barrier_has_no_size() -> None:
+    assert measured_size("barrier", 1024, 3) == 0
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [
+        ("all_reduce", 1.5),
+        ("reduce_scatter", 0.75),
+        ("all_gather", 0.75),
+        ("all_to_all", 0.75),
+        ("scatter", 0.75),
+        ("gather", 0.75),
+        ("broadcast", 1.0),
+        ("reduce", 1.0),
+        ("send_recv", 1.0),
+        ("barrier", 0.0),
+    ],
+)
+def test_bus_factors_are_those_of_nccl_tests(collective: str, factor: float) -> None:
+    assert bus_factor(collective, 4) == factor
+
+
+def test_bus_bandwidth() -> None:
+    assert bus_bandwidth("all_reduce", 1000, 1.0, 2) == 1000
+    assert bus_bandwidth("all_reduce", 1000, 1.0, 4) == 1500
+    assert bus_bandwidth("broadcast", 1000, 0.5, 4) == 2000
+    assert bus_bandwidth("gather", 1000, 0.5, 4) == 1500
+    assert bus_bandwidth("barrier", 0, 1.0, 4) == 0
+
+
+def test_a_row_has_the_contract_s_names() -> None:
+    row = make_row("all_reduce", "ring", "grpc", 4, 1 << 20, [0.001 * n for n in range(1, 102)])
+    assert json.loads(json.dumps(row.as_dict())) == {
+        "collective": "all_reduce",
+        "schedule": "ring",
+        "impl": "paceline",
+        "link": "grpc",
+        "world_size": 4,
+        "bytes": 1 << 20,
+        "median_us": 51000.0,
+        "p10_us": 11000.0,
+        "p99_us": 100000.0,
+        "busbw_GBps": round((1 << 20) / 0.051 * 1.5 / 1e9, 4),
+    }

@@ -1,0 +1,48 @@
+"""What `join` makes of the environment, before anything is asked."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import paceline
+from paceline.errors import InvalidWorldSize
+
+TORCH = ("torch", "torch.distributed.rendezvous")
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A worker of torchrun that cannot import torch."""
+    for name in ("PACELINE_COORDINATOR", "PACELINE_MIN_WORKERS", "PACELINE_MAX_WORKERS", "PACELINE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    for name in TORCH:
+        monkeypatch.setitem(sys.modules, name, None)
+    return monkeypatch
+
+
+def test_workers_of_torchrun_that_cannot_import_torch_do_not_train_alone(without_torch: pytest.MonkeyPatch) -> None:
+    without_torch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        InvalidWorldSize, match=r"started 2 workers .*Install paceline\[torch\]; .*PACELINE_COORDINATOR"
+    ):
+        paceline.join()
+    with paceline.join(rank=0, world_size=1) as session:  # as the text advises
+        assert session.size == 1
+
+
+@pytest.mark.parametrize("size", ["1", None])
+def test_a_worker_that_is_alone_under_torchrun_needs_no_torch(
+    size: str | None, without_torch: pytest.MonkeyPatch
+) -> None:
+    without_torch.setenv("WORLD_SIZE", size) if size else without_torch.delenv("WORLD_SIZE", raising=False)
+    with paceline.join() as session:
+        assert session.size == 1
+
+
+def test_a_number_of_workers_that_is_none_is_refused(without_torch: pytest.MonkeyPatch) -> None:
+    without_torch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="WORLD_SIZE must be an integer"):
+        paceline.join()

@@ -1,0 +1,275 @@
+"""Addresses: what is read, what is refused, and how a worker finds its own."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from paceline import _address as address
+from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline.errors import CoordinatorUnreachable, LinkUnavailable
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("host:7400", Endpoint("host", 7400)),
+        ("127.0.0.1:0", Endpoint("127.0.0.1", 0)),
+        ("[::1]:80", Endpoint("::1", 80)),
+        ("host", Endpoint("host", 7400)),
+        ("[::1]", Endpoint("::1", 7400)),
+    ],
+)
+def test_read(text: str, endpoint: Endpoint) -> None:
+    assert parse_endpoint(text, default_port=7400) == endpoint
+    assert parse_endpoint(str(endpoint)) == endpoint
+
+
+NAMES = ["a..b:1", f"{'x' * 64}:1", "a b:1", "http://a:1", "user@a:1", "a\0b:1"]
+BRACKETS = ["[]:1", "[[a]]:1", "[a:1", "a]:1", "a[b]:1", "[a]b]:1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":1", "host:", "host:x", "host:65536", "::1:80", "host:-1", "host", *BRACKETS, *NAMES]
+)
+def test_refuse(text: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        parse_endpoint(text)
+
+
+def test_a_coordinator_on_loopback_keeps_the_worker_there() -> None:
+    for host in ("localhost", "127.0.0.1", "127.0.0.2", "::1"):
+        coordinator = Endpoint(host, 1)
+        assert coordinator.is_loopback
+        assert asyncio.run(reachable_endpoint(coordinator, None)).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "ip"), [("10.0.0.1", "10.0.0.1"), ("fd00:0::1", "fd00::1"), ("FE80::1%eth0", "fe80::1%eth0"), ("a", None)]
+)
+def test_the_one_way_to_write_an_ip_address(host: str, ip: str | None) -> None:
+    assert Endpoint(host, 1).ip == ip
+
+
+def test_advertise_wins() -> None:
+    for text, port in (("10.1.2.3:5000", 5000), ("10.1.2.3", 0), ("[fd00::7]:5000", 5000), ("[fd00::7]", 0)):
+        found = asyncio.run(reachable_endpoint(Endpoint("127.0.0.1", 1), text))
+        assert found == parse_endpoint(text, default_port=port)
+
+
+@pytest.mark.parametrize(
+    ("own", "advertise", "listens"),
+    [
+        ("10.1.2.3", None, {"10.1.2.3"}),
+        ("10.1.2.3", "10.1.2.3", {"::", "0.0.0.0"}),  # that is the point
+        ("node7", "node7:1", {"::", "0.0.0.0"}),
+        ("fd00::7", "[fd00::7]:1", {"::"}),
+        ("127.0.0.1", "127.0.0.1:1", {"127.0.0.1"}),
+        ("localhost", "localhost", {"127.0.0.1"}),
+        ("::1", "[::1]", {"::1"}),
+    ],
+)
+def test_what_is_advertised_listens_everywhere_but_on_loopback(
+    own: str, advertise: str | None, listens: set[str]
+) -> None:
+    assert listening_host(Endpoint(own, 0), advertise) in listens
+
+
+class Resolver:
+    """In place of `socket.getaddrinfo`: names in a dict, IP literals as ever; others are unknown."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: dict[str, list[str] | socket.gaierror] = {}
+        self.asked: list[str] = []
+        self._real = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+
+    def __call__(self, host: str, *arguments: Any, **options: Any) -> Any:
+        if options.get("flags") == socket.AI_NUMERICHOST:
+            return self._real(host, *arguments, **options)
+        self.asked.append(host)
+        found = self.names.get(host, socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+        if isinstance(found, socket.gaierror):
+            raise found
+        return [entry for ip in found for entry in self._real(ip, None, type=socket.SOCK_STREAM)]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    monkeypatch.setattr(address, "_RETRY", 0.001)
+    return Resolver(monkeypatch)
+
+
+def _find(coordinator: str, advertise: str | None, timeout: float = 0.0) -> tuple[Endpoint, list[str]]:
+    said: list[str] = []
+    return asyncio.run(reachable_endpoint(parse_endpoint(coordinator), advertise, timeout, said.append)), said
+
+
+def test_a_name_that_does_not_resolve_is_said_and_named(resolver: Resolver) -> None:
+    with pytest.raises(CoordinatorUnreachable, match="coord:7400: the name 'coord' does not resolve: Name or service"):
+        _find("coord:7400", None)
+    with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve"):
+        _find("coord:7400", "10.1.1.1")
+    resolver.names["coord"] = ["127.0.0.1"]
+    with pytest.raises(LinkUnavailable, match=r"this worker at 'node7' .*'node7' does not resolve"):
+        _find("coord:7400", "node7:5000")
+
+
+@pytest.mark.parametrize("trouble", [socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_FAIL])
+def test_a_name_that_appears_later_is_waited_for(resolver: Resolver, trouble: int) -> None:
+    """A container that starts beside this one has no name yet: that looks like a slip of the pen for a while."""
+    resolver.names["coord"] = socket.gaierror(trouble, "not yet")
+
+    def say(text: str) -> None:
+        said.append(text)
+        resolver.names["coord"] = ["127.0.0.9"]
+
+    said: list[str] = []
+    found = asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 10.0, say))
+    assert found.is_loopback
+    assert said == ["no way to the coordinator at coord:7400: the name 'coord' does not resolve: not yet"]
+
+
+def test_trouble_that_stays_is_said_once_and_ends_with_the_time(resolver: Resolver) -> None:
+    said: list[str] = []
+    with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve"):
+        asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append))
+    assert len(said) == 1
+    assert len(resolver.asked) > 1
+
+
+def test_a_resolver_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "_SLOW", 0.01)
+    release = threading.Event()
+    resolver = Resolver(monkeypatch)
+    resolver.names["coord"] = ["127.0.0.1"]
+    answer = resolver.__call__
+
+    def stall(host: str, *arguments: Any, **options: Any) -> Any:
+        if options.get("flags") != socket.AI_NUMERICHOST:
+            release.wait(20)
+        return answer(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", stall)
+    said: list[str] = []
+    start = time.monotonic()
+    try:
+        with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve: the resolver does not answer"):
+            asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append))
+        assert said[0] == "the name 'coord' is being looked up: the resolver has not answered yet"
+        assert time.monotonic() - start < 5  # asyncio's own pool would be waited for at the end of the loop
+    finally:
+        release.set()
+
+
+def test_an_address_that_no_route_leads_to_is_passed_over(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name has an IPv6 address more often than a host has a way there."""
+    resolver.names["coord"] = ["fd00::1", "10.0.0.1"]
+    ways = {"10.0.0.1": "10.0.0.7"}
+
+    def source(_: Any, target: tuple[Any, ...]) -> str:
+        if target[0] in ways:
+            return ways[target[0]]
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(address, "_source", source)
+    assert _find("coord:7400", None) == (Endpoint("10.0.0.7", 0), [])
+    ways.clear()
+    with pytest.raises(CoordinatorUnreachable, match="no way to the coordinator at coord:7400: Network is unreachable"):
+        _find("coord:7400", None)
+
+
+def test_of_several_ways_the_one_counts_at_whose_end_the_coordinator_answers(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver.names["coord"] = ["10.0.0.1", "10.1.0.1", "10.2.0.1"]
+    ways = {"10.0.0.1": "10.0.0.7", "10.1.0.1": "10.1.0.7", "10.2.0.1": "10.2.0.7"}
+    there = {"10.1.0.1"}
+
+    async def answers(target: tuple[Any, ...], port: int) -> bool:
+        return target[0] in there
+
+    monkeypatch.setattr(address, "_source", lambda _, target: ways[target[0]])
+    monkeypatch.setattr(address, "_answers", answers)
+    assert _find("coord:7400", None)[0] == Endpoint("10.1.0.7", 0)
+    there.clear()
+    with pytest.raises(
+        CoordinatorUnreachable, match=r"answers at none of its addresses \(10.0.0.1, 10.1.0.1, 10.2.0.1"
+    ):
+        _find("coord:7400", None)
+
+
+def test_a_link_local_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe(socket.socket):
+        def connect(self, _: Any) -> None:
+            pass
+
+        def getsockname(self) -> Any:
+            return ("fe80::7", 1, 0, 2)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    with pytest.raises(ValueError, match="fe80::7, a link-local address"):
+        _find("[fe80::1]:7400", None)
+
+
+def test_a_process_without_descriptors_says_nothing_about_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(host: str, port: int) -> Any:
+        raise OSError(errno.EMFILE, "too many files")
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    with pytest.raises(OSError, match="too many files"):
+        asyncio.run(address.is_refused(Endpoint("127.0.0.1", 1), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (("refuses",), False),
+        (("refuses", "refuses"), False),
+        (("answers",), True),
+        (("silent", "answers"), True),
+        (("refuses", "answers"), True),
+        (("silent",), None),
+        (("refuses", "silent"), None),
+        (("no route",), None),
+    ],
+)
+def test_what_a_knock_at_all_addresses_of_a_host_says(
+    ends: tuple[str, ...], said: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is silent hides none of the others, and only refusals of all prove that nobody is there."""
+    family = socket.AF_INET
+
+    async def look_up(_: str) -> Any:
+        return [(family, (f"{number}", 0)) for number in range(len(ends))]
+
+    async def connect(host: str, _: int) -> Any:
+        end = ends[int(host)]
+        if end == "refuses":
+            raise ConnectionRefusedError
+        if end == "no route":
+            raise OSError(errno.EHOSTUNREACH, "no route to host")
+        if end == "silent":
+            await asyncio.Event().wait()
+        return None, mock.Mock()
+
+    monkeypatch.setattr(address, "look_up", look_up)
+    monkeypatch.setattr(address, "_KNOCK", 0.01)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    assert asyncio.run(address.knock(Endpoint("node", 1), 60.0)) is said
+    assert asyncio.run(address.is_refused(Endpoint("node", 1), 60.0)) is (said is False)
+
+
+def test_a_knock_waits_for_a_name_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stalled(_: str) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(address, "look_up", stalled)
+    assert asyncio.run(address.knock(Endpoint("node", 1), 0.01)) is None
