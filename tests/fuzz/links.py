@@ -22,11 +22,11 @@ from paceline.errors import LinkUnavailable, PacelineError
 from paceline.links.base import LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
-from paceline.links.grpc_kind import GrpcOutgoing, Outbox
+from paceline.links.grpc_kind import GrpcOutgoing
+from paceline.links.outbox import Outbox
 from paceline.links.registry import LinkKinds
 from paceline.links.shm import handover
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     LAYOUT,
@@ -35,6 +35,7 @@ from paceline.links.shm.layout import (
     SLOTS_AT,
     STAGING_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
 from paceline.links.tcp._tcp_incoming import TcpIncoming

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.program import all_gather_program, all_to_all_program
 from paceline.collectives.rows import chunk_bounds
 from paceline.collectives.tasks import Chooser, Task, segment
@@ -59,7 +59,7 @@ def all_reduce_compressed_task(
     if out is not None:
         check_out(out, dtype, x.shape)
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         result = landing(out, x, dtype, x.shape, in_place=True)
         base, flat = as_flat(x), result.reshape(-1)
         if engine.mesh.size == 1:  # nothing travels, so nothing is compressed
@@ -107,7 +107,7 @@ class _Exchange:
         self._values, self._total = np.empty(piece, base.dtype), np.empty(piece, base.dtype)
         self._narrow, self._decoded, self._scratch = (np.empty(piece, np.float32) for _ in range(3))
 
-    def run(self, call: Call, choose: Chooser) -> None:
+    def run(self, call: CollectiveCall, choose: Chooser) -> None:
         rank, world, sizes = self._rank, self._world, self._sizes
         frame = segment(self._out_area.dtype, self._engine)
         self._encode_all()
@@ -123,7 +123,7 @@ class _Exchange:
 
         schedule = choose("all_gather", totals.nbytes, world).schedule
         program = all_gather_program(schedule, rank, world, sizes, frame)
-        second = Call(call.operation, call.signature, call.started, call.deadline, 1)
+        second = CollectiveCall(call.operation, call.signature, call.started, call.deadline, 1)
         self._engine.run(second, program, totals if schedule == "bruck" else own, totals)
         for c in range(world):
             self._decode_chunk(c, totals[starts[c] : starts[c + 1]])

@@ -25,7 +25,7 @@ __all__ = [
     "Area",
     "Bounds",
     "Do",
-    "Layout",
+    "ChunkLayout",
     "Move",
     "Program",
     "SEGMENT_BYTES",
@@ -77,7 +77,7 @@ class Do(IntEnum):
     SEND = 5
 
 
-class Layout(NamedTuple):
+class ChunkLayout(NamedTuple):
     """Where each chunk is at one rank, as bounds in elements; None where it has no place.
 
     Attributes:
@@ -148,7 +148,7 @@ class _Send(NamedTuple):
 
 def compile_rows(
     rows: Sequence[Row],
-    layout: Layout,
+    layout: ChunkLayout,
     segment: int,
     *,
     pass_on: bool = True,
@@ -163,7 +163,7 @@ def compile_rows(
         pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
         lend: as in `Program`.
     """
-    memory = _Memory(rows, layout, segment)
+    memory = _ChunkMemory(rows, layout, segment)
     receives: list[Move] = []
     sends: list[_Send] = []
     waves: list[int] = []  # how many receives are done at the end of each wave so far
@@ -199,7 +199,7 @@ def compile_rows(
 
 
 def _receives(
-    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _Memory, heard: Counter[int], done: int
+    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _ChunkMemory, heard: Counter[int], done: int
 ) -> Iterator[Move]:
     """The receives of a step, wave by wave; `done` of them came before."""
     folds = Counter(frame.pieces for frames in incoming.values() for frame, action in frames if action is Action.FOLD)
@@ -235,10 +235,10 @@ def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
             yield receives[done]
 
 
-class _Memory:
+class _ChunkMemory:
     """Where each chunk's value is while the program goes on."""
 
-    def __init__(self, rows: Sequence[Row], layout: Layout, segment: int) -> None:
+    def __init__(self, rows: Sequence[Row], layout: ChunkLayout, segment: int) -> None:
         self._layout = layout
         self._segment = segment
         self._sizes: dict[int, int] = {}
@@ -328,13 +328,13 @@ class _Memory:
 def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
     """N elements at each rank, before and after."""
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
-    return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)
+    return _compile("all_reduce", schedule, rank, world, ChunkLayout(bounds, bounds), segment, nodes=nodes)
 
 
 @lru_cache(maxsize=256)
 def reduce_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
     """N elements at each rank; the result at the root."""
-    layout = Layout([(0, n)], [(0, n) if rank == root else None])
+    layout = ChunkLayout([(0, n)], [(0, n) if rank == root else None])
     return _compile("reduce", schedule, rank, world, layout, segment, root)
 
 
@@ -342,14 +342,14 @@ def reduce_program(schedule: str, rank: int, world: int, root: int, n: int, segm
 def reduce_scatter_program(schedule: str, rank: int, world: int, n: int, segment: int) -> Program:
     """N elements at each rank, of which each gets its chunk."""
     bounds = chunk_bounds(n, world)
-    return _compile("reduce_scatter", schedule, rank, world, Layout(bounds, _only(rank, bounds)), segment)
+    return _compile("reduce_scatter", schedule, rank, world, ChunkLayout(bounds, _only(rank, bounds)), segment)
 
 
 @lru_cache(maxsize=256)
 def broadcast_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
     """N elements at the root, then everywhere."""
     bounds = chunk_bounds(n, chunks_of("broadcast", schedule, world))
-    layout = Layout(bounds if rank == root else [None] * len(bounds), bounds)
+    layout = ChunkLayout(bounds if rank == root else [None] * len(bounds), bounds)
     return _compile("broadcast", schedule, rank, world, layout, segment, root)
 
 
@@ -358,7 +358,7 @@ def scatter_program(rank: int, world: int, root: int, n: int, segment: int) -> P
     """W times n elements at the root; n of them at each rank."""
     bounds = chunk_bounds(n * world, world)
     out = _only(rank, bounds)
-    layout = Layout(bounds if rank == root else [None] * world, out)
+    layout = ChunkLayout(bounds if rank == root else [None] * world, out)
     return _compile("scatter", "direct", rank, world, layout, segment, root)
 
 
@@ -372,7 +372,7 @@ def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, .
     base: list[Bounds | None] = [None] * world
     if schedule != "bruck":
         base[rank] = (0, sizes[rank])
-    return _compile("all_gather", schedule, rank, world, Layout(base, out), segment)
+    return _compile("all_gather", schedule, rank, world, ChunkLayout(base, out), segment)
 
 
 @lru_cache(maxsize=64)
@@ -380,7 +380,7 @@ def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], seg
     """sizes[r] elements at rank r; all of them at the root, in rank order. Elsewhere only the own size counts."""
     base: list[Bounds | None] = [None] * world
     base[rank] = (0, sizes[rank])
-    layout = Layout(base, _places(sizes) if rank == root else [None] * world)
+    layout = ChunkLayout(base, _places(sizes) if rank == root else [None] * world)
     return _compile("gather", "direct", rank, world, layout, segment, root)
 
 
@@ -391,14 +391,14 @@ def all_to_all_program(
     """sent[c] elements for rank c, one after the other; received[c] of rank c likewise."""
     base: list[Bounds | None] = [*_places(sent), *[None] * world]
     base[world + rank] = base[rank]
-    layout = Layout(base, [*[None] * world, *_places(received)])
+    layout = ChunkLayout(base, [*[None] * world, *_places(received)])
     return _compile("all_to_all", "pairwise", rank, world, layout, segment)
 
 
 @lru_cache(maxsize=16)
 def barrier_program(schedule: str, rank: int, world: int) -> Program:
     """Empty frames."""
-    return _compile("barrier", schedule, rank, world, Layout([(0, 0)], [(0, 0)]), 1)
+    return _compile("barrier", schedule, rank, world, ChunkLayout([(0, 0)], [(0, 0)]), 1)
 
 
 def _compile(
@@ -406,7 +406,7 @@ def _compile(
     schedule: str,
     rank: int,
     world: int,
-    layout: Layout,
+    layout: ChunkLayout,
     segment: int,
     root: int = 0,
     nodes: Nodes = (),

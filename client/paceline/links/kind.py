@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,8 @@ from paceline.credentials import Credentials
 from paceline.links.base import LinkEnded, Peer
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame
+from paceline.links.outbox import Outbox
 from pacelinepb.v1 import peer_pb2
-
-if TYPE_CHECKING:
-    from paceline.links.grpc_kind import Outbox
 
 __all__ = ["TICKET_BYTES", "TICKET_LIFETIME", "Breach", "HalfContext", "Incoming", "Kind", "KindNumber", "Outgoing"]
 

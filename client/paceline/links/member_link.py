@@ -19,8 +19,8 @@ from paceline.errors import PacelineError
 from paceline.links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import Frame, FrameKind, encode
-from paceline.links.grpc_kind import Outbox
 from paceline.links.kind import Breach, Incoming, Outgoing
+from paceline.links.outbox import Outbox
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["MemberLink"]

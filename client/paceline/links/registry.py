@@ -24,8 +24,9 @@ from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
 from paceline.links.base import Peer
 from paceline.links.fault import Fault
-from paceline.links.grpc_kind import GrpcKind, Outbox
+from paceline.links.grpc_kind import GrpcKind
 from paceline.links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext, Incoming, Kind, Outgoing
+from paceline.links.outbox import Outbox
 from paceline.links.shm.shm_kind import ShmKind
 from paceline.links.tcp import TcpKind
 from pacelinepb.v1 import peer_pb2

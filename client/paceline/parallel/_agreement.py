@@ -130,7 +130,7 @@ class NewcomerDiffers(PeerRaised):
 def agree(
     group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool, agreed_in: int = 0
 ) -> int:
-    """Compares manifests, then gives rank 0's values to all, unless all hold them already or are known to (`vouched`).
+    """Compares manifests, then gives rank 0's values to all, unless all hold them already (`Group.has_same_state`).
 
     Args:
         group: the ranks.
@@ -168,7 +168,7 @@ def agree(
             raise NewcomerDiffers(text, newcomer, ranks=error.ranks) from error
         raise error
 
-    if group.vouched:
+    if group.has_same_state:
         return 0
     fingerprint = _fingerprint(arrays)
     odd = _differ(_tell_all(group, [fingerprint]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.collectives.passenger import Passenger
+from paceline.collectives.piggyback import Piggyback
 from paceline.compression import Codec, Memory
 from paceline.links.base import Peer
 
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         """The members in rank order."""
 
     @property
-    def vouched(self) -> bool:
+    def has_same_state(self) -> bool:
         """True if all members are known to hold the same state."""
 
     @property
@@ -50,10 +50,10 @@ class Ranks(Protocol):
         """What this rank's gradients count now, beside the other ranks'."""
 
     @property
-    def barred(self) -> str:
+    def ban_reason(self) -> str:
         """Why no collective may be called now; empty if any may."""
 
-    def board(self) -> Passenger | None:
+    def take_piggyback(self) -> Piggyback | None:
         """Whoever waits for a bucket of gradients to ride in; all ranks have one or none. Given out once."""
 
     def all_reduce(

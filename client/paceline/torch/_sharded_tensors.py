@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.errors import UnsupportedOp
 from paceline.parallel._parameter import Parameter
 from paceline.parallel.sharding._sharded_model import ShardedModel
-from paceline.torch._tensors import array_of, nothing, tensor_of
+from paceline.torch._tensors import array_of, placeholder_like, tensor_of
 
 __all__ = [
     "Adapter",
@@ -123,7 +123,7 @@ class Mirror(Parameter):
     def _place(self, values: NDArray[Any] | None) -> None:
         super()._place(values)
         # Same object, other memory: modules, optimizers and autograd's accumulators refer to the object.
-        self.tensor.data = nothing(self.tensor) if values is None else tensor_of(values)
+        self.tensor.data = placeholder_like(self.tensor) if values is None else tensor_of(values)
 
 
 class Piece(Parameter):

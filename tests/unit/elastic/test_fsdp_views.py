@@ -107,7 +107,7 @@ def form(workers: Sequence[Worker], generation: int, *, vouched: bool) -> None:
     for worker, mesh in zip(workers, local_meshes(len(workers), generation=generation), strict=True):
         worker.group.move(mesh)
         if vouched:
-            worker.group.vouch()
+            worker.group.confirm_same_state()
 
 
 def all_do(workers: Sequence[Worker], do: Callable[[Worker], Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from paceline import errors
 from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.fault import Fault, Suspicion
-from paceline.links.grpc_kind import OUTBOX_FRAMES, Outbox
+from paceline.links.outbox import OUTBOX_FRAMES, Outbox
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

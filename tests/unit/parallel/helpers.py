@@ -163,10 +163,10 @@ class RecordingGroup:
     fail_at: int = 0
     """Number, from 1, of the all_reduce of gradients that fails; 0 for none."""
     generation: int = 1
-    vouched: bool = False
+    has_same_state: bool = False
     members: tuple[Peer, ...] = ()
-    barred: str = ""
-    board: Callable[[], None] = lambda: None  # nobody rides
+    ban_reason: str = ""
+    take_piggyback: Callable[[], None] = lambda: None
     _reductions: int = 0
 
     def all_reduce(

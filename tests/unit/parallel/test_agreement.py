@@ -188,7 +188,7 @@ def test_a_newcomer_is_new_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
     for generation in (2, 3):
         for group, mesh in zip((new, old), local_meshes(2, generation=generation), strict=True):
             group.move(mesh)
-            group.vouch()
+            group.confirm_same_state()
         assert each([new, old], lambda g: wrappers[g][0].prepare()) == [None, None]
     ends = each([new, old], lambda g: wrappers[g][1].prepare())
     assert [type(error) for error in ends] == [SizeMismatch, NewcomerDiffers]
