@@ -20,7 +20,7 @@ from paceline.compression import Bf16, Codec
 from paceline.parallel._buckets import Bucket
 from paceline.parallel._low_rank import LowRankBucket, shrinks
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import PendingWork, Ranks
+from paceline.parallel._ranks import PendingWork, RankGroup
 
 __all__ = ["GradientBucket", "GradientTransport", "HostTransport"]
 
@@ -120,7 +120,7 @@ class HostTransport:
         feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
     """
 
-    def __init__(self, group: Ranks, codec: Codec | None = None, rank: int = 0, *, feedback: bool = False) -> None:
+    def __init__(self, group: RankGroup, codec: Codec | None = None, rank: int = 0, *, feedback: bool = False) -> None:
         self._group = group
         self._codec = codec
         self._rank = rank

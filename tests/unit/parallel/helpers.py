@@ -17,7 +17,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.optim import Optimizer
 from paceline.parallel import DDP, Parameter
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 
 Array = NDArray[Any]
 Weights = dict[str, Array]
@@ -68,7 +68,7 @@ def train_alone(module: nn.Sequential, optimizer: Optimizer, sampler: ElasticSam
 
 
 def train_ranks(
-    group: Ranks,
+    group: RankGroup,
     module: nn.Sequential,
     make_optimizer: Callable[[DDP], Optimizer],
     sampler: ElasticSampler,
