@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.torch._torch_work import Futures, Operation, Promise
 from paceline.torch.process_group import messenger
-from paceline.torch.work import Futures, Operation, Promise
 
 pytestmark = [pytest.mark.torch, pytest.mark.newest]
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.torch.register import register
 
 if TYPE_CHECKING:
+    from paceline.torch._data_loader import ElasticDataLoader
     from paceline.torch._local_training import DiLoCo, LocalSGD
-    from paceline.torch.data import ElasticDataLoader
+    from paceline.torch._stream_loader import ElasticStreamLoader
+    from paceline.torch._torch_store import Store
     from paceline.torch.ddp import DDP
     from paceline.torch.fsdp import FSDP
     from paceline.torch.process_group import ProcessGroup
-    from paceline.torch.store import Store
-    from paceline.torch.stream import ElasticStreamLoader
 
 __all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", "LocalSGD", "ProcessGroup", "Store"]
 
@@ -30,11 +30,11 @@ _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
     "DiLoCo": "paceline.torch._local_training",
-    "ElasticDataLoader": "paceline.torch.data",
-    "ElasticStreamLoader": "paceline.torch.stream",
+    "ElasticDataLoader": "paceline.torch._data_loader",
+    "ElasticStreamLoader": "paceline.torch._stream_loader",
     "LocalSGD": "paceline.torch._local_training",
     "ProcessGroup": "paceline.torch.process_group",
-    "Store": "paceline.torch.store",
+    "Store": "paceline.torch._torch_store",
 }
 
 register()

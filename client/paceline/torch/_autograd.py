@@ -25,7 +25,7 @@ from paceline.parallel._data_parallel import ReplicatedModel
 from paceline.parallel._parameter import Parameter
 from paceline.parallel._ranks import RankGroup
 from paceline.parallel._synchronizer import GradientSynchronizer
-from paceline.torch.tensors import Tensor, array_of, tensor_of
+from paceline.torch._tensors import Tensor, array_of, tensor_of
 
 __all__ = ["AutogradDriver", "AutogradObserver", "AutogradPass", "TorchModule", "TorchParameter", "Uneven"]
 

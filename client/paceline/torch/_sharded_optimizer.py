@@ -26,7 +26,7 @@ from paceline.parallel._optimizer_state import OptimizerState
 from paceline.parallel._parameter import Parameter
 from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._sharded_tensors import TorchPiece, mirror_in, piece_of
-from paceline.torch.tensors import array_of, tensor_of
+from paceline.torch._tensors import array_of, tensor_of
 
 __all__ = ["TorchOptimizer", "optimizer_of", "watch_optimizers"]
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.errors import UnsupportedOp
 from paceline.parallel._parameter import Parameter
 from paceline.parallel.sharding._sharded_model import ShardedModel
-from paceline.torch.tensors import array_of, nothing, tensor_of
+from paceline.torch._tensors import array_of, nothing, tensor_of
 
 __all__ = [
     "Adapter",

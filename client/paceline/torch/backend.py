@@ -21,10 +21,10 @@ from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, InvalidRank, OrphanedError
 from paceline.session.address import Endpoint, knock, parse_endpoint
 from paceline.session.session import CoordinatedSession
+from paceline.torch._torch_store import Store, underlying
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import NAME
 from paceline.torch.releases import wants_reconfiguration
-from paceline.torch.store import Store, underlying
 
 __all__ = ["create", "join_torchruns_world"]
 

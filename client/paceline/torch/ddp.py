@@ -17,8 +17,8 @@ from paceline.parallel._agreement import give
 from paceline.parallel._parameter import buffers_of, parameters_of
 from paceline.parallel._ranks import RankGroup
 from paceline.torch._autograd import AutogradDriver
+from paceline.torch._tensors import Tensor
 from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.tensors import Tensor
 
 __all__ = ["DDP"]
 

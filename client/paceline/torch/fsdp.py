@@ -20,8 +20,8 @@ from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._sharded_autograd import ShardedDriver
 from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
 from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, TorchPiece, Wrapped, replaced
+from paceline.torch._tensors import Tensor, array_of, tensor_of
 from paceline.torch.compiling import stay_out_of_graphs
-from paceline.torch.tensors import Tensor, array_of, tensor_of
 
 __all__ = ["FSDP"]
 

@@ -33,6 +33,6 @@ def _create(opts: Any, pg_options: Any = None) -> Any:
 
 
 def _rendezvous(url: str, **settings: Any) -> Iterator[Any]:
-    from paceline.torch.rendezvous import rendezvous
+    from paceline.torch._torch_store import rendezvous
 
     return rendezvous(url, **settings)

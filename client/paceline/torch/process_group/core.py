@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from paceline import Group
+from paceline.torch._torch_work import Futures, Operation, seconds_of, told_to_torch
 from paceline.torch.compiling import never_traced
-from paceline.torch.errors import told_to_torch
 from paceline.torch.process_group.messenger import Messenger
-from paceline.torch.work import Futures, Operation, seconds_of
 from paceline.work import Work
 
 __all__ = ["NAME", "Call", "Core", "Finish", "end"]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import OperationTimeout
-from paceline.torch.arrays import landing
-from paceline.torch.errors import told_to_torch
+from paceline.torch._tensors import landing
+from paceline.torch._torch_work import told_to_torch
 from paceline.torch.process_group.core import Core
 from paceline.torch.process_group.messenger import Message, check_alone
 

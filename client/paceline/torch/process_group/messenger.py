@@ -19,10 +19,9 @@ import torch.distributed as dist
 from paceline import Group
 from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
-from paceline.torch.arrays import Landing, elements_of
+from paceline.torch._tensors import Landing, elements_of
+from paceline.torch._torch_work import Promise, for_torch, seconds_of
 from paceline.torch.compiling import never_traced
-from paceline.torch.errors import for_torch
-from paceline.torch.work import Promise, seconds_of
 
 __all__ = ["Message", "Messenger"]
 

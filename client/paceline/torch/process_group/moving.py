@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import (
 
 from paceline.arrays import Array
 from paceline.errors import SizeMismatch
-from paceline.torch.arrays import elements_of, landing
+from paceline.torch._tensors import elements_of, landing
+from paceline.torch._torch_work import Operation
 from paceline.torch.process_group.core import Core, Finish
-from paceline.torch.work import Operation
 
 __all__ = ["Moving"]
 

@@ -44,12 +44,11 @@ from paceline.session.address import Endpoint, listening_host, parse_endpoint, r
 from paceline.session.join import connect, rules_of
 from paceline.session.membership import Membership
 from paceline.session.session import CoordinatedSession
-from paceline.torch.errors import told_to_torch
+from paceline.torch._torch_store import underlying
+from paceline.torch._torch_work import Operation, seconds_of, told_to_torch
 from paceline.torch.process_group import ProcessGroup
 from paceline.torch.process_group.core import end
 from paceline.torch.process_group.handles import Handle, Presence, PresenceWatcher
-from paceline.torch.store import underlying
-from paceline.torch.work import Operation, seconds_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Reconfigurable", "meeting_point"]

@@ -18,10 +18,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ReduceOp
 
 from paceline.errors import SizeMismatch, UnsupportedOp
-from paceline.torch.arrays import Landing, elements_of, is_number, landing
+from paceline.torch._tensors import Landing, elements_of, is_number, landing, tensor_of
+from paceline.torch._torch_work import Operation, seconds_of
 from paceline.torch.process_group.core import Call, Core, Finish
-from paceline.torch.tensors import tensor_of
-from paceline.torch.work import Operation, seconds_of
 
 __all__ = ["Reducing"]
 

@@ -1,4 +1,7 @@
-"""What torch.distributed hands out for an operation that may not be over: `Work`, and its future.
+"""What torch.distributed hands out for an operation that may not be over: `Work`, its future, and errors.
+
+Scripts of torch.distributed catch RuntimeError, Paceline's users its types. So what a process group raises is both: the
+Paceline error, and `torch.distributed.DistBackendError` (a RuntimeError).
 
 Errors are the reason for most of this (facts measured with torch 2.13): `Future.set_exception` looks like success to
 C++, so a future's value comes from a callback that raises; and futures run their callbacks inside `set_result`, which
@@ -7,9 +10,11 @@ may issue and await another operation (PowerSGD does), so they are completed on 
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +22,38 @@ import torch
 import torch.distributed as dist
 
 from paceline import work
+from paceline.errors import OperationTimeout, PacelineError
 from paceline.torch.compiling import never_traced
-from paceline.torch.errors import for_torch, told_to_torch
 
-__all__ = ["Futures", "Operation", "Promise", "seconds_of"]
+__all__ = ["Futures", "Operation", "Promise", "for_torch", "seconds_of", "told_to_torch"]
+
+
+@functools.cache
+def _both(kind: Any) -> Any:
+    return type(kind.__name__, (kind, dist.DistBackendError), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+
+
+def for_torch(error: BaseException) -> BaseException:
+    """The same error, a `DistBackendError` too if it is Paceline's."""
+    if not isinstance(error, PacelineError) or isinstance(error, dist.DistBackendError):
+        return error
+    kind: Any = type(error)
+    both = _both(kind)
+    made: PacelineError = both.__new__(both)
+    made.__dict__.update(error.__dict__)
+    text = str(error)
+    made.args = (f"{text} (the timeout of this call)" if isinstance(error, OperationTimeout) else text,)
+    return made.with_traceback(error.__traceback__)
+
+
+@contextmanager
+def told_to_torch() -> Iterator[None]:
+    """Raises what the block raises as `for_torch` has it."""
+    try:
+        yield
+    except PacelineError as error:
+        raise for_torch(error) from error.__cause__
+
 
 _MOST_THREADS = 32
 """Callbacks that may be waiting for further operations at the same time."""

@@ -95,7 +95,7 @@ class ElasticDataLoader:
         wanted, tasks = next(planned), None
         if not _same(wanted, next(self._expected, None)):
             self._expected, ahead = tee(planned)
-            tasks = (_Task(sampler.seed, each.epoch, each.indices.tolist()) for each in chain([wanted], ahead))
+            tasks = (_BatchTask(sampler.seed, each.epoch, each.indices.tolist()) for each in chain([wanted], ahead))
         try:
             return self._fetcher.next(step.rank, tasks)
         except BaseException:
@@ -116,7 +116,7 @@ class ElasticDataLoader:
         self.close()
 
 
-class _Task(NamedTuple):
+class _BatchTask(NamedTuple):
     """What is to be fetched for one step."""
 
     seed: int
@@ -131,7 +131,7 @@ class _Samples:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def fetch(self, task: _Task, check: Callable[[], None]) -> Any:
+    def fetch(self, task: _BatchTask, check: Callable[[], None]) -> Any:
         """See `SampleSource`."""
         at_once = getattr(self._dataset, "__getitems__", None)
         if callable(at_once):
