@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker's token drains others",
-        f"{SERVER}/security/authenticate.py",
+        f"{SERVER}/services/authenticate.py",
         "return Role.OPERATOR if method.startswith(_ADMIN) else Role.WORKER",
         "return Role.WORKER",
         ("unit/server/test_tokens.py",),

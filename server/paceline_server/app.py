@@ -17,7 +17,6 @@ from paceline_server._grpc import aio
 from paceline_server.budget import Budget
 from paceline_server.dispatcher import Dispatcher, Observer
 from paceline_server.listening import listen
-from paceline_server.security.authenticate import AuthenticationInterceptor
 from paceline_server.security.certificate_files import CertificateKeeper
 from paceline_server.security.exposure import exposure
 from paceline_server.security.payer import payer
@@ -25,6 +24,7 @@ from paceline_server.security.tls import TlsPaths
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Tokens
 from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.authenticate import AuthenticationInterceptor
 from paceline_server.services.calls import OpenCalls
 from paceline_server.services.paced import PacingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor

@@ -27,8 +27,8 @@ from paceline.credentials import Credentials
 from paceline.testing import coordinator
 from paceline_server._grpc import aio, grpc
 from paceline_server.security import token_file
-from paceline_server.security.authenticate import JOB_OF, LIST_JOBS, role_for
 from paceline_server.security.tokens import Role
+from paceline_server.services.authenticate import JOB_OF, LIST_JOBS, role_for
 from pacelinepb import checks
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from support.coordinator import reason_of, run, running

@@ -136,7 +136,7 @@ class _Exchange:
             yield start, min(start + step, hi)
 
     def _encode_all(self) -> None:
-        """Encodes what the others own, and puts the exact elements behind each chunk."""
+        """Encodes the chunks that other ranks own, each followed by the exact elements."""
         at = 0
         exact = self._base[self._exact].view(np.uint8)
         for c in range(self._world):
@@ -150,7 +150,7 @@ class _Exchange:
             at += exact.size
 
     def _entering(self, lo: int, hi: int) -> Array:
-        """This rank's values with what was left over, shape [hi - lo]."""
+        """This rank's values plus the rounding errors of the last call, shape [hi - lo]."""
         if self._residuals is None:
             return self._base[lo:hi]
         values = self._values[: hi - lo]
@@ -158,7 +158,7 @@ class _Exchange:
         return values
 
     def _encode(self, values: Array, into: Array, lo: int, hi: int, scale: int) -> None:
-        """Encodes a piece, and notes what that leaves over, times `scale`."""
+        """Encodes a piece, and keeps its rounding errors, times `scale`."""
         n = hi - lo
         narrow = values
         if values.dtype != np.float32:
@@ -211,7 +211,7 @@ class _Exchange:
         return total
 
     def _places(self) -> list[int]:
-        """Where what each rank has sent begins."""
+        """Where the bytes that each rank sent begin."""
         return [0, *accumulate(self._received)][:-1]
 
     def _decode_chunk(self, c: int, data: Array) -> None:

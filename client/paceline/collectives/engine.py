@@ -38,7 +38,7 @@ PHASE = 1 << 28
 _NOTHING = memoryview(bytearray())  # as a place for an empty frame it is written to
 
 _SETTLING = -1
-"""In place of a part's number: all frames are sent, and the last of them are still being read."""
+"""In place of a part's number: all frames are sent, and other ranks still read the last ones."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Engine:
         mesh: the mesh.
         nodes: the node of each rank.
         neighbours: `Mesh.neighbours`.
-        plans: what operations have been found to take, by their arguments; kept by the tasks.
+        plans: programs and signatures of earlier operations, by their arguments; the tasks keep them here.
     """
 
     def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
@@ -167,7 +167,7 @@ class Engine:
             self._await_release(deadline)
 
     def run_empty(self, call: CollectiveCall, program: Program) -> None:
-        """As `run`, for a program whose frames carry nothing: only that all were there.
+        """Runs a program whose frames carry no array, as a barrier does.
 
         Raises:
             PacelineError: as `run`.
@@ -196,7 +196,7 @@ class Engine:
         return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
 
     def _check(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> None:
-        """Believes a frame that is the one due, and no other (I4)."""
+        """Refuses any frame but the one that is due (I4)."""
         if (
             frame.operation != call.operation
             or frame.part != part + call.phase * PHASE
@@ -207,7 +207,7 @@ class Engine:
             self._refuse(call, peer, part + call.phase * PHASE, nbytes, frame)
 
     def _await_release(self, deadline: float) -> None:
-        """Returns when nobody reads this rank's arrays any more."""
+        """Waits until no other rank reads this rank's arrays."""
         for peer in sorted(self._exchange.lent):
             self._at = _wait_for(Do.SEND, peer, _SETTLING)
             self._exchange.await_release(peer, deadline)

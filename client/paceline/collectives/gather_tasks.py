@@ -24,7 +24,7 @@ __all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
 _COUNT = np.dtype(np.int64)
 
 _MOST_PLANS = 256
-"""What a group plans is forgotten beyond this many operations, as programs are."""
+"""Plans that a group keeps; when there are more, it forgets all."""
 
 
 def all_gather_task(
@@ -145,9 +145,9 @@ def _plan(engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, 
 
 
 class _Gathering:
-    """What all_gather and gather have in common: rows on axis 0, as many at each rank or not.
+    """The common part of all_gather and gather: rows on axis 0, of which each rank may have another number.
 
-    What follows from dtype and shape of `x`, but not from what it holds, which is not kept.
+    It depends on dtype and shape of `x` alone, so it is kept for the next call; `x` is not.
     """
 
     def __init__(self, engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> None:
@@ -198,7 +198,7 @@ class _Gathering:
         return (sum(counts), *self._tail)
 
     def landing(self, call: CollectiveCall, counts: Sequence[int], out: Array | None, x: Array) -> Array:
-        """Where to put them."""
+        """The array that all rows are put in."""
         shape = self.shape(counts)
         if out is not None:
             check_out(out, self.dtype, shape)
@@ -234,7 +234,7 @@ def _landing(
 def _exchange_counts(
     engine: Engine, call: CollectiveCall, sent: Sequence[int], expected: Sequence[int] | None, row_bytes: int
 ) -> list[int]:
-    """How many rows each rank sends here."""
+    """Exchanges counts; returns the number of rows that each rank sends to this one."""
     mesh, ones = engine.mesh, (1,) * engine.mesh.size
     counts = np.empty(mesh.size, _COUNT)
     program = all_to_all_program(mesh.rank, mesh.size, ones, ones, segment(_COUNT, engine))

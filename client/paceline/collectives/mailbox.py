@@ -248,7 +248,7 @@ class Mailbox:
                 return
 
     def _take_in(self) -> None:
-        """Takes in what has arrived, unless another thread does."""
+        """Receives all frames that have arrived, unless another thread is doing so."""
         for peer in self._mesh.linked(Purpose.POINT_TO_POINT):
             self._link(peer)  # its messages were not asked for yet, but it may be blocked until somebody takes them in
         with self._lock:
@@ -269,7 +269,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def _drain(self, rank: int) -> None:
-        """Takes in what has arrived from a rank. The pump's."""
+        """Receives all frames that have arrived from a rank. Only the pump calls this."""
         link = self._links.get(rank)
         if link is None or rank in self._ended:
             return

@@ -46,7 +46,7 @@ SEGMENT_BYTES = 1 << 20
 `AHEAD`."""
 
 AHEAD = 4
-"""Where a step both sends and receives, sending to a peer is never more frames ahead of the waves than this. So the
+"""In a step that sends and receives, a rank sends at most so many frames to a peer ahead of the waves. So the
 sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames on their way for nobody to wait
 for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
 
@@ -54,14 +54,14 @@ Bounds: TypeAlias = tuple[int, int]
 
 
 class Area(IntEnum):
-    """Where elements are."""
+    """The array that a move reads or writes."""
 
     BASE = 0
     """The argument; never written to."""
     OUT = 1
     """The result."""
     SCRATCH = 2
-    """Memory for what a rank passes on, and has no place for in its result."""
+    """Memory for chunks that a rank passes on, and that have no place in its result."""
 
 
 class Do(IntEnum):
@@ -78,7 +78,7 @@ class Do(IntEnum):
 
 
 class ChunkLayout(NamedTuple):
-    """Where each chunk is at one rank, as bounds in elements; None where it has no place.
+    """The place of each chunk at one rank, as bounds in elements; None for a chunk without one.
 
     Attributes:
         base: in the argument: this rank's own value. A chunk without one is in the result from the start, or received.
@@ -236,7 +236,7 @@ def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
 
 
 class _ChunkMemory:
-    """Where each chunk's value is while the program goes on."""
+    """Keeps track of where each chunk's value is, move by move."""
 
     def __init__(self, rows: Sequence[Row], layout: ChunkLayout, segment: int) -> None:
         self._layout = layout
@@ -274,7 +274,7 @@ class _ChunkMemory:
         return max(self._made.get(piece, 0) for piece in frame.pieces)
 
     def own(self, frame: _Frame) -> tuple[Area, int]:
-        """Where this rank's value is, before it is received."""
+        """The place of this rank's value before the frame is received."""
         places = {self._place(c, made=(c, j) in self._made)[0] for c, j in frame.pieces}
         assert len(places) == 1, "chunks that travel together lie in one area"
         (chunk, segment), *_ = frame.pieces
@@ -282,14 +282,14 @@ class _ChunkMemory:
         return area, lo + frame.at
 
     def receive(self, frame: _Frame, done: int, *, made: bool) -> tuple[Area, int]:
-        """Where it is afterwards; notes who made it."""
+        """The place of the value afterwards; notes which receive made it."""
         if made:
             self._made.update(dict.fromkeys(frame.pieces, done))
         area, lo = self._place(frame.pieces[0][0], made=True)
         return area, lo + frame.at
 
     def end_of_step(self, step: int) -> None:
-        """Scratch memory of what will not be sent again is free for the steps to come."""
+        """Frees the scratch memory of chunks that will not be sent again."""
         for chunk in [c for c in self._slots if self._last_send.get(c, step) <= step]:
             self._free.append(self._slots.pop(chunk))
 

@@ -49,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 Chooser: TypeAlias = Callable[..., Choice]
-"""As `choose.choose`: (collective, bytes, world, sums=..., nodes=...) to a choice."""
+"""Picks a schedule, as `choose.choose` does: (collective, bytes, world, sums=..., nodes=...) to a choice."""
 
 
 class Task(NamedTuple, Generic[T]):
@@ -125,7 +125,7 @@ def reducing_task(
 
 
 class _ReductionPlan(NamedTuple):
-    """What follows from the arguments of an all_reduce or a reduce_scatter, but for what its arrays hold."""
+    """An all_reduce or reduce_scatter of a given dtype and shape, ready for arrays. Each is made once."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

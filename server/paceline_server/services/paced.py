@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.errors import LimitMet, NoRoom
 from paceline_server.pacing import Pacers
-from paceline_server.security.authenticate import authorization_of
+from paceline_server.services.authenticate import authorization_of
 from paceline_server.services.calls import OpenCall, OpenCalls
 from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse

@@ -46,7 +46,7 @@ MAX_SEGMENTS = 4096
 """Segments of one peer that are mapped at a time."""
 
 _FRAMES, _MARKS = range(2)
-"""Of what the bell counts."""
+"""Indices of `ShmIncoming._rung`: the bell counts both."""
 
 
 class ShmIncoming(Incoming):
@@ -90,11 +90,11 @@ class ShmIncoming(Incoming):
         self._bell.watch(sock.fileno(), self._on_socket)
         self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
-        self._frames = 0  # that were read
-        self._held = 0  # of them: not given back
+        self._frames = 0  # frames that were read
+        self._held = 0  # frames that were read and not given back
         self._pinned = False  # one of those is read where it lies
         self._lent = False  # one of those lies in the peer's arena
-        self._releases = False  # whoever reads has released before, and will again
+        self._releases = False  # the reader has released a frame before, so it will again
         self._ended: tuple[LinkEnded, int | None] | None = None
         self._notify: Callable[[], None] = _nothing
         self._epoll: select.epoll | None = None
@@ -159,7 +159,7 @@ class ShmIncoming(Incoming):
         return found
 
     def _next_operation(self) -> int:
-        """Of the next frame, which the bell has counted."""
+        """The operation of the next frame, which the bell has counted."""
         return self._control.descriptor(self._frames).operation
 
     def _await(self, what: int, words: memoryview, at: int, before: int, spinning: SpinPolicy, deadline: float) -> None:
@@ -320,11 +320,11 @@ class ShmIncoming(Incoming):
 
 
 def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
+    """The notification of a half whose reader has not asked for any."""
 
 
 class LentSegments:
-    """The segments of one peer. For the thread that reads.
+    """The segments of a peer's arena that it has handed over, mapped here to be read. For the thread that reads.
 
     Args:
         fault: how the generation ends.
@@ -339,11 +339,11 @@ class LentSegments:
         self._segments: dict[int, Attached] = {}
 
     def fileno(self) -> int:
-        """Of the socket: readable when there is something to learn."""
+        """The socket's descriptor: readable when the peer has announced something."""
         return self._sock.fileno()
 
     def find(self, number: int) -> Attached:
-        """A segment; one that was not handed over is the peer's breach."""
+        """The segment with this number. Ends the generation if the peer has not handed it over."""
         segment = self._segments.get(number)
         if segment is None:
             self.learn()
@@ -353,12 +353,12 @@ class LentSegments:
         return segment
 
     def close(self) -> None:
-        """What is still referred to stays mapped."""
+        """Closes the socket. Segments that are still referred to stay mapped."""
         self._sock.close()
         self._segments.clear()
 
     def learn(self) -> None:
-        """Takes in which segments the peer has handed over, and which are gone."""
+        """Reads which segments the peer has handed over, and which are gone."""
         for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
             try:
                 word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)

@@ -80,7 +80,7 @@ class ShmOutgoing(Outgoing):
         self._bell = bell
         self._rung = 0  # frames that the bell has been told of
         self._released = 0
-        self._lent_until = 0  # frames up to this one must be released before nothing is lent
+        self._lent_until = 0  # once the frames before this one are released, nothing is lent
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._ended: LinkEnded | None = None
@@ -217,7 +217,7 @@ class ShmOutgoing(Outgoing):
             raise again(self._ended)
 
     def _await_release(self, deadline: float, why: str) -> None:
-        """Takes in what the reader has released; waits a moment for it at most, and raises if it is in vain."""
+        """Waits a moment for the reader to release frames; raises if the link has ended or the deadline has passed."""
         over = self._fault.failed or self._ended is not None  # before it sleeps: another call may have used up the wake
         if self._take_room(0.0 if over else deadline):
             return
@@ -258,7 +258,7 @@ class ShmOutgoing(Outgoing):
         return offset
 
     def _fit(self, size: int) -> int | None:
-        """Where so many bytes in a row are free, as a position that only grows; None for nowhere yet."""
+        """The position of `size` free bytes in a row, which only grows; None if there are none yet."""
         if not self._staged:  # whatever its length: none is longer than all of staging
             return 0
         ring, at = self._ring, -(-self._head // 64) * 64  # a cache line
@@ -299,5 +299,5 @@ def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
 
 
 def again(error: LinkEnded) -> LinkEnded:
-    """The same end of a link, to be raised once more: an exception that is raised twice grows."""
+    """A copy of the end of a link, because an exception that is raised twice grows its traceback."""
     return LinkEnded(str(error), orderly=error.orderly)
