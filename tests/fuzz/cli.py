@@ -16,8 +16,7 @@ from paceline._address import parse_endpoint
 from paceline.cli.bench.jobs import parse_sizes
 from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
-from paceline.cli.launcher.lines import LineSplitter
-from paceline.cli.launcher.worker import Worker
+from paceline.cli.launcher.worker import LineSplitter, Worker
 from paceline.demo.progress import Progress
 
 __all__ = ["SEEDS", "address", "news", "progress", "sizes"]

@@ -90,7 +90,7 @@ def test_an_import_points_to_a_lower_layer() -> None:
 
 
 def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
-    starts_one = {"paceline.embedded", "paceline.cli.coordinator", "paceline.cli.embedded"}
+    starts_one = {"paceline.embedded", "paceline.cli.coordinator", "paceline.cli.access"}
     files = files_of("paceline")
     found = {
         name

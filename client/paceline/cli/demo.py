@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.embedded import own_coordinator
+from paceline.cli.access import own_coordinator
 from paceline.cli.launcher import Exit, Worker, WorkerSettings
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch

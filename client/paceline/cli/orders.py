@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.address import coordinator_address
-from paceline.cli.admin import drain, forget, get_job, restart
-from paceline.cli.members import is_heard, label
+from paceline.cli.access import coordinator_address
+from paceline.cli.admin import drain, forget, get_job, is_heard, label, restart
 from paceline.cli.output import UsageError, print_json, say
 from paceline.errors import PacelineError
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus

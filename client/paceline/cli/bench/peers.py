@@ -8,7 +8,7 @@ Gloo's ranks make torch.distributed's own calls on float32 tensors, with one thr
 Paceline's ranks have. They number themselves in a file beside the conductor's socket, over which they also find each
 other. Open MPI's ranks make mpi4py's calls on NumPy's arrays. mpirun gets three options: --oversubscribe allows more
 ranks than processors, and then has them yield while they wait, as is Open MPI's default for such a number; with
---bind-to none ranks bind themselves to the share of the cores that all implementations' ranks have (`launcher.cores`);
+--bind-to none ranks bind themselves to the share of the cores that the ranks of all implementations have;
 root needs --allow-run-as-root. All else is the default.
 """
 
@@ -27,7 +27,7 @@ from paceline.cli.bench.jobs import ROOT
 from paceline.cli.bench.measure import ONE_THREAD, SOCKET, Recipe, clean_environment, tied
 from paceline.cli.bench.rank import Call, Lacking, Ranks, arrays_of, serve
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.cores import allowed_cores, share_of_cores
+from paceline.cli.launcher.environment import allowed_cores, share_of_cores
 from paceline.cli.output import UsageError
 
 __all__ = ["PEERS", "GlooRanks", "OpenMpiRanks", "check_peer", "main", "mpirun_command", "peer_recipe"]

@@ -13,11 +13,8 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
-from paceline.cli.launcher.cores import allowed_cores, share_of_cores
-from paceline.cli.launcher.environment import WorkerSettings, worker_environment
-from paceline.cli.launcher.outcome import Exit, in_order_of_blame
-from paceline.cli.launcher.spares import SpareSchedule
-from paceline.cli.launcher.supervision import Supervision, Terms
+from paceline.cli.launcher.environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
+from paceline.cli.launcher.supervision import Exit, SpareSchedule, Supervision, Terms, in_order_of_blame
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
