@@ -14,7 +14,7 @@ from paceline_protocol._refusals import BadRequest, InvalidRank, InvalidWorldSiz
 from paceline_protocol._values import JobSettings, Seat
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["check", "check_report", "has_been", "is_loopback"]
+__all__ = ["check", "check_report", "was_this_member", "is_loopback"]
 
 _LOOPBACK = ("127.", "[::1]:", "localhost:")
 """Beginnings of addresses that only their own machine reaches. Only the text is looked at: each pair is checked."""
@@ -55,7 +55,7 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     for holder in others:
         if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank or holder.stream is None:
             continue
-        if has_been(claim, holder):  # itself: it has moved, and we have yet to notice
+        if was_this_member(claim, holder):  # itself: it has moved, and we have yet to notice
             continue
         raise RankTaken(
             f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
@@ -64,7 +64,7 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     return [ghost for ghost in ghosts if _in_the_way(claim, ghost)]
 
 
-def has_been(claim: Registered, known: Session | Seat) -> bool:
+def was_this_member(claim: Registered, known: Session | Seat) -> bool:
     """True if the worker proves that it was this member: ids are no secret, and a member's end voids its view."""
     if not claim.former_member_id or claim.former_member_id != known.member_id:
         return False

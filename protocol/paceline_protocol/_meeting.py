@@ -212,7 +212,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     newcomers = tuple(rank for rank, session in enumerate(members) if session in comes)
     spares = tuple(session for session in staying if session not in sits)
     on, new = len(members) - len(newcomers), len(newcomers)
-    text = f"{on} member{'s'[: on != 1]} of generation {view.generation} go on"
+    text = f"{on} member{'s'[: on != 1]} of generation {view.generation} {'goes' if on == 1 else 'go'} on"
     if new:
         text += f" with {new} newcomer{'s'[: new != 1]}"
     if spares:

@@ -180,11 +180,11 @@ class Membership:
         view = self.state.view
         ending = Ending("came back as a new member", orderly=False)
         session = self.state.sessions.get(event.former_member_id)
-        if session is not None and admission.has_been(event, session):
+        if session is not None and admission.was_this_member(event, session):
             return self._departures.lose(now, [(session, ending)])
         for seat in view.seats if view is not None else ():
             known = self.state.endings.get(seat.rank)
-            if known is not None and not known.sure and admission.has_been(event, seat):
+            if known is not None and not known.sure and admission.was_this_member(event, seat):
                 return self._departures.mark(seat.rank, ending)
         return []
 

@@ -163,15 +163,15 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
     if count >= most:
         chosen = sorted(candidates, key=_brings, reverse=True)[:most]
-        return Decision(tuple(by_host(chosen)), f"{most} workers are there, as many as a view takes")
+        return Decision(tuple(by_host(chosen)), f"{_there(most)}, as many as a view takes")
     settled_at = _settled_at(state, candidates[0], settle_time)
     if now >= settled_at:
-        return Decision(tuple(by_host(candidates)), f"{count} workers are there and no more came for {settle_time:g} s")
+        return Decision(tuple(by_host(candidates)), f"{_there(count)} and no more came for {settle_time:g} s")
     if settled_at == _patient_until(state, candidates[0]):
-        text = f"{count} workers are there (at least {least}); former members of the job have time to come back"
+        text = f"{_there(count)} (at least {least}); former members of the job have time to come back"
         return Decision(None, text, settled_at)
     return Decision(
-        None, f"{count} workers are there (at least {least}); {settle_time:g} s are left for more to come", settled_at
+        None, f"{_there(count)} (at least {least}); {settle_time:g} s are left for more to come", settled_at
     )
 
 
@@ -194,6 +194,10 @@ def _let_go(now: float, decision: Decision, candidates: list[Session], settled_a
 def _brings(session: Session) -> Tag:
     """The latest state that a candidate holds or can read. Candidates with the latest state get seats first."""
     return (session.met.tag if session.met is not None else None) or Tag(0, 0)
+
+
+def _there(count: int) -> str:
+    return f"{count} {_plural('worker', count)} {'is' if count == 1 else 'are'} there"
 
 
 def _plural(noun: str, count: int) -> str:

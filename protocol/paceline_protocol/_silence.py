@@ -244,7 +244,7 @@ class Stragglers:
 class _Clock:
     """A clock that rings when somebody has been waited for too long.
 
-    It looks twice: what they said may be in the inbox still, as for `leases`.
+    It looks twice, as `Leases` does: what they said may still be in the inbox.
 
     Attributes:
         at: when it is to be looked at.

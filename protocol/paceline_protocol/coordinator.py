@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from paceline_protocol._admission import has_been
+from paceline_protocol._admission import was_this_member
 from paceline_protocol._events import (
     AddressRefused,
     BarrierEntered,
@@ -121,7 +121,7 @@ __all__ = [
     "ViewStored",
     "Wakefulness",
     "Welcome",
-    "has_been",
+    "was_this_member",
     "restore",
     "spares",
 ]

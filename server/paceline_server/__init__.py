@@ -1,8 +1,8 @@
-"""The coordinator: it forms memberships, says what ended them, and keeps barriers and a small store.
+"""The coordinator: it decides who trains together, says what ended a generation, and keeps barriers and a small store.
 
-Decisions are pure (`admission`, `policy`, `verdict`, `membership`, `barriers`, `keyvalue`, `stall`): they take the time
-as an argument and return effects. A thin shell (`dispatcher`, `services`, `app`) performs them on grpc.aio.
-This package never imports `paceline`: the two sides share nothing but the protocol.
+Decisions about jobs are made in `paceline_protocol`, by pure functions that take the time as an argument and return
+effects. This package is the shell (`dispatcher`, `services`, `app`) that performs them on grpc.aio, and it has what
+only the coordinator needs: storage, tokens, budgets. It never imports `paceline`: both sides share only the protocol.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ from paceline_protocol.coordinator import (
     StreamEnded,
     Ticked,
     Welcome,
-    has_been,
     restore,
+    was_this_member,
 )
 from paceline_server import wire
 from paceline_server.budget import Budget
@@ -232,7 +232,7 @@ class Dispatcher:
         )
         job = self.find(name)
         former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
-        freed = int(former is not None and has_been(event, former))  # its place, when it has come in
+        freed = int(former is not None and was_this_member(event, former))  # its place, when it has come in
         if (
             sum(len(each.membership.state.sessions) for each in self.jobs.values() if not each.failed) - freed
             >= self.settings.max_sessions

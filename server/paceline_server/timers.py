@@ -1,6 +1,7 @@
 """When jobs are to look at the clock: one timer each, and a pulse that notices when the loop itself did not run.
 
-Whoever was asleep judges nobody (`stall`): so every job hears of a stall before any of them acts on a deadline.
+A coordinator that was asleep must not call others silent, so every job hears of a stall before any of them acts on a
+deadline (`Wakefulness`).
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
 
 
 def read_settings(message: pb.JobSettings) -> JobSettings:
-    """A job's settings. Whether min and max make sense is `admission`'s to say.
+    """A job's settings. `paceline_protocol` checks whether min and max make sense.
 
     Raises:
         BadRequest: the failure timeout is absent or out of bounds.

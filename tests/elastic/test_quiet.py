@@ -46,7 +46,7 @@ with paceline.join() as session:
         if step.number < 5:  # what is looked at in the first steps is no matter of messages
             continue
         before = count("elastic", before)
-        session.group.bar("")  # this is none of the line's
+        session.group.ban_collectives("")  # this is none of the line's
         one(lambda: bare(optimizer))
         count("plain", before)
         if step.number == 29:

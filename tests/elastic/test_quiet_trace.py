@@ -42,7 +42,7 @@ with paceline.join() as session:
             one(optimizer.step)
         if step.number >= 10:
             os.getppid()
-            session.group.bar("")  # this is none of the line's
+            session.group.ban_collectives("")  # this is none of the line's
             one(lambda: bare(optimizer))
             os.getppid()
 """

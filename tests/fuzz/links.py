@@ -26,8 +26,7 @@ from paceline.links.grpc_kind import GrpcOutgoing
 from paceline.links.outbox import Outbox
 from paceline.links.registry import LinkKinds
 from paceline.links.shm import handover
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     LAYOUT,
@@ -36,6 +35,7 @@ from paceline.links.shm.layout import (
     SLOTS_AT,
     STAGING_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
 from paceline.links.tcp._tcp_incoming import TcpIncoming

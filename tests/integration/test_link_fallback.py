@@ -22,7 +22,7 @@ from paceline.links.grpc_door import Door
 from paceline.links.registry import LinkKinds
 from paceline.links.shm import handover, shm_kind
 from paceline.links.shm.arena import Arena
-from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT, STAGING_AT
+from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
 from paceline.links.shm.shm_kind import ShmKind
 from paceline.links.tcp import MAX_STREAMS, TICKET_BYTES, TcpKind
 from paceline.links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello

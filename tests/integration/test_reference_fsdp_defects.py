@@ -248,7 +248,7 @@ def test_17_nodes_are_found_from_hosts_or_are_blocks() -> None:
             for part, rank in enumerate(node):
                 replicas = tuple(other[part] for other in nodes)
                 placed = place(HYBRID, rank, world, size)
-                assert (placed.shards, placed.replicas, placed.part) == (node, replicas, part)
+                assert (placed.shards, placed.replicas, placed.shard) == (node, replicas, part)
     with pytest.raises(InvalidWorldSize, match="a: 3, b: 2"):
         place(HYBRID, 0, world[:5], None)
 

@@ -141,7 +141,7 @@ else:
     dist.send(torch.ones(1), 0)
 """
     with torch_ranks(2, code) as (one, other):
-        assert "not sent or received within 0.2 s" in one.expect("late", 60)["text"]
+        assert "a message from rank 1 with tag 0 was not transferred within 0.2 s" in one.expect("late", 60)["text"]
         other.go()
         assert one.expect("came")["value"] == 1.0
 

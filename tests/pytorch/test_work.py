@@ -136,7 +136,7 @@ def test_a_future_is_done_though_another_thread_gives_it_its_value(kind: str, mo
                 giving.wait()
 
         monkeypatch.setattr(_messenger, "Promise", Given)
-        message = _messenger.MessageWork(lambda: 0, _messenger._MessageQueue(), [])
+        message = _messenger.MessageWork(lambda: 0, _messenger._MessageQueue("to rank 1"), [])
         monkeypatch.setattr(message, "_value", value)
         message._promises = Promises()
         giver, ask = threading.Thread(target=message.run), message.get_future

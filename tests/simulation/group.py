@@ -15,7 +15,7 @@ import numpy as np
 from simulation.broken import Broken
 from simulation.threads import Waiters
 
-from paceline.collectives.passenger import Passenger
+from paceline.collectives.piggyback import Piggyback
 from paceline.errors import StepOrderError
 from paceline.links.base import Peer
 from paceline.links.fault import Fault, Suspicion
@@ -159,7 +159,7 @@ class Operation:
     def __init__(self, group: Group, number: int, kind: str, label: str, value: Any) -> None:
         self.group, self.mesh = group, group.mesh
         self.number, self.kind, self.label, self.value = number, kind, label, value
-        self.passenger: Passenger | None = None
+        self.piggyback: Piggyback | None = None
         self.done = self.begun = False
         self.result: Any = None
         self.waiters = Waiters()
@@ -274,9 +274,9 @@ class Group:
         self.recorder = FlightRecorder(1)
         self.on_abort = None
         self._config = config
-        self.barred = ""
+        self.ban_reason = ""
         self._vouched = self._boarded = 0
-        self._passenger: Passenger | None = None
+        self._piggyback: Piggyback | None = None
         self._begin_in(mesh)
 
     @property
@@ -298,32 +298,32 @@ class Group:
     # What the owner of a group says.
 
     @property
-    def vouched(self) -> bool:
+    def has_same_state(self) -> bool:
         return self._vouched == self.generation
 
-    def vouch(self) -> None:
+    def confirm_same_state(self) -> None:
         self._vouched = self.generation
 
     @property
-    def boarding(self) -> bool:
+    def takes_piggybacks(self) -> bool:
         return self._boarded == self.generation
 
-    def take_along(self, passenger: Passenger) -> None:
-        self._passenger = passenger
+    def add_piggyback(self, piggyback: Piggyback) -> None:
+        self._piggyback = piggyback
 
-    def leave_behind(self, passenger: Passenger) -> bool:
-        waits = self._passenger is passenger
-        self._passenger = None
+    def cancel_piggyback(self, piggyback: Piggyback) -> bool:
+        waits = self._piggyback is piggyback
+        self._piggyback = None
         return waits
 
     def make_elastic(self, most: int) -> None:
         pass
 
-    def count(self, share: float) -> None:
+    def set_share(self, share: float) -> None:
         pass
 
-    def bar(self, reason: str) -> None:
-        self.barred = reason
+    def ban_collectives(self, reason: str) -> None:
+        self.ban_reason = reason
 
     def move(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -355,11 +355,11 @@ class Group:
     def reduce_gradients(self, step: int) -> Operation:
         """What DDP does in a backward pass: a bucket of gradients, which takes a step's word along."""
         self._boarded = self.generation
-        passenger, self._passenger = self._passenger, None
-        if passenger is None:
+        piggyback, self._piggyback = self._piggyback, None
+        if piggyback is None:
             return self._issue("sum", f"gradients-{step}", np.zeros(1), True)  # type: ignore[no-any-return]
-        operation = self._issue("sum", f"step-{step}", passenger.values, True)
-        operation.passenger = passenger
+        operation = self._issue("sum", f"step-{step}", piggyback.values, True)
+        operation.piggyback = piggyback
         return operation  # type: ignore[no-any-return]
 
     def tell_all(self, label: str, value: Any) -> Any:
@@ -390,8 +390,8 @@ class Group:
         return wake
 
     def _issue(self, kind: str, label: str, value: Any, async_op: bool) -> Any:
-        if self.barred:
-            raise StepOrderError(self.barred)
+        if self.ban_reason:
+            raise StepOrderError(self.ban_reason)
         self.mesh.fault.check()
         self._issued += 1
         operation = Operation(self, self._issued, kind, label, value)
@@ -416,8 +416,8 @@ class Group:
             return
         operation.done, operation.result = True, result
         self._since = self.process.world.clock.now
-        if operation.passenger is not None:
-            operation.passenger.arrive(result)
+        if operation.piggyback is not None:
+            operation.piggyback.arrive(result)
         if operation.label == "closing":
             self.process.world.checks.closed(self.process)
         self._next()

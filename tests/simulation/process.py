@@ -244,7 +244,7 @@ class Process:
     def place(self) -> MemberState | None:
         """Its place in the line; None before its steps begin."""
         line = self.session._line if self.session is not None else None
-        return line._place if line is not None else None
+        return line._member if line is not None else None
 
     @property
     def held(self) -> Tag | None:

@@ -16,7 +16,7 @@ from paceline.links.base import LinkEnded
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame
 from paceline.links.kind import HalfContext, Incoming, Kind, Outgoing
-from paceline.links.pipe import Pipe
+from paceline.links.local import Pipe
 from pacelinepb.v1 import peer_pb2
 
 __all__ = ["ThreadsKind"]

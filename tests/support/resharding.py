@@ -127,7 +127,7 @@ def form(trainees: Sequence[Trainee], generation: int) -> None:
     """A view of these, in this order of ranks."""
     for trainee, mesh in zip(trainees, local_meshes(len(trainees), generation=generation), strict=True):
         trainee.group.move(mesh)
-        trainee.group.vouch()
+        trainee.group.confirm_same_state()
 
 
 def together(trainees: Sequence[Trainee], number: int) -> None:

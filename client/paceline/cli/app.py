@@ -304,7 +304,7 @@ def schedules(
 ) -> None:
     """Show which schedule a collective is done by, and who sends what to whom."""
     with one_line_errors():
-        from paceline.cli.schedules import Asked, show_schedules
+        from paceline.cli.schedules_command import Asked, show_schedules
 
         show_schedules(collective, Asked(workers, size, rank, schedule), as_json=json)
 

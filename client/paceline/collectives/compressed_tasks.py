@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.program import all_gather_program, all_to_all_program
 from paceline.collectives.rows import chunk_bounds
 from paceline.collectives.tasks import Chooser, Task, segment
@@ -59,7 +59,7 @@ def all_reduce_compressed_task(
     if out is not None:
         check_out(out, dtype, x.shape)
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         result = landing(out, x, dtype, x.shape, in_place=True)
         base, flat = as_flat(x), result.reshape(-1)
         if engine.mesh.size == 1:  # nothing travels, so nothing is compressed
@@ -107,7 +107,7 @@ class _Exchange:
         self._values, self._total = np.empty(piece, base.dtype), np.empty(piece, base.dtype)
         self._narrow, self._decoded, self._scratch = (np.empty(piece, np.float32) for _ in range(3))
 
-    def run(self, call: Call, choose: Chooser) -> None:
+    def run(self, call: CollectiveCall, choose: Chooser) -> None:
         rank, world, sizes = self._rank, self._world, self._sizes
         frame = segment(self._out_area.dtype, self._engine)
         self._encode_all()
@@ -123,7 +123,7 @@ class _Exchange:
 
         schedule = choose("all_gather", totals.nbytes, world).schedule
         program = all_gather_program(schedule, rank, world, sizes, frame)
-        second = Call(call.operation, call.signature, call.started, call.deadline, 1)
+        second = CollectiveCall(call.operation, call.signature, call.started, call.deadline, 1)
         self._engine.run(second, program, totals if schedule == "bruck" else own, totals)
         for c in range(world):
             self._decode_chunk(c, totals[starts[c] : starts[c + 1]])
@@ -136,7 +136,7 @@ class _Exchange:
             yield start, min(start + step, hi)
 
     def _encode_all(self) -> None:
-        """Encodes what the others own, and puts the exact elements behind each chunk."""
+        """Encodes the chunks that other ranks own, each followed by the exact elements."""
         at = 0
         exact = self._base[self._exact].view(np.uint8)
         for c in range(self._world):
@@ -150,7 +150,7 @@ class _Exchange:
             at += exact.size
 
     def _entering(self, lo: int, hi: int) -> Array:
-        """This rank's values with what was left over, shape [hi - lo]."""
+        """This rank's values plus the rounding errors of the last call, shape [hi - lo]."""
         if self._residuals is None:
             return self._base[lo:hi]
         values = self._values[: hi - lo]
@@ -158,7 +158,7 @@ class _Exchange:
         return values
 
     def _encode(self, values: Array, into: Array, lo: int, hi: int, scale: int) -> None:
-        """Encodes a piece, and notes what that leaves over, times `scale`."""
+        """Encodes a piece, and keeps its rounding errors, times `scale`."""
         n = hi - lo
         narrow = values
         if values.dtype != np.float32:
@@ -211,7 +211,7 @@ class _Exchange:
         return total
 
     def _places(self) -> list[int]:
-        """Where what each rank has sent begins."""
+        """Where the bytes that each rank sent begin."""
         return [0, *accumulate(self._received)][:-1]
 
     def _decode_chunk(self, c: int, data: Array) -> None:

@@ -28,7 +28,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
 
-__all__ = ["PHASE", "Call", "Engine"]
+__all__ = ["PHASE", "CollectiveCall", "Engine"]
 
 T = TypeVar("T")
 
@@ -38,11 +38,11 @@ PHASE = 1 << 28
 _NOTHING = memoryview(bytearray())  # as a place for an empty frame it is written to
 
 _SETTLING = -1
-"""In place of a part's number: all frames are sent, and the last of them are still being read."""
+"""In place of a part's number: all frames are sent, and other ranks still read the last ones."""
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """One call of a collective.
 
     Attributes:
@@ -75,7 +75,7 @@ class Engine:
         mesh: the mesh.
         nodes: the node of each rank.
         neighbours: `Mesh.neighbours`.
-        plans: what operations have been found to take, by their arguments; kept by the tasks.
+        plans: programs and signatures of earlier operations, by their arguments; the tasks keep them here.
     """
 
     def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
@@ -85,13 +85,13 @@ class Engine:
         self.plans: dict[Any, Any] = {}
         self._label = f"group={label}" if label else ""
         self._exchange = Exchange(mesh, history)
-        self._call: Call | None = None
+        self._call: CollectiveCall | None = None
         self._program: Program | None = None
         self._at: Move | None = None  # the move of it that is being carried out, for blame
 
     def run(
         self,
-        call: Call,
+        call: CollectiveCall,
         program: Program,
         base: Array,
         out: Array,
@@ -166,8 +166,8 @@ class Engine:
         if exchange.lent:
             self._settle(deadline)
 
-    def run_empty(self, call: Call, program: Program) -> None:
-        """As `run`, for a program whose frames carry nothing: only that all were there.
+    def run_empty(self, call: CollectiveCall, program: Program) -> None:
+        """Runs a program whose frames carry no array, as a barrier does.
 
         Raises:
             PacelineError: as `run`.
@@ -190,13 +190,13 @@ class Engine:
         signature = self.sign("barrier").encode()
         return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
-    def _frame(self, call: Call, part: int, payload: memoryview) -> Frame:
+    def _frame(self, call: CollectiveCall, part: int, payload: memoryview) -> Frame:
         signature = b"" if part else call.signature
         part += call.phase * PHASE
         return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
 
-    def _check(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> None:
-        """Believes a frame that is the one due, and no other (I4)."""
+    def _check(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> None:
+        """Refuses any frame but the one that is due (I4)."""
         if (
             frame.operation != call.operation
             or frame.part != part + call.phase * PHASE
@@ -207,7 +207,7 @@ class Engine:
             self._refuse(call, peer, part + call.phase * PHASE, nbytes, frame)
 
     def _settle(self, deadline: float) -> None:
-        """Returns when nobody reads this rank's arrays any more."""
+        """Waits until no other rank reads this rank's arrays."""
         for peer in sorted(self._exchange.lent):
             self._at = _wait_for(Do.SEND, peer, _SETTLING)
             self._exchange.settle(peer, deadline)
@@ -218,12 +218,14 @@ class Engine:
         """The signature of an operation of this group."""
         return Signature(kind, " ".join(filter(None, (self._label, detail))), dtype, shape)
 
-    def disagree(self, call: Call, peer: int, what: str) -> NoReturn:
+    def disagree(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
         """Ends the generation because a rank's arguments do not fit this member's."""
         mesh = self.mesh
         self._raise(blame.misfits(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
 
-    def first_frame(self, call: Call, peer: int, asked: Signature) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
+    def first_frame(
+        self, call: CollectiveCall, peer: int, asked: Signature
+    ) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
         """The first frame of an operation whose array the sender describes; dtype and shape, as it says.
 
         Args:
@@ -245,7 +247,7 @@ class Engine:
             self._breach(call, peer, "no description of the array")
         return frame, told.dtype, told.shape
 
-    def attempt(self, call: Call, body: Callable[[Call], T]) -> T:
+    def attempt(self, call: CollectiveCall, body: Callable[[CollectiveCall], T]) -> T:
         """Runs the body of an operation; whatever it raises is this generation's end.
 
         Raises:
@@ -295,7 +297,7 @@ class Engine:
             name = str(call) if call is not None and call.operation == operation else "in line"
             mesh.fault.suspect(blame.raised(mesh.peers, mesh.rank, operation, name, cause))
 
-    def _refuse(self, call: Call, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
+    def _refuse(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
         """Tells apart a peer that is in another call from one that breaks the protocol."""
         mesh = self.mesh
         if frame.generation != mesh.generation:
@@ -312,11 +314,11 @@ class Engine:
             what = f"{len(frame.payload)} bytes in frame {part} where {nbytes} were due"
         self._breach(call, peer, what)
 
-    def _breach(self, call: Call, peer: int, what: str) -> NoReturn:
+    def _breach(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
         mesh = self.mesh
         self._raise(blame.broke_protocol(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
 
-    def _blame_link(self, call: Call, error: LinkEnded | LinkTimeout) -> Suspicion:
+    def _blame_link(self, call: CollectiveCall, error: LinkEnded | LinkTimeout) -> Suspicion:
         mesh, at = self.mesh, self._at
         assert at is not None, "a link failed outside a move"
         if isinstance(error, LinkEnded):
@@ -324,7 +326,7 @@ class Engine:
             return blame.link_ended(mesh.peers, mesh.rank, peer, call.operation, str(call), error)
         return self._late(call, at)
 
-    def _late(self, call: Call, at: Move) -> Suspicion:
+    def _late(self, call: CollectiveCall, at: Move) -> Suspicion:
         mesh, seconds = self.mesh, monotonic() - call.started
         sending = at.do is Do.SEND
         moves = self._program.moves if self._program is not None else ()

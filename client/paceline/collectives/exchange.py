@@ -1,9 +1,9 @@
-"""Frames of collectives, out and in; and what a member does that has waited for long.
+"""Sends and receives the frames of collectives, and finds disagreements when a member has waited for long.
 
 Most disagreements show in the first frame that arrives. Some show in none: where two ranks name different roots, both
 may wait for each other, or for a rank that has nothing to send. So a member that has waited for `PATIENCE` tells the
-one it waits for which call it is in, and looks at what others have sent it. Somewhere in every circle of waiting
-stands a member that holds the proof, and there the disagreement is found.
+one it waits for which call it is in, and looks at what others have sent it. Among members
+that wait for each other in a circle, at least one sees the difference, and reports it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exchange:
 
     Attributes:
         lent: ranks that may still read what was lent to them.
-        releasing: the rank that had taken back what was read of it, once this was found out, for blame.
+        releasing: the rank that took back an array while it was read here; None if none did.
     """
 
     def __init__(self, mesh: Mesh, history: History) -> None:
@@ -235,7 +235,7 @@ class Exchange:
         return True
 
     def _look_around(self, awaited: int | None = None) -> None:
-        """Takes in what others than the one awaited have sent, one frame each, and compares."""
+        """Receives one frame of every rank but the awaited one, and compares its call with this member's."""
         for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
             if peer == awaited or peer in self._early:
                 continue
@@ -267,7 +267,7 @@ class Exchange:
         return None
 
     def compare(self, peer: int, frame: Frame) -> None:
-        """Compares what a frame says with this member's call of the same number, if it has come so far.
+        """Compares the call that a frame names with this member's call of the same number, if it has made it.
 
         Raises:
             Disagreement: they differ.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.arrays import Array, as_flat, check_out, deliver, landing, native, same_elements
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.program import Program, all_gather_program, all_to_all_program, gather_program
 from paceline.collectives.tasks import Chooser, Task, segment
 from paceline.errors import LimitExceeded, SizeMismatch
@@ -24,7 +24,7 @@ __all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
 _COUNT = np.dtype(np.int64)
 
 _MOST_PLANS = 256
-"""What a group plans is forgotten beyond this many operations, as programs are."""
+"""Plans that a group keeps; when there are more, it forgets all."""
 
 
 def all_gather_task(
@@ -43,7 +43,7 @@ def all_gather_task(
     if out is not None and not uneven:
         check_out(out, gathering.dtype, gathering.shape(gathering.even))
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         counts = gathering.counts(call)
         result = gathering.landing(call, counts, out, x)
         schedule, program = gathering.way(counts)
@@ -75,7 +75,7 @@ def gather_task(
     if out is not None and at_root and not uneven:
         check_out(out, gathering.dtype, gathering.shape(gathering.even))
 
-    def body(call: Call) -> Array | None:
+    def body(call: CollectiveCall) -> Array | None:
         counts = gathering.counts(call)
         # Elsewhere only the own size counts; with the others' each program would be compiled anew.
         sizes = tuple(count * gathering.row if at_root or r == mesh.rank else 0 for r, count in enumerate(counts))
@@ -116,7 +116,7 @@ def all_to_all_task(
         if out is not None:
             check_out(out, dtype, x.shape)
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         received = sent if not uneven else _exchange_counts(engine, call, sent, expected, row * dtype.itemsize)
         shape = (sum(received), *x.shape[1:])
         if out is not None:
@@ -124,7 +124,7 @@ def all_to_all_task(
         result = _landing(engine, call, received, out, x, dtype, shape)
         sizes_out, sizes_in = (tuple(count * row for count in counts) for counts in (sent, received))
         program = all_to_all_program(mesh.rank, world, sizes_out, sizes_in, segment(dtype, engine))
-        second = call if not uneven else Call(call.operation, call.signature, call.started, call.deadline, 1)
+        second = call if not uneven else CollectiveCall(call.operation, call.signature, call.started, call.deadline, 1)
         engine.run(second, program, as_flat(x), result.reshape(-1))
         return deliver(result, out)
 
@@ -145,9 +145,9 @@ def _plan(engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, 
 
 
 class _Gathering:
-    """What all_gather and gather have in common: rows on axis 0, as many at each rank or not.
+    """The common part of all_gather and gather: rows on axis 0, of which each rank may have another number.
 
-    What follows from dtype and shape of `x`, but not from what it holds, which is not kept.
+    It depends on dtype and shape of `x` alone, so it is kept for the next call; `x` is not.
     """
 
     def __init__(self, engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> None:
@@ -164,7 +164,7 @@ class _Gathering:
         self.signature = engine.sign(kind, detail, self.dtype, shape).encode()
         self._way: tuple[list[int], tuple[str, Program]] | None = None
 
-    def counts(self, call: Call) -> list[int]:
+    def counts(self, call: CollectiveCall) -> list[int]:
         """Rows of each rank."""
         mesh = self._engine.mesh
         if not self._uneven:
@@ -189,16 +189,16 @@ class _Gathering:
             self._way = counts, (schedule, program)
         return self._way[1]
 
-    def second(self, call: Call) -> Call:
+    def second(self, call: CollectiveCall) -> CollectiveCall:
         """The call that moves the rows themselves."""
-        return Call(call.operation, call.signature, call.started, call.deadline, 1) if self._uneven else call
+        return CollectiveCall(call.operation, call.signature, call.started, call.deadline, 1) if self._uneven else call
 
     def shape(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Shape of all rows together."""
         return (sum(counts), *self._tail)
 
-    def landing(self, call: Call, counts: Sequence[int], out: Array | None, x: Array) -> Array:
-        """Where to put them."""
+    def landing(self, call: CollectiveCall, counts: Sequence[int], out: Array | None, x: Array) -> Array:
+        """The array that all rows are put in."""
         shape = self.shape(counts)
         if out is not None:
             check_out(out, self.dtype, shape)
@@ -216,7 +216,7 @@ class _Gathering:
 
 def _landing(
     engine: Engine,
-    call: Call,
+    call: CollectiveCall,
     counts: Sequence[int],
     out: Array | None,
     x: Array,
@@ -232,9 +232,9 @@ def _landing(
 
 
 def _exchange_counts(
-    engine: Engine, call: Call, sent: Sequence[int], expected: Sequence[int] | None, row_bytes: int
+    engine: Engine, call: CollectiveCall, sent: Sequence[int], expected: Sequence[int] | None, row_bytes: int
 ) -> list[int]:
-    """How many rows each rank sends here."""
+    """Exchanges counts; returns the number of rows that each rank sends to this one."""
     mesh, ones = engine.mesh, (1,) * engine.mesh.size
     counts = np.empty(mesh.size, _COUNT)
     program = all_to_all_program(mesh.rank, mesh.size, ones, ones, segment(_COUNT, engine))
@@ -248,7 +248,7 @@ def _exchange_counts(
     return received
 
 
-def _checked(engine: Engine, call: Call, counts: Array, row_bytes: int) -> list[int]:
+def _checked(engine: Engine, call: CollectiveCall, counts: Array, row_bytes: int) -> list[int]:
     """Counts of rows as they came from the network: none below 0, and no more than an array may have (I9)."""
     told = [int(count) for count in counts]
     for peer, count in enumerate(told):

@@ -34,11 +34,11 @@ from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
 from paceline.links.frame import Frame, FrameKind
 from paceline.signature import Signature
 
-__all__ = ["Assembler", "MAX_WAITING_BYTES", "Mailbox", "Message", "to_frames"]
+__all__ = ["Assembler", "MAX_WAITING_BYTES", "Mailbox", "ArrayMessage", "to_frames"]
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class ArrayMessage:
     """A message, whole or on its way.
 
     Attributes:
@@ -91,9 +91,9 @@ class Assembler:
         self._source = source
         self._number = 0
         self._part = 0
-        self._message: Message | None = None
+        self._message: ArrayMessage | None = None
 
-    def add(self, frame: Frame) -> Message | None:
+    def add(self, frame: Frame) -> ArrayMessage | None:
         """Takes the next frame; returns the message that it completes, if it does.
 
         Raises:
@@ -118,7 +118,7 @@ class Assembler:
         self._message = None
         return message
 
-    def _open(self, data: bytes) -> Message:
+    def _open(self, data: bytes) -> ArrayMessage:
         signature = Signature.decode(data)
         name, _, tag = signature.detail.partition("=")
         if signature.kind != "send" or name != "tag" or not tag.isdecimal():
@@ -126,11 +126,11 @@ class Assembler:
         if signature.dtype is None or signature.shape is None:
             raise ValueError(f"a message without an array: {data[:80]!r}")
         nbytes = prod(signature.shape) * signature.dtype.itemsize
-        return Message(self._source, int(tag), signature.dtype, signature.shape, nbytes)
+        return ArrayMessage(self._source, int(tag), signature.dtype, signature.shape, nbytes)
 
 
 MAX_WAITING_BYTES = 64 << 20
-"""Weight of the messages from one rank that may wait here (`Message.weight`)."""
+"""Weight of the messages from one rank that may wait here (`ArrayMessage.weight`)."""
 
 _SLICE = 0.02
 """Seconds after which a blocked sender takes in what has arrived, so that two ranks may both send first."""
@@ -148,7 +148,7 @@ class Mailbox:
         self._changed = threading.Condition(
             self._lock
         )  # guards these, and tells of messages that came and of a free pump:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[ArrayMessage] = deque()
         self._weight: Counter[int] = Counter()  # of the messages, by source
         self._links: dict[int, Link] = {}
         self._pumping = False
@@ -248,7 +248,7 @@ class Mailbox:
                 return
 
     def _take_in(self) -> None:
-        """Takes in what has arrived, unless another thread does."""
+        """Receives all frames that have arrived, unless another thread is doing so."""
         for peer in self._mesh.linked(Purpose.POINT_TO_POINT):
             self._link(peer)  # its messages were not asked for yet, but it may be blocked until somebody takes them in
         with self._lock:
@@ -269,7 +269,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def _drain(self, rank: int) -> None:
-        """Takes in what has arrived from a rank. The pump's."""
+        """Receives all frames that have arrived from a rank. Only the pump calls this."""
         link = self._links.get(rank)
         if link is None or rank in self._ended:
             return
@@ -293,12 +293,12 @@ class Mailbox:
                 with self._lock:
                     self._keep(message)
 
-    def _keep(self, message: Message) -> None:
+    def _keep(self, message: ArrayMessage) -> None:
         self._messages.append(message)
         self._weight[message.source] += message.weight
         self._changed.notify_all()
 
-    def _take(self, sources: list[int], tag: int, out: Array | None) -> Message | None:
+    def _take(self, sources: list[int], tag: int, out: Array | None) -> ArrayMessage | None:
         """Takes the first message that matches; one that does not fit `out` stays."""
         for message in self._messages:
             if message.tag == tag and message.source in sources:

@@ -25,7 +25,7 @@ __all__ = [
     "Area",
     "Bounds",
     "Do",
-    "Layout",
+    "ChunkLayout",
     "Move",
     "Program",
     "SEGMENT_BYTES",
@@ -46,7 +46,7 @@ SEGMENT_BYTES = 1 << 20
 `AHEAD`."""
 
 AHEAD = 4
-"""Where a step both sends and receives, sending to a peer is never more frames ahead of the waves than this. So the
+"""In a step that sends and receives, a rank sends at most so many frames to a peer ahead of the waves. So the
 sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames on their way for nobody to wait
 for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
 
@@ -54,14 +54,14 @@ Bounds: TypeAlias = tuple[int, int]
 
 
 class Area(IntEnum):
-    """Where elements are."""
+    """The array that a move reads or writes."""
 
     BASE = 0
     """The argument; never written to."""
     OUT = 1
     """The result."""
     SCRATCH = 2
-    """Memory for what a rank passes on, and has no place for in its result."""
+    """Memory for chunks that a rank passes on, and that have no place in its result."""
 
 
 class Do(IntEnum):
@@ -77,8 +77,8 @@ class Do(IntEnum):
     SEND = 5
 
 
-class Layout(NamedTuple):
-    """Where each chunk is at one rank, as bounds in elements; None where it has no place.
+class ChunkLayout(NamedTuple):
+    """The place of each chunk at one rank, as bounds in elements; None for a chunk without one.
 
     Attributes:
         base: in the argument: this rank's own value. A chunk without one is in the result from the start, or received.
@@ -148,7 +148,7 @@ class _Send(NamedTuple):
 
 def compile_rows(
     rows: Sequence[Row],
-    layout: Layout,
+    layout: ChunkLayout,
     segment: int,
     *,
     pass_on: bool = True,
@@ -163,7 +163,7 @@ def compile_rows(
         pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
         lend: as in `Program`.
     """
-    memory = _Memory(rows, layout, segment)
+    memory = _ChunkMemory(rows, layout, segment)
     receives: list[Move] = []
     sends: list[_Send] = []
     waves: list[int] = []  # how many receives are done at the end of each wave so far
@@ -199,7 +199,7 @@ def compile_rows(
 
 
 def _receives(
-    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _Memory, heard: Counter[int], done: int
+    incoming: dict[int, list[tuple[_Frame, Action]]], memory: _ChunkMemory, heard: Counter[int], done: int
 ) -> Iterator[Move]:
     """The receives of a step, wave by wave; `done` of them came before."""
     folds = Counter(frame.pieces for frames in incoming.values() for frame, action in frames if action is Action.FOLD)
@@ -235,10 +235,10 @@ def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
             yield receives[done]
 
 
-class _Memory:
-    """Where each chunk's value is while the program goes on."""
+class _ChunkMemory:
+    """Keeps track of where each chunk's value is, move by move."""
 
-    def __init__(self, rows: Sequence[Row], layout: Layout, segment: int) -> None:
+    def __init__(self, rows: Sequence[Row], layout: ChunkLayout, segment: int) -> None:
         self._layout = layout
         self._segment = segment
         self._sizes: dict[int, int] = {}
@@ -274,7 +274,7 @@ class _Memory:
         return max(self._made.get(piece, 0) for piece in frame.pieces)
 
     def own(self, frame: _Frame) -> tuple[Area, int]:
-        """Where this rank's value is, before it is received."""
+        """The place of this rank's value before the frame is received."""
         places = {self._place(c, made=(c, j) in self._made)[0] for c, j in frame.pieces}
         assert len(places) == 1, "chunks that travel together lie in one area"
         (chunk, segment), *_ = frame.pieces
@@ -282,14 +282,14 @@ class _Memory:
         return area, lo + frame.at
 
     def receive(self, frame: _Frame, done: int, *, made: bool) -> tuple[Area, int]:
-        """Where it is afterwards; notes who made it."""
+        """The place of the value afterwards; notes which receive made it."""
         if made:
             self._made.update(dict.fromkeys(frame.pieces, done))
         area, lo = self._place(frame.pieces[0][0], made=True)
         return area, lo + frame.at
 
     def end_of_step(self, step: int) -> None:
-        """Scratch memory of what will not be sent again is free for the steps to come."""
+        """Frees the scratch memory of chunks that will not be sent again."""
         for chunk in [c for c in self._slots if self._last_send.get(c, step) <= step]:
             self._free.append(self._slots.pop(chunk))
 
@@ -328,13 +328,13 @@ class _Memory:
 def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
     """N elements at each rank, before and after."""
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
-    return _compile("all_reduce", schedule, rank, world, Layout(bounds, bounds), segment, nodes=nodes)
+    return _compile("all_reduce", schedule, rank, world, ChunkLayout(bounds, bounds), segment, nodes=nodes)
 
 
 @lru_cache(maxsize=256)
 def reduce_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
     """N elements at each rank; the result at the root."""
-    layout = Layout([(0, n)], [(0, n) if rank == root else None])
+    layout = ChunkLayout([(0, n)], [(0, n) if rank == root else None])
     return _compile("reduce", schedule, rank, world, layout, segment, root)
 
 
@@ -342,14 +342,14 @@ def reduce_program(schedule: str, rank: int, world: int, root: int, n: int, segm
 def reduce_scatter_program(schedule: str, rank: int, world: int, n: int, segment: int) -> Program:
     """N elements at each rank, of which each gets its chunk."""
     bounds = chunk_bounds(n, world)
-    return _compile("reduce_scatter", schedule, rank, world, Layout(bounds, _only(rank, bounds)), segment)
+    return _compile("reduce_scatter", schedule, rank, world, ChunkLayout(bounds, _only(rank, bounds)), segment)
 
 
 @lru_cache(maxsize=256)
 def broadcast_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
     """N elements at the root, then everywhere."""
     bounds = chunk_bounds(n, chunks_of("broadcast", schedule, world))
-    layout = Layout(bounds if rank == root else [None] * len(bounds), bounds)
+    layout = ChunkLayout(bounds if rank == root else [None] * len(bounds), bounds)
     return _compile("broadcast", schedule, rank, world, layout, segment, root)
 
 
@@ -358,7 +358,7 @@ def scatter_program(rank: int, world: int, root: int, n: int, segment: int) -> P
     """W times n elements at the root; n of them at each rank."""
     bounds = chunk_bounds(n * world, world)
     out = _only(rank, bounds)
-    layout = Layout(bounds if rank == root else [None] * world, out)
+    layout = ChunkLayout(bounds if rank == root else [None] * world, out)
     return _compile("scatter", "direct", rank, world, layout, segment, root)
 
 
@@ -372,7 +372,7 @@ def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, .
     base: list[Bounds | None] = [None] * world
     if schedule != "bruck":
         base[rank] = (0, sizes[rank])
-    return _compile("all_gather", schedule, rank, world, Layout(base, out), segment)
+    return _compile("all_gather", schedule, rank, world, ChunkLayout(base, out), segment)
 
 
 @lru_cache(maxsize=64)
@@ -380,7 +380,7 @@ def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], seg
     """sizes[r] elements at rank r; all of them at the root, in rank order. Elsewhere only the own size counts."""
     base: list[Bounds | None] = [None] * world
     base[rank] = (0, sizes[rank])
-    layout = Layout(base, _places(sizes) if rank == root else [None] * world)
+    layout = ChunkLayout(base, _places(sizes) if rank == root else [None] * world)
     return _compile("gather", "direct", rank, world, layout, segment, root)
 
 
@@ -391,14 +391,14 @@ def all_to_all_program(
     """sent[c] elements for rank c, one after the other; received[c] of rank c likewise."""
     base: list[Bounds | None] = [*_places(sent), *[None] * world]
     base[world + rank] = base[rank]
-    layout = Layout(base, [*[None] * world, *_places(received)])
+    layout = ChunkLayout(base, [*[None] * world, *_places(received)])
     return _compile("all_to_all", "pairwise", rank, world, layout, segment)
 
 
 @lru_cache(maxsize=16)
 def barrier_program(schedule: str, rank: int, world: int) -> Program:
     """Empty frames."""
-    return _compile("barrier", schedule, rank, world, Layout([(0, 0)], [(0, 0)]), 1)
+    return _compile("barrier", schedule, rank, world, ChunkLayout([(0, 0)], [(0, 0)]), 1)
 
 
 def _compile(
@@ -406,7 +406,7 @@ def _compile(
     schedule: str,
     rank: int,
     world: int,
-    layout: Layout,
+    layout: ChunkLayout,
     segment: int,
     root: int = 0,
     nodes: Nodes = (),

@@ -1,4 +1,4 @@
-"""A schedule: who sends which chunk to whom, step by step, as arithmetic that can be printed.
+"""The rows of a schedule: which rank sends which chunk to which rank, step by step. They can be printed.
 
 A schedule is a list of rows for each rank, made from (rank, world) alone. Rows of one step go on at the same time,
 segment by segment; what a step sends is what its rank held before it. Nothing here touches an array or a socket.
@@ -33,7 +33,7 @@ class Action(IntEnum):
 
 
 class SumOrder(IntEnum):
-    """Where a schedule combines the values of an element, and in which order. Each has what those before it have."""
+    """Where and in which order a schedule combines the values of an element. Each member includes those before it."""
 
     ALIKE = 0
     """At several ranks, each by itself, from the same pairs."""

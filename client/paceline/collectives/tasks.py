@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
 from paceline.collectives.arithmetic import Arithmetic, Reduction, arithmetic, reduction
 from paceline.collectives.choose import Choice, where_of
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.program import (
     SEGMENT_BYTES,
     Program,
@@ -33,7 +33,7 @@ from paceline.collectives.program import (
 from paceline.collectives.rows import SumOrder
 from paceline.collectives.schedules import tree_parent
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
-from paceline.links.shm.layout import frame_bytes
+from paceline.links.shm.control_segment import frame_bytes
 
 __all__ = [
     "Chooser",
@@ -49,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 Chooser: TypeAlias = Callable[..., Choice]
-"""As `choose.choose`: (collective, bytes, world, sums=..., nodes=...) to a choice."""
+"""Picks a schedule, as `choose.choose` does: (collective, bytes, world, sums=..., nodes=...) to a choice."""
 
 
 class Task(NamedTuple, Generic[T]):
@@ -61,7 +61,7 @@ class Task(NamedTuple, Generic[T]):
     """
 
     signature: bytes
-    body: Callable[[Call], T]
+    body: Callable[[CollectiveCall], T]
 
 
 def barrier_task(engine: Engine, choose: Chooser) -> Task[None]:
@@ -111,11 +111,11 @@ def reducing_task(
         detail += _divided(op, x)
     op = op if type(op) is str else repr(op)  # a key must be hashable; what it is not, `reduction` says
     key = (collective, op, x.dtype, x.shape, order, detail, choose)
-    plan: _Plan = engine.plans.get(key) or _plan(engine, key, x)
+    plan: _ReductionPlan = engine.plans.get(key) or _plan(engine, key, x)
     if out is not None:
         check_out(out, plan.dtype, plan.shape)
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
         how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
         _reduce(engine, call, plan.program, x, result, how)
@@ -124,8 +124,8 @@ def reducing_task(
     return Task(plan.signature, body)
 
 
-class _Plan(NamedTuple):
-    """What follows from the arguments of an all_reduce or a reduce_scatter, but for what its arrays hold."""
+class _ReductionPlan(NamedTuple):
+    """An all_reduce or reduce_scatter of a given dtype and shape, ready for arrays. Each is made once."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class _Plan(NamedTuple):
     program: Program
 
 
-def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
+def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
     """Training repeats a few operations for ever: each is planned once."""
     collective, op, _, shape, order, detail, choose = key
     mesh, dtype = engine.mesh, native(x.dtype)
@@ -149,7 +149,7 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _Plan:
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
     how = arithmetic(reduce, mesh.size)
-    plan = engine.plans[key] = _Plan(dtype, shape, reduce, how, signature, program)
+    plan = engine.plans[key] = _ReductionPlan(dtype, shape, reduce, how, signature, program)
     return plan
 
 
@@ -180,7 +180,7 @@ def reduce_task(
     choice = choose("reduce", x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
     program = reduce_program(choice.schedule, mesh.rank, mesh.size, root, x.size, segment(dtype, engine))
 
-    def body(call: Call) -> Array | None:
+    def body(call: CollectiveCall) -> Array | None:
         result = landing(out, x, dtype, x.shape, in_place=True) if at_root else np.empty(0, dtype)
         _reduce(engine, call, program, x, result, arithmetic(reduce, mesh.size))
         return deliver(result, out) if at_root else None
@@ -188,7 +188,7 @@ def reduce_task(
     return Task(signature, body)
 
 
-def _reduce(engine: Engine, call: Call, program: Program, x: Array, result: Array, how: Arithmetic) -> None:
+def _reduce(engine: Engine, call: CollectiveCall, program: Program, x: Array, result: Array, how: Arithmetic) -> None:
     flat = result.reshape(-1)
     base = flat if x is result else as_flat(x)
     if base is not flat and np.may_share_memory(base, flat):
@@ -237,7 +237,7 @@ def broadcast_task(
         check_out(out, dtype, shape)
     plan = program(like.size, dtype)
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         result = landing(out, x if mesh.rank == root else None, dtype, shape, in_place=True)
         flat = result.reshape(-1)
         base = flat if mesh.rank != root or x is None or np.may_share_memory(x, result) else as_flat(x)
@@ -268,7 +268,7 @@ def scatter_task(
         check_out(out, dtype, shape)
     plan = program(prod(shape), dtype)
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         result = landing(out, whole, dtype, shape)
         flat = result.reshape(-1)
         engine.run(call, plan, flat if whole is None else as_flat(whole), flat)
@@ -283,14 +283,14 @@ def _receive_unknown(
     """A receiver that learns dtype and shape from the first frame."""
     asked = engine.sign(kind, f"root={root}")
 
-    def body(call: Call) -> Array:
+    def body(call: CollectiveCall) -> Array:
         first, dtype, shape = engine.first_frame(call, source, asked)
         try:
             result = new_array(shape, dtype)
         except LimitExceeded as error:
             engine.disagree(call, source, f"announces an array that cannot be: {error}")
         flat = result.reshape(-1)
-        told = Call(call.operation, first.signature, call.started, call.deadline)
+        told = CollectiveCall(call.operation, first.signature, call.started, call.deadline)
         engine.run(told, program(flat.size, flat.dtype), flat, flat, first=first)
         return result
 

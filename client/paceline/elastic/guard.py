@@ -27,7 +27,7 @@ class StateGuard:
     Args:
         coordinator: the session.
         state: what is trained.
-        place: the member's place.
+        member: what this member holds and may do next.
         saver: keeps checkpoints.
         recovery: takes the state from others, or finishes a step.
         blocks: counts the blocks between the steps.
@@ -41,7 +41,7 @@ class StateGuard:
         self,
         coordinator: JobCoordinator,
         state: TrainState,
-        place: MemberState,
+        member: MemberState,
         saver: Saver,
         recovery: StateRecovery,
         blocks: FinishedBlocks,
@@ -50,7 +50,7 @@ class StateGuard:
         self.step: Step | None = None
         self._coordinator = coordinator
         self._state = state
-        self._place = place
+        self._member = member
         self._saver = saver
         self._recovery = recovery
         self._blocks = blocks
@@ -77,7 +77,7 @@ class StateGuard:
         self._coordinator.word_completed(step)
         self._saver.commit(step - 1)
         self._tell_committed(step - 1)
-        self._place.all_began()
+        self._member.all_began()
         self._state.keep_live_share()
 
     def about_to_change(self) -> None:
@@ -102,14 +102,14 @@ class StateGuard:
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """See `step.StepRunner`."""
-        self._place.prepare(step.number)
+        self._member.prepare(step.number)
         self._recovery.keep_gradients(small, updated=step.updates)
 
     def applied(self, step: int) -> None:
         """Records that the step was applied here."""
         self._watch.applied()
         self._blocks.forget()
-        self._place.applied(step)
+        self._member.applied(step)
 
     def _check_state(self, look: Callable[[], None]) -> None:
         """Runs a check of the state; if the state has changed where it must not, it is marked as unusable."""
@@ -158,4 +158,4 @@ class StateGuard:
     def spoiled(self) -> None:
         """Marks this member's state as unusable until it has taken the base from others."""
         self._state.is_whole = False
-        self._place.spoiled()
+        self._member.spoiled()

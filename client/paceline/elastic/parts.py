@@ -6,8 +6,6 @@ Each object has two kinds of state. *Large* state (parameters, moments) changes 
 begins, and restored when the step is undone.
 
 Arrays of other frameworks are read and written through NumPy views of their memory (`foreign`).
-
-Arrays written into others in place, all or none.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class StateRecovery:
 
     Args:
         coordinator: the session.
-        place: the member's place.
+        member: what this member holds and may do next.
         state: the training state.
         saver: finds checkpoints.
 
@@ -68,9 +68,9 @@ class StateRecovery:
         read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
     """
 
-    def __init__(self, coordinator: JobCoordinator, place: MemberState, state: TrainState, saver: Saver) -> None:
+    def __init__(self, coordinator: JobCoordinator, member: MemberState, state: TrainState, saver: Saver) -> None:
         self._coordinator = coordinator
-        self._place = place
+        self._member = member
         self._state = state
         self._saver = saver
         self._holders: Sequence[Holder] = ()
@@ -105,12 +105,12 @@ class StateRecovery:
             self._own = self._own[0], b""
 
     def carry_out(self, order: Meet | Take | None) -> Meet | None:
-        """Carries out orders of the place until it has none; returns what to tell the coordinator then.
+        """Carries out orders of the state machine until it has none; returns what to tell the coordinator then.
 
         Raises:
             LinkUnavailable: no member gave the state in many tries, and others wait for this member.
         """
-        if self._place.prepared is None:
+        if self._member.prepared is None:
             self._kept = None  # no member has applied that step, so it is undone here too
         while isinstance(order, Take):
             began = time.monotonic()
@@ -120,18 +120,18 @@ class StateRecovery:
                 raise
             except PacelineError as error:
                 _log.info("the state %s could not be taken: %s", order.base, error)
-                if self._place.takes_for_view:
+                if self._member.takes_for_view:
                     self._tell_view(order, error)
                 found = self._saver.latest()
-                if self._place.stored and found == Tag(0, 0):
+                if self._member.stored and found == Tag(0, 0):
                     raise  # there were some, and all are damaged
                 self._failed_again(order, error, began)
-                self._place.found(found)
-                order = self._place.meet()
+                self._member.found(found)
+                order = self._member.meet()
             else:
                 self._failing = None
                 self._own = order.base, self._told
-                order = self._place.took()
+                order = self._member.took()
         return order
 
     def _tell_view(self, order: Take, error: PacelineError) -> None:
@@ -148,7 +148,7 @@ class StateRecovery:
         self._failed += 1
         seconds, patience = now - self._failing_since, _PATIENCES * self._coordinator.config.failure_timeout
         tried = self._failed >= _TRIES and seconds > patience and not isinstance(error, CheckpointDamaged)
-        if tried and not self._place.is_needed:
+        if tried and not self._member.is_needed:
             text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s"
             raise LinkUnavailable(f"{text}; this member leaves, because the others wait for it: {error}") from error
         if self._failed > 1:  # after the first failure retry at once: the member that failed has mostly gone
@@ -166,7 +166,7 @@ class StateRecovery:
             raise OrphanedError(f"the training state is lost, and there is no checkpoint: {reason}")
         _log.error("the training state is lost: %s; going on from the checkpoint of step %d", reason, found.step)
         self._kept = None
-        return found.step, self._place.lost(found)
+        return found.step, self._member.lost(found)
 
     def keep_gradients(self, at_gate: Mapping[str, Any], *, updated: bool) -> None:
         """Keeps the gradients of a step that may have to be finished later.
@@ -214,7 +214,7 @@ class StateRecovery:
                 self._state.update(kept.gradients)
             self._state.load_state_dict(rest)
         except BaseException:
-            self._place.spoiled()
+            self._member.spoiled()
             raise
         self._state.clear_gradients()
         self._kept = None

@@ -41,9 +41,9 @@ class Attempt:
         self._barred = ""
 
     def __enter__(self) -> Attempt:
-        self._barred = self._group.barred
+        self._barred = self._group.ban_reason
         if self._barred == BETWEEN_STEPS:
-            self._group.bar("")
+            self._group.ban_collectives("")
         return self
 
     def __exit__(
@@ -56,7 +56,7 @@ class Attempt:
                 self.completed = True
             except PacelineError as failure:
                 error = failure
-        self._group.bar(self._barred)
+        self._group.ban_collectives(self._barred)
         if self._fault.failed and (error is None or isinstance(error, Exception)):
             _log.info("a block between steps was interrupted: %s", error or self._fault.error())
             return True

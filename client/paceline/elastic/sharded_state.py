@@ -12,7 +12,7 @@ from paceline.elastic.parts import StatePart
 from paceline.errors import UnsupportedOp
 from paceline.parallel._optimizer_state import OptimizerState
 from paceline.parallel._parameter import Parameter
-from paceline.parallel.sharding._holdings import Holding, Move, holding, places_of
+from paceline.parallel.sharding._holdings import Holding, ShardMove, holding, places_of
 from paceline.parallel.sharding._placement import ShardingStrategy
 from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline_protocol import Share
@@ -103,9 +103,9 @@ class ShardedState:
         pieces = (piece for optimizer in self._optimizers for piece in optimizer.parameters.values())
         return [(piece, piece.grad) for piece in pieces if piece.grad is not None]
 
-    def move(self, share: Share) -> Move:
+    def move(self, share: Share) -> ShardMove:
         """Prepares the change to another share."""
-        return Move(self._models, self._optimizers, share)
+        return ShardMove(self._models, self._optimizers, share)
 
     def named(self, held: Holding) -> dict[str, Shard]:
         """The arrays of a holding by the names that `checkpoint.tree` gives them."""

@@ -181,7 +181,7 @@ class Step:
             why = "is over" if self.left else "has its batch"
             raise StepOrderError(f"step {self.number} {why}: this {name} gives one in each attempt, inside the block")
         self._counted = weight
-        self._group.count(weight)
+        self._group.set_share(weight)
 
     @property
     def lr_scale(self) -> float:
@@ -274,7 +274,7 @@ class Step:
             self._prepared = False
         self._runner.about_to_change()
         if not self.keeps_copy:
-            self._group.bar(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
+            self._group.ban_collectives(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
         self._open = True
 
     def _check_complete(self) -> None:
@@ -292,7 +292,7 @@ class Step:
             raise StepOrderError(f"step {self.number} was entered before: use each step of session.steps(...) once")
         self._state.is_whole = False
         self.entered = True
-        self._group.bar("")
+        self._group.ban_collectives("")
         seed_frameworks(self._seed, self.number, self.rank)
         return self
 
@@ -307,8 +307,8 @@ class Step:
                 self.open_gate()  # no optimizer ran in this step: all members may have skipped it
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
-        self._group.bar(BETWEEN_STEPS)
-        self._group.count(1.0)
+        self._group.ban_collectives(BETWEEN_STEPS)
+        self._group.set_share(1.0)
         self._word.drop()
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled and not self._takes_back(error):
@@ -364,7 +364,7 @@ class Step:
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         if self._share is None:
             self._share = self.sampler.current(self.rank, self.world)
-            self._group.count(self._share[1])
+            self._group.set_share(self._share[1])
         return self._share
 
     def _find_divergence(self) -> None:
@@ -411,12 +411,12 @@ class PendingStepWord:
         self._work: Work[NDArray[Any]] | None = None
         if with_gradients:
             group.mesh.fault.check()
-            group.take_along(self)
+            group.add_piggyback(self)
         else:
             self._work = group.all_reduce(self.values, label=self._label, async_op=True)
 
     def arrive(self, sums: NDArray[Any]) -> None:
-        """See `Passenger.arrive`."""
+        """See `Piggyback.arrive`."""
         self._sums = sums.tolist()
 
     def wait(self) -> Sequence[float]:
@@ -428,7 +428,7 @@ class PendingStepWord:
         """
         if self._work is not None:
             return self._work.wait().tolist()  # type: ignore[no-any-return]
-        if self._sums is None and self._group.leave_behind(self):  # there were no gradients in this step
+        if self._sums is None and self._group.cancel_piggyback(self):  # there were no gradients in this step
             self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
         if self._sums is None:
             self._group.mesh.fault.check()
@@ -437,4 +437,4 @@ class PendingStepWord:
 
     def drop(self) -> None:
         """Withdraws the word from the gradients if it was not sent, because the step is over."""
-        self._group.leave_behind(self)
+        self._group.cancel_piggyback(self)

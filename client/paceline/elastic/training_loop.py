@@ -1,6 +1,6 @@
 """One member's way through the steps of a job: it reads letters, takes and offers state, begins and ends steps.
 
-Everything here runs on the training thread, between the user's steps. `place` decides what may happen next, the
+Everything here runs on the training thread, between the user's steps. `MemberState` decides what may happen next, the
 coordinator's messages arrive as letters, and `waiting` acts while there are none.
 """
 
@@ -51,7 +51,7 @@ class TrainingLoop:
         seed: seed of `Step.rng`.
         manifest: what must be the same on all members, as canonical JSON.
         saver: writes checkpoints.
-        place: this member's place, with the tag of its state.
+        member: what this member holds and may do next.
 
     Attributes:
         done: True once the last step is committed.
@@ -67,7 +67,7 @@ class TrainingLoop:
         seed: int,
         manifest: bytes,
         saver: Saver,
-        place: MemberState,
+        member: MemberState,
     ) -> None:
         self.done = self.left = False
         self.on_commit: list[Callable[[int], None]] = []
@@ -78,21 +78,21 @@ class TrainingLoop:
         self._seed = seed
         self._manifest = manifest
         self._saver = saver
-        self._place = place
-        self._recovery = StateRecovery(coordinator, place, state, saver)
-        self._meeting_wait = MeetingWait(coordinator, place, self._say)
-        self._committed = place.held.step if place.held is not None else 0
+        self._member = member
+        self._recovery = StateRecovery(coordinator, member, state, saver)
+        self._meeting_wait = MeetingWait(coordinator, member, self._say)
+        self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
         self._blocks = FinishedBlocks()
         self._overtaken = False
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self.guard = StateGuard(coordinator, state, place, saver, self._recovery, self._blocks, self._tell_committed)
+        self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
         """The tag of a state, if it is this line's; None if it is another one, or unusable."""
-        return self._place.held if state is self._state else None
+        return self._member.held if state is self._state else None
 
     # What the loop over the steps does --------------------------------------------------------------------------------
 
@@ -102,9 +102,11 @@ class TrainingLoop:
         self._coordinator.open()
         mesh = self._coordinator.group.mesh
         if mesh.peers:
-            if self._coordinator.group.vouched:  # an earlier loop ran in this generation: the others may be in a step
+            if (
+                self._coordinator.group.has_same_state
+            ):  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("began its steps anew")
-            self._do(self._place.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
+            self._do(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._meeting_wait.as_candidate()
 
@@ -119,7 +121,7 @@ class TrainingLoop:
         if (error := self._coordinator.group.mesh.fault.own_error) is not None:
             raise error
         while not self.done:
-            ready = self._place.phase is Phase.READY
+            ready = self._member.phase is Phase.READY
             letter = self._coordinator.mail.get(
                 0.0 if ready else SLICE
             )  # a view may have come while the generation went on
@@ -127,7 +129,7 @@ class TrainingLoop:
                 self._read(letter)
             elif ready:
                 return
-            if self._place.phase is not Phase.READY and not self.done:
+            if self._member.phase is not Phase.READY and not self.done:
                 self._meeting_wait.look_around()
 
     def begin(self) -> Step | None:
@@ -138,23 +140,23 @@ class TrainingLoop:
             StepOrderError: the state has changed since the step before.
         """
         self.guard.begin()
-        if self._coordinator.mail.draining and not self._place.leaving:
+        if self._coordinator.mail.draining and not self._member.leaving:
             _log.info("leaving after this step: %s", self._coordinator.mail.draining)
         number, group = self._state.step + 1, self._coordinator.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
-        with_gradients = group.boarding
-        self._place.begin()
+        with_gradients = group.takes_piggybacks
+        self._member.begin()
         try:
-            self._saver.begin(self._place.held, self._state, group)  # first: the word says whether it writes
+            self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
         except PacelineError as error:
             self._failed(error)
             return None
         step = self.guard.step = Step(number, attempt, group, self._state, self.guard, pending, digest, self._seed)
-        group.bar(BETWEEN_STEPS)
+        group.ban_collectives(BETWEEN_STEPS)
         return step
 
     def end(self, step: Step) -> None:
@@ -163,12 +165,12 @@ class TrainingLoop:
         Raises:
             StepOrderError: the block was not entered.
         """
-        self._coordinator.group.bar("")
+        self._coordinator.group.ban_collectives("")
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
             raise not_entered(step)
-        over = step.generation != self._place.generation  # a block between the steps was interrupted, and run again
+        over = step.generation != self._member.generation  # a block between the steps was interrupted, and run again
         if not over:
             # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
@@ -178,8 +180,8 @@ class TrainingLoop:
             self._failed(step.cause, meet=not over)
         elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
-            self._place.leaving = bool(self._coordinator.mail.draining)
-            self._say(self._place.meet())
+            self._member.leaving = bool(self._coordinator.mail.draining)
+            self._say(self._member.meet())
 
     def close(self) -> None:
         """Commits the last step by a closing word, and ends the job."""
@@ -187,7 +189,7 @@ class TrainingLoop:
         try:
             group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
             self.guard.word_completed(self._state.step + 1)
-            self._saver.keep(self._place.held, self._state, group)
+            self._saver.keep(self._member.held, self._state, group)
         except CheckpointFailed:
             raise
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
@@ -207,22 +209,22 @@ class TrainingLoop:
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
-        self._coordinator.group.bar("")
+        self._coordinator.group.ban_collectives("")
         self._coordinator.offered.withdraw()
         self._saver.wait()
 
     def retry(self) -> BlockOutcome:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
-        self._place.closed = True
-        barred = self._coordinator.group.barred
-        self._coordinator.group.bar("")
+        self._member.closed = True
+        barred = self._coordinator.group.ban_reason
+        self._coordinator.group.ban_collectives("")
         try:
-            self._say(self._place.meet())
+            self._say(self._member.meet())
             self.wait_until_ready()
         finally:
-            self._place.closed = False
-            self._coordinator.group.bar(barred)
+            self._member.closed = False
+            self._coordinator.group.ban_collectives(barred)
         if self._overtaken:
             return BlockOutcome.OVERTAKEN
         return BlockOutcome.PASSED if self._blocks.passed else BlockOutcome.AGAIN
@@ -249,7 +251,7 @@ class TrainingLoop:
             case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
                 self._recovery.learn([Holder(*holder) for holder in holders], fingerprint)
                 own = any(peer.member_id == self._coordinator.member_id for peer, _ in holders)
-                self._do(self._place.catch_up(generation, base, share, own=own))
+                self._do(self._member.catch_up(generation, base, share, own=own))
             case letters.NoSeat(reason):
                 _log.info("this worker has no place in the next generation and is spare: %s", reason)
                 self._come_back()
@@ -263,14 +265,14 @@ class TrainingLoop:
                     if not self._saver.keeps:
                         number = self._state.step
                         _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
-                    self._saver.keep_last(self._place.held, self._state, self._coordinator.group)
+                    self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
                 raise Dismissed(self._coordinator.mail.draining or "this worker was drained")
             case letters.JobDone(step):
                 self._job_done(step)
             case letters.CaughtOut():
-                if self._place.held is None:
+                if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
-                _log.warning("this worker was declared lost; it rejoins with the state %s", self._place.held)
+                _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
                 self._come_back()
             case letters.Runs(_, members):
                 self._meeting_wait.line_runs(members)
@@ -282,12 +284,12 @@ class TrainingLoop:
                 raise error
 
     def _enter_view(self, view: letters.ViewCame) -> None:
-        if view.generation <= self._place.generation:
+        if view.generation <= self._member.generation:
             return
         world = len(view.mesh.peers) if view.mesh is not None else 0
-        order = self._place.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
+        order = self._member.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
         if view.mesh is None:
-            self._say(self._place.meet())
+            self._say(self._member.meet())
             return
         self._coordinator.move(view.mesh)
         self._recovery.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
@@ -296,16 +298,16 @@ class TrainingLoop:
             self._told_lost = view.lost
             _log.warning("job %r: %s", self._coordinator.job, view.lost)
         if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
-            self._end_generation(f"holds the state {self._place.held}, and was to begin with {view.base}")
+            self._end_generation(f"holds the state {self._member.held}, and was to begin with {view.base}")
         self._do(order)
-        if self._place.phase is Phase.READY:
-            self._recovery.train_on(self._place.shares[0])
+        if self._member.phase is Phase.READY:
+            self._recovery.train_on(self._member.shares[0])
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = 0
         if view.base is not None:
             self._recovery.has_a_base()
-            self._coordinator.group.vouch()
+            self._coordinator.group.confirm_same_state()
             if not view.newcomers and not self._compare_blocks():
                 return
             if view.rank in view.newcomers or self._recovery.read_a_checkpoint:
@@ -330,7 +332,7 @@ class TrainingLoop:
 
     def _compare_blocks(self) -> bool:
         """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
-        if self._place.phase is not Phase.READY:
+        if self._member.phase is not Phase.READY:
             return False
         try:
             self._blocks.compare(self._coordinator.group)
@@ -340,14 +342,14 @@ class TrainingLoop:
         return True
 
     def _do(self, order: Meet | Take | None) -> None:
-        """Carries out an order of the place, and those that follow."""
+        """Carries out an order of `MemberState`, and those that follow."""
         meet = self._recovery.carry_out(order)
         if meet is not None:
             self._say(meet)
 
     def _come_back(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
-        meet = self._place.cast_out()
+        meet = self._member.cast_out()
         if meet.unproven:
             self._say(meet)
         self._meeting_wait.as_candidate()
@@ -355,7 +357,7 @@ class TrainingLoop:
     def _say(self, meet: Meet) -> None:
         """Sends a meet, and offers the state to others, since it does not change while this member waits."""
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
-            self._place.found(latest)  # others have written a newer one
+            self._member.found(latest)  # others have written a newer one
             meet = replace(meet, tag=latest)
         fingerprint = self._recovery.fingerprint(meet)
         if meet.tag is not None and not meet.stored:
@@ -365,9 +367,9 @@ class TrainingLoop:
         self._coordinator.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
 
     def _job_done(self, step: int) -> None:
-        if self._place.generation:  # a candidate took no part in it
+        if self._member.generation:  # a candidate took no part in it
             self._tell_committed(step)
-        if self._state.step < step or self._place.held is None:
+        if self._state.step < step or self._member.held is None:
             raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
         if step < self._total:
             raise StepOrderError(
@@ -385,7 +387,7 @@ class TrainingLoop:
         if not mail.connected:
             return flags
         if (
-            mail.summoned == self._place.generation or self._meeting_wait.went_on
+            mail.summoned == self._member.generation or self._meeting_wait.went_on
         ):  # again for a meeting that did not happen
             flags |= StepFlag.JOIN
         if mail.draining:
@@ -403,4 +405,4 @@ class TrainingLoop:
         _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._coordinator.group.mesh.peers)
         if meet:
-            self._say(self._place.meet())
+            self._say(self._member.meet())

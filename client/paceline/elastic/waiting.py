@@ -37,7 +37,7 @@ class MeetingWait:
 
     Args:
         coordinator: the session.
-        place: the member's place.
+        member: what this member holds and may do next.
         say: tells the coordinator that this member has stopped.
 
     Attributes:
@@ -45,10 +45,10 @@ class MeetingWait:
         went_on: True if such a meeting did not take place, so that it is still to be held.
     """
 
-    def __init__(self, coordinator: JobCoordinator, place: MemberState, say: Callable[[Meet], None]) -> None:
+    def __init__(self, coordinator: JobCoordinator, member: MemberState, say: Callable[[Meet], None]) -> None:
         self.planned = self.went_on = False
         self._coordinator = coordinator
-        self._place = place
+        self._member = member
         self._say = say
         self._said_at = self._waits_since = time.monotonic()
         self._waits_for = self._told = ""
@@ -91,16 +91,16 @@ class MeetingWait:
         Raises:
             Dismissed: a candidate that brings no state wanted to leave.
         """
-        if self._place.phase is not Phase.MEETING:
+        if self._member.phase is not Phase.MEETING:
             return
         now, mail = time.monotonic(), self._coordinator.mail
-        if mail.draining and not (self._place.generation or self._place.brings_state):
+        if mail.draining and not (self._member.generation or self._member.brings_state):
             raise Dismissed(mail.draining)  # nobody waits for it
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
-        if mail.draining and not self._place.leaving:
-            self._place.leaving = True
-            self._say(self._place.meet(unproven=self._reach is not None))
+        if mail.draining and not self._member.leaving:
+            self._member.leaving = True
+            self._say(self._member.meet(unproven=self._reach is not None))
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S
@@ -117,12 +117,12 @@ class MeetingWait:
             self._coordinator.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
-        if away and self._place.may_go_on:
-            _log.warning("the coordinator is away: generation %d goes on", self._place.generation)
-            self.planned, self._place.leaving = False, False
+        if away and self._member.may_go_on:
+            _log.warning("the coordinator is away: generation %d goes on", self._member.generation)
+            self.planned, self._member.leaving = False, False
             self.went_on = True
             self._coordinator.go_on()
-            self._place.go_on()
+            self._member.go_on()
 
     def _try_to_reach(self, now: float, reach: ReachTests) -> None:
         """A candidate is ready when it can reach every member of the line, and every member can reach it."""
@@ -141,7 +141,7 @@ class MeetingWait:
 
     def _come_in(self) -> None:
         self._reach = None
-        self._say(self._place.meet())
+        self._say(self._member.meet())
 
 
 def await_finish(coordinator: JobCoordinator) -> Letter | None:

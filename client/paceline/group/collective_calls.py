@@ -19,7 +19,7 @@ from paceline.collectives.objects import decode_object, encode_object
 from paceline.collectives.tasks import broadcast_task, reduce_task, reducing_task, scatter_task
 from paceline.collectives.trees import Fusion
 from paceline.compression import Codec, Memory, codec_of
-from paceline.group.core import GroupCore, labelled
+from paceline.group.group_core import GroupCore, labelled
 from paceline.work import Work
 
 __all__ = ["Collectives"]

@@ -18,7 +18,7 @@ from paceline.collectives.tasks import Chooser
 from paceline.config import Config
 from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
 from paceline.group.collective_calls import Collectives
-from paceline.group.core import Binding
+from paceline.group.group_core import Binding
 from paceline.links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline.links.submesh import SubMesh
 from paceline.recorder import FlightRecorder

@@ -3,7 +3,7 @@
 Rules that every link keeps, and that `paceline.testing.check_link` checks:
 
 1. Frames arrive whole, in order, once, and unchanged: (generation, operation, part, signature, payload). A link that
-   leaves the host sends a checksum with each frame (`checksum.py`). If it is wrong, the link has ended, out of order:
+   leaves the host sends a checksum with each frame (`frame.py`). If it is wrong, the link has ended, out of order:
    `recv` never returns the frame. `check_link` cannot see this; each kind of link needs a test that changes bytes.
 2. `send` returns when the caller may reuse the payload. It may block for backpressure, never past its deadline, and
    not before 4 frames are on their way (`collectives.program.AHEAD`), or 8 MiB in longer ones.

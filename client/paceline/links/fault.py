@@ -1,8 +1,8 @@
 """How a generation ends at one member: evidence, then a verdict, then the same typed error everywhere.
 
-Whoever sees something wrong calls `Fault.suspect`. The first suspicion wakes everything that is blocked, is passed
-along the links, and goes to the coordinator, whose verdict (`Fault.settle`) decides what is raised. Without a verdict
-in time the member raises what it saw itself: nobody needs the coordinator to stop (I7, I8).
+A thread that sees something wrong calls `Fault.suspect`. The first suspicion wakes everything that is blocked, is
+passed along the links, and goes to the coordinator, whose verdict (`Fault.settle`) decides what is raised. Without a
+verdict in time the member raises what it saw itself: members stop without the coordinator too (I7, I8).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Suspicion:
         accused: rank at the other end; None when the member reports itself.
         operation: number of the collective in which it was seen, 0 for none.
         text: one sentence with the facts.
-        relayed: a peer saw it and passed it on; the coordinator hears of it from whoever saw it.
+        relayed: a peer saw it and passed it on; the coordinator hears of it from that peer.
         cause: the exception, where this member reports one of its own.
     """
 
@@ -126,7 +126,7 @@ class Fault:
         with self._lock:
             if self.failed:
                 return
-            # In this order: whoever sees that it has failed, without the lock, waits for the verdict.
+            # In this order: a thread that sees `failed`, without the lock, waits for the verdict.
             self._answer_by = time.monotonic() + self._verdict_timeout
             self._suspicion = suspicion
             self.failed = True
@@ -151,7 +151,7 @@ class Fault:
         self._wake()
 
     def expect_no_verdict(self) -> None:
-        """The coordinator cannot be reached: whoever waits for its verdict on what was seen here waits no longer."""
+        """The coordinator cannot be reached: stops waiting for its verdict on what was seen here."""
         if self._suspicion is not None:
             self._settled.set()
 

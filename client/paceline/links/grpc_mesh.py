@@ -58,8 +58,8 @@ _ABORT_GRACE = 0.2
 class GrpcMesh(Mesh):
     """Links over PeerService streams: each side dials the stream that it writes.
 
-    Two streams a pair, one for each direction, because then nobody has to agree on who dials, and the two directions
-    have connections of their own.
+    Two streams a pair, one for each direction, because then the two need not agree on who dials, and each direction has
+    a connection of its own.
 
     Args:
         job: name of the job.
@@ -259,7 +259,7 @@ class GrpcMesh(Mesh):
             self.peer_ended(rank, ended)
 
     def _pass_on(self, suspicion: Suspicion) -> None:
-        """Tells the peers, once: nobody needs the coordinator to stop."""
+        """Tells the peers, once, so that they stop without the coordinator too."""
         accused = self.rank if suspicion.accused is None else suspicion.accused
         word = session_pb2.Verdict(
             generation=self.generation,

@@ -2,9 +2,9 @@
 
 grpc itself would wait for ever for a request that does not end, and answer one that is no message with UNKNOWN and the
 words of a Python exception. Nor does it bound what it keeps: its limit to a message's length is one for all methods,
-that of a frame, and holds only while somebody reads; of a stream that nobody reads it keeps a window, which grows to
+that of a frame, and holds only while a handler reads; of an unread stream it keeps a window, which grows to
 tens of MiB on a fast network. So every request is read at once, to the end of its stream, and how many are read at one
-time, and for how long, has limits here. Whoever reaches the port can make a door keep 4 MiB for each of `MANY`
+time, and for how long, has limits here. A caller that reaches the port can make a door keep 4 MiB for each of `MANY`
 requests, and beyond them what comes in within `HURRIED_SECONDS`; of one connection, 4 MiB for each of
 `MAX_READING_EACH`.
 """
@@ -49,7 +49,7 @@ MANY_EACH = 4
 """The same for one connection, where those above it are hurried."""
 
 MAX_READING = 512
-"""Requests that are being read at one time; one more is refused at once, and whoever knocks does so again."""
+"""Requests that are being read at one time; one more is refused at once, and its caller tries again."""
 
 MAX_READING_EACH = 16
 """The same for one connection."""

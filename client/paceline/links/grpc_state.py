@@ -58,7 +58,7 @@ class StateDescription(Protocol):
 
 
 class StateSource(Protocol):
-    """Whoever holds the state; called from any thread."""
+    """What holds the state; called from any thread."""
 
     manifest: bytes
     """Empty while there is none."""
@@ -165,7 +165,7 @@ class StateWindow:
 
     async def _check(self, job: str, to_member: str, context: Any) -> StateSource:
         if job != self._job or to_member != self.member_id or not to_member:
-            text = f"this is not member {shown(to_member)} of job {shown(job)}"  # whose else is no stranger's business
+            text = f"this is not member {shown(to_member)} of job {shown(job)}"  # do not reveal ours to strangers
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if self.source is None:
             await _gone(context, PacelineError("this member has no state yet"))

@@ -77,7 +77,7 @@ class Outgoing(abc.ABC):
 
     @abc.abstractmethod
     def settle(self, deadline: float) -> None:
-        """Waits until nobody reads what was lent (`Link.settle`)."""
+        """Waits until the peer no longer reads what was lent (`Link.settle`)."""
 
     @abc.abstractmethod
     def recall(self) -> None:
@@ -107,7 +107,7 @@ class Outgoing(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back descriptors and memory. Nobody calls anything else afterwards. Idempotent."""
+        """Gives back descriptors and memory. No other call follows. Idempotent."""
 
 
 class Incoming(abc.ABC):
@@ -160,7 +160,7 @@ class Incoming(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back descriptors and memory. Nobody calls anything else afterwards. Idempotent."""
+        """Gives back descriptors and memory. No other call follows. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)

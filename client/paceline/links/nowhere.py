@@ -30,11 +30,11 @@ class _Outside(Fault):
 
 
 class NoMesh(Mesh):
-    """No links to nobody.
+    """A mesh without peers.
 
     Args:
         reason: why the member is in no view, for the errors.
-        kinds: the halves that its links will have once it is in one.
+        kinds: the kinds of links that it will have once it is in one.
     """
 
     def __init__(self, reason: str, kinds: LinkKinds | None = None) -> None:
@@ -53,7 +53,7 @@ class NoMesh(Mesh):
         raise self.fault.error()
 
     def linked(self, purpose: Purpose, group: str = "") -> list[int]:
-        """Nobody (`Mesh.linked`)."""
+        """None (`Mesh.linked`)."""
         return []
 
     def close(self, deadline: float) -> None:

@@ -27,13 +27,13 @@ from paceline.errors import (
 )
 from paceline.links.base import Peer
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 
-__all__ = ["Entry", "Manifest", "NewcomerDiffers", "agree", "first_difference", "give"]
+__all__ = ["ManifestEntry", "ModelManifest", "NewcomerDiffers", "agree", "first_difference", "give"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """One parameter or buffer."""
 
     path: str
@@ -47,22 +47,22 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """Everything that must be alike on all ranks for their gradients to meet.
+class ModelManifest:
+    """Everything about a model that must be the same on all ranks for their gradients to meet. Pure.
 
     Attributes:
-        settings: of the wrapper, as pairs of name and value in words, in the same order everywhere.
+        settings: the wrapper's settings, as pairs of name and value in words, in the same order everywhere.
         entries: parameters in order, then buffers.
     """
 
     settings: tuple[tuple[str, str], ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
 
     @classmethod
     def of(
         cls, parameters: Mapping[str, Parameter], buffers: Mapping[str, NDArray[Any]], **settings: object
-    ) -> Manifest:
-        """The manifest of a model; settings must say in words what they are.
+    ) -> ModelManifest:
+        """Makes the manifest of a model; `str` of each setting must say what it is.
 
         Raises:
             UnsupportedOp: an array holds Python objects, which have no bytes to give.
@@ -73,29 +73,33 @@ class Manifest:
         for path, array, kind in listed:
             if array.dtype.hasobject:
                 raise UnsupportedOp(f"{kind} {path!r} holds Python objects: they cannot be given to other ranks")
-        # The name says more than `str` ('<V2' is all that bfloat16 has there), but hides a foreign byte order.
+        # The name says more than `str` (which is '<V2' for bfloat16), but hides a foreign byte order.
         names = [array.dtype.name if array.dtype.isnative else array.dtype.str for _, array, _ in listed]
-        entries = [Entry(path, name, a.shape, kind) for (path, a, kind), name in zip(listed, names, strict=True)]
+        entries = [
+            ManifestEntry(path, name, a.shape, kind) for (path, a, kind), name in zip(listed, names, strict=True)
+        ]
         return cls(tuple((name, str(value)) for name, value in settings.items()), tuple(entries))
 
     def encode(self) -> bytes:
-        """The manifest as canonical JSON; equal manifests give equal bytes."""
+        """Returns the manifest as canonical JSON; equal manifests give equal bytes."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Manifest:
-        """The manifest that `encode` wrote, on another rank: read, never evaluated (I9)."""
+    def decode(cls, data: bytes) -> ModelManifest:
+        """Reads a manifest that `encode` wrote on another rank; nothing is evaluated (I9)."""
         fields = json.loads(data)
-        entries = [Entry(e["path"], e["dtype"], tuple(e["shape"]), e["kind"]) for e in fields["entries"]]
+        entries = [ManifestEntry(e["path"], e["dtype"], tuple(e["shape"]), e["kind"]) for e in fields["entries"]]
         return cls(tuple((name, value) for name, value in fields["settings"]), tuple(entries))
 
 
-def first_difference(mine: Manifest, theirs: Manifest, *, ranks: tuple[int, ...], reference: int = 0) -> PacelineError:
-    """The error for two manifests that differ, naming the first difference.
+def first_difference(
+    mine: ModelManifest, theirs: ModelManifest, *, ranks: tuple[int, ...], reference: int = 0
+) -> PacelineError:
+    """Returns the error for two manifests that differ; it names the first difference.
 
     Args:
-        mine: the reference's.
-        theirs: that of the first of `ranks`.
+        mine: manifest of the reference.
+        theirs: manifest of the first of `ranks`.
         ranks: all ranks that differ from the reference.
         reference: the rank whose model the others are to have.
     """
@@ -116,7 +120,7 @@ def first_difference(mine: Manifest, theirs: Manifest, *, ranks: tuple[int, ...]
 
 
 class NewcomerDiffers(PeerRaised):
-    """A newcomer trains another model than the other members; it raises the difference, and the others raise this.
+    """Raised on the members of a job if a newcomer trains another model; the newcomer raises what the difference is.
 
     Attributes:
         newcomer: the first of the newcomers that differ.
@@ -128,9 +132,9 @@ class NewcomerDiffers(PeerRaised):
 
 
 def agree(
-    group: Ranks, manifest: Manifest, arrays: Sequence[NDArray[Any]], *, may_change: bool, agreed_in: int = 0
+    group: RankGroup, manifest: ModelManifest, arrays: Sequence[NDArray[Any]], *, may_change: bool, agreed_in: int = 0
 ) -> int:
-    """Compares manifests, then gives rank 0's values to all, unless all hold them already or are known to (`vouched`).
+    """Compares manifests, then gives rank 0's values to all, unless all hold them already (`Group.has_same_state`).
 
     Args:
         group: the ranks.
@@ -145,8 +149,8 @@ def agree(
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
-        NewcomerDiffers: raised in place of these on the other ranks, if only ranks differ that were not there when the
-            others last agreed.
+        NewcomerDiffers: raised instead on the other ranks, if only ranks differ that were not there when the others
+            last agreed.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
@@ -158,7 +162,9 @@ def agree(
     if odd := _differ(table[:, :2], reference):
         usual = _show(group, description, root=reference, nbytes=int(table[reference, 1]))
         example = _show(group, description, root=odd[0], nbytes=int(table[odd[0], 1]))
-        error = first_difference(Manifest.decode(usual), Manifest.decode(example), ranks=odd, reference=reference)
+        error = first_difference(
+            ModelManifest.decode(usual), ModelManifest.decode(example), ranks=odd, reference=reference
+        )
         error.ranks = tuple(group.members[rank].rank for rank in odd)  # of a part of the view too
         with contextlib.suppress(PacelineError):
             _tell_all(group, [0])  # a rank that raises may end the generation: wait until all ranks know the error
@@ -168,7 +174,7 @@ def agree(
             raise NewcomerDiffers(text, newcomer, ranks=error.ranks) from error
         raise error
 
-    if group.vouched:
+    if group.has_same_state:
         return 0
     fingerprint = _fingerprint(arrays)
     odd = _differ(_tell_all(group, [fingerprint]))
@@ -187,8 +193,8 @@ def agree(
     return fingerprint
 
 
-def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
-    """Every rank's row, shape [W, len(row)], by one small all_reduce in which each rank fills its own row."""
+def _tell_all(group: RankGroup, row: Sequence[int]) -> NDArray[np.int64]:
+    """Returns every rank's row, shape [W, len(row)], by one small all_reduce in which each rank fills its own row."""
     table = np.zeros((group.size, len(row)), np.int64)
     if group.size:  # in no view yet: the call says so
         table[group.rank] = row
@@ -197,17 +203,17 @@ def _tell_all(group: Ranks, row: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _differ(table: NDArray[np.int64], reference: int = 0) -> tuple[int, ...]:
-    """The ranks whose row is not the reference's."""
+    """Returns the ranks whose row is not the reference's."""
     return tuple(int(r) for r in np.flatnonzero((table != table[reference]).any(axis=1)))
 
 
-def _show(group: Ranks, mine: bytes, *, root: int, nbytes: int) -> bytes:
+def _show(group: RankGroup, mine: bytes, *, root: int, nbytes: int) -> bytes:
     """Broadcasts the root's bytes."""
     box = np.frombuffer(mine, np.uint8) if group.rank == root else np.empty(nbytes, np.uint8)
     return bytes(group.broadcast(box, root=root))
 
 
-def give(group: Ranks, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None:
+def give(group: RankGroup, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None:
     """Copies the root's values into every rank's arrays; one message, of all bytes, whatever the dtypes."""
     flat = np.empty(sum(a.nbytes for a in arrays), np.uint8)
     if group.rank == root:
@@ -221,7 +227,7 @@ def give(group: Ranks, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None
 
 
 def _fingerprint(arrays: Sequence[NDArray[Any]]) -> int:
-    """64 bits of BLAKE2b over the arrays' bytes, as a signed integer that fits an int64."""
+    """Returns 64 bits of BLAKE2b over the arrays' bytes, as a signed integer that fits an int64."""
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
         digest.update(_bytes_of(array).data)
@@ -229,5 +235,5 @@ def _fingerprint(arrays: Sequence[NDArray[Any]]) -> int:
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """The elements as bytes in C order; a view where the array lies so."""
+    """Returns the elements as bytes in C order; a view if the array is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from paceline.collectives.passenger import PASSENGER_SIZE, Passenger
+from paceline.collectives.piggyback import PIGGYBACK_SIZE, Piggyback
 from paceline.errors import StepOrderError
 from paceline.parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline.parallel._parameter import Parameter, ignoring_gradients
@@ -124,8 +124,8 @@ class BucketReducer:
         self.sources = self.parameters
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
         self._transport = transport
-        # Buckets are always sent in this order, so the first one carries the passenger.
-        rooms = [PASSENGER_SIZE, *([0] * len(plan))]
+        # Buckets are always sent in this order, so the first one carries the piggyback.
+        rooms = [PIGGYBACK_SIZE, *([0] * len(plan))]
         self._buckets: list[GradientBucket] = [
             transport.new_bucket({path: parameters[path] for path in paths}, room=room)
             for paths, room in zip(plan, rooms, strict=False)
@@ -133,7 +133,7 @@ class BucketReducer:
         self._overlaps = len(plan) > 1 or any(bucket.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
         self._abandoned: list[tuple[GradientBucket, list[PendingWork]]] = []
         """Buckets that abandoned collectives were still using, each with these collectives."""
-        self._passenger: Passenger | None = None
+        self._piggyback: Piggyback | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
@@ -222,8 +222,8 @@ class BucketReducer:
             PacelineError: a collective failed.
         """
         del replaces
-        if self._transport.barred:
-            raise StepOrderError(self._transport.barred)
+        if self._transport.ban_reason:
+            raise StepOrderError(self._transport.ban_reason)
         self._recover()
         self._weight = weight
         self._send(self._readiness.rest(), waiting=True)
@@ -231,9 +231,9 @@ class BucketReducer:
         for bucket, work in zip(self._buckets, self._works, strict=True):
             if work is not None:
                 work.wait()
-            if self._passenger is not None:
-                self._passenger.arrive(bucket.passenger[: len(self._passenger.values)])
-                self._passenger = None
+            if self._piggyback is not None:
+                self._piggyback.arrive(bucket.piggyback[: len(self._piggyback.values)])
+                self._piggyback = None
             if not alone:
                 self._transport.complete(bucket)
             # The first bucket has the total weight, by which the other sums may have been divided already.
@@ -252,7 +252,7 @@ class BucketReducer:
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
-        self._passenger = None
+        self._piggyback = None
         running = [work for work in self._works if work is not None and not work.done()]
         for bucket, work in zip_longest(self._buckets, self._works):
             # Collectives of other buckets read the total weight from the first bucket.
@@ -284,10 +284,10 @@ class BucketReducer:
                 self._works.append(None)
                 continue
             if not self._works:
-                self._passenger = self._transport.board()
-                bucket.passenger.fill(0)
-                if self._passenger is not None:
-                    bucket.passenger[: len(self._passenger.values)] = self._passenger.values
+                self._piggyback = self._transport.take_piggyback()
+                bucket.piggyback.fill(0)
+                if self._piggyback is not None:
+                    bucket.piggyback[: len(self._piggyback.values)] = self._piggyback.values
             # Buckets are reduced in order, so the first is complete when the divisor of another is asked for.
             divisor = self._buckets[0].total.item if self._divides(bucket) else None
             in_background = not (waiting and bucket is self._buckets[-1])

@@ -2,10 +2,10 @@
 
 N elements of gradients, P parameters in the bucket. The array that travels holds
 
-    [ gradients, N | weight, 1 | used, P | passenger ]
+    [ gradients, N | weight, 1 | used, P | piggyback ]
 
 One message sums all of it over the ranks: the weighted gradients, the total weight to divide them by, and for each
-parameter the number of ranks that used it. The first bucket of a pass has room for a passenger: numbers of another part
+parameter the number of ranks that used it. The first bucket of a pass has room for a piggyback: numbers of another part
 of Paceline that travel along. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
 view of it), so a gradient is written once, reduced in place, and read where it lies.
 
@@ -94,7 +94,7 @@ class Bucket:
 
     Args:
         parameters: the parameters by path, in the order in which they lie in the bucket.
-        room: number of elements reserved for a passenger.
+        room: number of elements reserved for a piggyback.
         empty: allocates the memory.
         feedback: see `Memory`.
         lead: number of elements in front of the weight; N if left out.
@@ -233,8 +233,8 @@ class Bucket:
         return self.flat[self._lead + 1 : self._lead + 1 + len(self._parameters)]
 
     @property
-    def passenger(self) -> NDArray[Any]:
-        """The elements that are reserved for a passenger."""
+    def piggyback(self) -> NDArray[Any]:
+        """The elements that are reserved for a piggyback."""
         return self.flat[self._lead + 1 + len(self._parameters) :]
 
     def _encode(self, *, alone: bool) -> None:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from paceline.collectives.choose import nodes_of, where_of
 from paceline.compression import Codec, PowerSGD, codec_of
-from paceline.parallel._agreement import Manifest, agree
+from paceline.parallel._agreement import ModelManifest, agree
 from paceline.parallel._bucket_reducer import BucketReducer
 from paceline.parallel._parameter import HasParameters, Module, Parameter, buffers_of, parameters_of
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 from paceline.parallel._synchronizer import GradientSynchronizer, SpreadParameters, rows_of
 from paceline.parallel._transport import HostTransport
 
@@ -79,7 +79,7 @@ class DDP:
     def __init__(
         self,
         module: Module,
-        group: Ranks,
+        group: RankGroup,
         *,
         bucket_mb: float | None = None,
         compression: str | Codec | PowerSGD | None = None,
@@ -227,7 +227,7 @@ class ReplicatedModel:
     def __init__(
         self,
         module: HasParameters,
-        group: Ranks,
+        group: RankGroup,
         *,
         bucket_mb: float | None,
         compression: str | Codec | PowerSGD | None,
@@ -272,7 +272,7 @@ class ReplicatedModel:
         arrays = [*(p.data for p in parameters.values()), *buffers.values()]
         asked = "left out" if self._bucket_mb is None else f"{self._bucket_mb:g}"
         settings = {"bucket_mb": asked, "compression": self._codec or self._low_rank}
-        manifest = Manifest.of(parameters, buffers, **settings)
+        manifest = ModelManifest.of(parameters, buffers, **settings)
         agree(self._group, manifest, arrays, may_change=may_change, agreed_in=agreed_in)
         cap_bytes = (self._usual_mb() if self._bucket_mb is None else self._bucket_mb) * 2**20
         if self.reducer is not None and self.reducer.serves(parameters, cap_bytes):

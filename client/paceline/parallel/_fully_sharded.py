@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from paceline.parallel._optimizer_state import stands_in
 from paceline.parallel._parameter import Module, Parameter
-from paceline.parallel._ranks import ShardRanks
+from paceline.parallel._ranks import ShardRankGroup
 from paceline.parallel._synchronizer import rows_of
 from paceline.parallel.sharding._placement import ShardingStrategy
 from paceline.parallel.sharding._sharded_model import ShardedModel
@@ -86,7 +86,7 @@ class FSDP:
     def __init__(
         self,
         module: Module,
-        group: ShardRanks,
+        group: ShardRankGroup,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         *,

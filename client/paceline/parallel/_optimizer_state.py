@@ -1,6 +1,7 @@
-"""What a model's optimizer keeps, seen from outside: by path and name, whatever kind of optimizer it is.
+"""The state of an optimizer by path and name, whatever kind of optimizer it is.
 
-`paceline.optim` has those for NumPy modules; `standing_for` finds what stands for those of other frameworks.
+The optimizers of `paceline.optim` implement it. `standing_for` finds the object that does for an optimizer of another
+framework, and the core of a wrapped model.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__ = ["OptimizerState", "standing_for", "stands_in"]
 
 
 class OptimizerState(abc.ABC):
-    """Settings, and for each trained parameter arrays of its shape and other values.
+    """An optimizer's settings, and for each trained parameter arrays of its shape and other values.
 
     Attributes:
-        is_new: no step was taken, and no state loaded.
+        is_new: True while no step was taken and no state loaded.
     """
 
     is_new: bool
@@ -30,7 +31,7 @@ class OptimizerState(abc.ABC):
     @property
     @abc.abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
-        """What it trains, by path."""
+        """The parameters that it trains, by path."""
 
     @property
     @abc.abstractmethod
@@ -44,23 +45,23 @@ class OptimizerState(abc.ABC):
 
     @abc.abstractmethod
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Takes over what `settings` gave."""
+        """Loads what `settings` returned."""
 
     @abc.abstractmethod
     def live_arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays of the state themselves, "path/name": they change in `step`, and nowhere else."""
+        """The live arrays of the state, by "path/name": they change in `step`, and nowhere else."""
 
     @abc.abstractmethod
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """A copy of what the state has beside arrays, by path."""
+        """A copy of everything in the state that is not an array, by path."""
 
     @abc.abstractmethod
     def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over what `numbers` gave."""
+        """Loads what `numbers` returned."""
 
     @abc.abstractmethod
     def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """The parameters have other shapes now: these arrays take the place of those that `live_arrays` gave."""
+        """Replaces the live arrays, because the parameters have other shapes now."""
 
     @abc.abstractmethod
     def zero_grad(self) -> None:
@@ -68,11 +69,11 @@ class OptimizerState(abc.ABC):
 
     @property
     def is_blank(self) -> bool:
-        """True while `is_new` and all arrays of the state are zero: so they are on every rank, in whatever shape."""
+        """True while `is_new` and all arrays of the state are zero, as on every other rank, whatever their shape."""
         return self.is_new and not any(array.any() for array in self.live_arrays().values())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over settings (the learning rate too) and state, into the arrays that are there.
+        """Loads settings (the learning rate too) and state, into the arrays that are there.
 
         Args:
             saved: {"settings": {name: value}, "state": {path: {name: array or value}}}.
@@ -111,21 +112,21 @@ _finders: list[Callable[[Any], Any]] = []
 
 
 def stands_in(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """From now on `standing_for` asks this too: what stands for a model or an optimizer; None for what it knows not."""
+    """Has `standing_for` ask this too. It returns what stands for a model or an optimizer; None for anything else."""
     _finders.append(find)
     return find
 
 
 def standing_for(thing: Any) -> Any:
-    """What of this package stands for a model or an optimizer of another framework; the object itself if nothing does.
+    """Returns what stands for a model or an optimizer in this package; the object itself if nothing does.
 
     Raises:
-        UnsupportedOp: it is an optimizer of a model that is spread, and cannot be spread with it.
+        UnsupportedOp: it is an optimizer of a sharded model, and its state cannot be sharded.
     """
     return next((found for find in _finders if (found := find(thing)) is not None), thing)
 
 
 def _names(what: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Sentences on names that only one side has."""
+    """Returns sentences on names that only one side has."""
     missing = [f"{what} {name!r} is missing" for name in sorted(here.keys() - there.keys())]
     return missing + [f"{what} {name!r} is unexpected" for name in sorted(there.keys() - here.keys())]

@@ -28,13 +28,13 @@ __all__ = [
 
 
 class GradientObserver(Protocol):
-    """Hears of every write to a gradient."""
+    """Is told of every write to a gradient."""
 
     def before_gradient(self, parameter: Parameter) -> None:
-        """The gradient is about to be written. Raising refuses the write, with nothing changed."""
+        """Called before the gradient is written. Raising refuses the write, with nothing changed."""
 
     def after_gradient(self, parameter: Parameter) -> None:
-        """The gradient has been written: as far as this write goes, it is ready."""
+        """Called after the gradient has been written."""
 
 
 class Parameter:
@@ -42,14 +42,14 @@ class Parameter:
 
     Args:
         data: the values; an array is shared, not copied.
-        requires_grad: False freezes it: it takes no gradient, and optimizers leave it alone.
+        requires_grad: False freezes the parameter: it takes no gradient, and optimizers leave it alone.
 
     Attributes:
-        shape: of the values, those that other ranks hold included.
-        dtype: of the values.
+        shape: shape of the values, those that other ranks hold included.
+        dtype: dtype of the values.
         requires_grad: as above.
-        writes: how often a gradient was written, ever.
-        clears: how often the gradient was set to None, ever.
+        writes: how often a gradient was written so far.
+        clears: how often the gradient was set to None so far.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Parameter:
             assert self._grad is not None
             np.add(self._grad, gradient, out=self._grad, casting="same_kind")
         elif gradient is not self._grad:
-            # Copied even without a home: a module may hand the same array to two parameters, or reuse it.
+            # Copy even without a home: a module may give the same array to two parameters, or reuse it.
             target = np.empty(self.shape, self.dtype) if self._home is None else self._home
             np.copyto(target, gradient, casting="same_kind")
             self._grad = target
@@ -142,10 +142,10 @@ class Parameter:
         if np.shape(value) != self.shape:
             raise SizeMismatch(f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self.shape}")
 
-    # What follows is for the wrappers of this package.
+    # The rest is for the wrappers of this package.
 
     def _watch(self, observer: GradientObserver) -> None:
-        """Lets `observer` hear of every write until `_unwatch`. One at a time: two would reduce the gradient twice."""
+        """Tells `observer` of every write until `_unwatch`. One at a time: two would reduce the gradient twice."""
         if self._observer is not None:
             raise StepOrderError("the parameter's gradient is being reduced already: is its module wrapped twice?")
         self._observer = observer
@@ -156,25 +156,25 @@ class Parameter:
             self._observer = None
 
     def _hold(self, gradient: NDArray[Any] | None) -> None:
-        """Makes an array the gradient without copy, signal or count."""
+        """Makes an array the gradient; copies nothing, tells no observer, and counts no write."""
         self._grad = gradient
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
-        """What is trained in this one's stead, of which these are the values."""
+        """Makes the piece that is trained in place of this parameter, with these values."""
         return Parameter(values, self.requires_grad)
 
     def _place(self, values: NDArray[Any] | None) -> None:
-        """Makes an array the values, without copy; None while they are spread over the ranks."""
+        """Makes an array the values, without copy; None while they are sharded."""
         self._data = values
 
     def _move(self, values: NDArray[Any]) -> None:
-        """Makes an array of another shape the values, without copy; the gradient, which does not fit them, is gone."""
+        """Makes an array of another shape the values, without copy; drops the gradient, which does not fit."""
         self._data, self.shape, self._grad = values, values.shape, None
 
 
 @contextmanager
 def ignoring_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Gradients that are written inside go to arrays of their own, and are dropped; those from before stay."""
+    """Drops the gradients that are written inside the block; those from before stay."""
     kept = [(p, p.grad, p._home) for p in parameters]
     for parameter, _, _ in kept:
         parameter._hold(None)

@@ -1,15 +1,18 @@
-"""What wrappers ask of a group, as protocols of a few members, so that they can be read and tested without links."""
+"""Who moves arrays between ranks, as the data-parallel core sees it: the part of `paceline.Group` that it uses.
+
+Another engine that moves host arrays can stand here; tests put recording groups here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.collectives.passenger import Passenger
+from paceline.collectives.piggyback import Piggyback
 from paceline.compression import Codec, Memory
 from paceline.links.base import Peer
 
-__all__ = ["PendingWork", "Ranks", "ShardRanks"]
+__all__ = ["PendingWork", "RankGroup", "ShardRankGroup"]
 
 
 class PendingWork(Protocol):
@@ -19,10 +22,10 @@ class PendingWork(Protocol):
         """Blocks until it is complete and returns its result."""
 
     def done(self) -> bool:
-        """True once it has ended, well or not: then nobody touches its arrays."""
+        """True once it has ended, well or not: nothing touches its arrays any more."""
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The part of `paceline.Group` that all wrappers use."""
 
     @property
@@ -42,42 +45,42 @@ class Ranks(Protocol):
         """The members in rank order."""
 
     @property
-    def vouched(self) -> bool:
+    def has_same_state(self) -> bool:
         """True if all members are known to hold the same state."""
 
     @property
     def share(self) -> float:
-        """What this rank's gradients count now, beside the other ranks'."""
+        """The weight of this rank's gradients now, beside the other ranks'."""
 
     @property
-    def barred(self) -> str:
+    def ban_reason(self) -> str:
         """Why no collective may be called now; empty if any may."""
 
-    def board(self) -> Passenger | None:
-        """Whoever waits for a bucket of gradients to ride in; all ranks have one or none. Given out once."""
+    def take_piggyback(self) -> Piggyback | None:
+        """Returns, once, the numbers that wait to travel with gradients; all ranks have some, or none has."""
 
     def all_reduce(
         self, x: Any, *, op: Any = "sum", out: Any = None, divisor: Any = None, async_op: Any = False
     ) -> Any:
-        """The same bits on every rank, in `out` where given; a `PendingWork` if asynchronous.
+        """Reduces to the same bits on every rank, in `out` if given; returns a `PendingWork` if asynchronous.
 
-        `divisor` gives what the sum is divided by, once those before it are complete.
+        `divisor` gives what the sum is divided by; it is called once the collectives before are complete.
         """
 
     def all_reduce_compressed(
         self, x: Any, codec: Codec, *, exact: int = 0, memory: Memory | None = None, out: Any = None, async_op: Any
     ) -> Any:
-        """The same with a codec between the ranks; the last `exact` elements as they are."""
+        """As `all_reduce`, with a codec between the ranks; the last `exact` elements travel as they are."""
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """A new array that links can use without a copy."""
+        """Allocates an array that links can use without a copy."""
 
     def broadcast(self, x: Any, *, root: int = 0, out: Any = None) -> Any:
-        """The root's array, on every rank; in `out` where given."""
+        """Returns the root's array on every rank; in `out` if given."""
 
 
-class ShardRanks(Ranks, Protocol):
-    """The part of `paceline.Group` that FSDP uses on top."""
+class ShardRankGroup(RankGroup, Protocol):
+    """The part of `paceline.Group` that FSDP uses."""
 
     @property
     def generation(self) -> int:
@@ -89,7 +92,7 @@ class ShardRanks(Ranks, Protocol):
 
     @property
     def most_members(self) -> int:
-        """So many members any view has at most."""
+        """The most members that any view can have."""
 
     def all_reduce(
         self,
@@ -102,10 +105,10 @@ class ShardRanks(Ranks, Protocol):
         divisor: Any = None,
         async_op: Any = False,
     ) -> Any:
-        """As above; `order="rank"` adds up in rank order, 16-bit values in float32; ranks must agree on the label."""
+        """As in `RankGroup`; `order="rank"` sums in rank order, 16-bit values in float32; labels must be the same."""
 
     def all_gather(self, x: Any, *, out: Any = None, label: Any = "", async_op: Any = False) -> Any:
-        """The arrays of all ranks, joined on axis 0, in `out`; a `PendingWork` if asynchronous."""
+        """Joins the arrays of all ranks on axis 0, in `out`; returns a `PendingWork` if asynchronous."""
 
     def reduce_scatter(
         self,
@@ -118,7 +121,7 @@ class ShardRanks(Ranks, Protocol):
         divisor: Any = None,
         async_op: Any = False,
     ) -> Any:
-        """The r-th of W equal parts of the reduced array at rank r; otherwise as `all_gather`."""
+        """Gives rank r the r-th of W equal parts of the reduced array; otherwise as `all_gather`."""
 
-    def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRanks:
-        """A part of the group."""
+    def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRankGroup:
+        """Returns a group of these members."""

@@ -21,7 +21,7 @@ The parts, and what each knows:
 - `Accumulation`: weights and micro-batches of this rank.
 - `GradientReducer`: which gradients are ready, and what is under way.
 - `Parameter`: where one gradient lives. A subclass shows the parameter of another framework.
-- `GradientTransport` (DDP), `ShardRanks` (FSDP): who moves memory between the ranks.
+- `GradientTransport` (DDP), `ShardRankGroup` (FSDP): who moves memory between the ranks.
 - The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): how backward is run, and what users see.
 
 B samples in this rank's batch, W ranks.
@@ -41,7 +41,7 @@ from paceline.errors import SizeMismatch, StepOrderError
 from paceline.parallel._accumulation import Accumulation
 from paceline.parallel._agreement import give
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 
 __all__ = [
     "GradientReducer",
@@ -54,7 +54,7 @@ __all__ = [
     "total_norm",
 ]
 
-SpreadParameters: TypeAlias = tuple[Ranks | None, Sequence[Parameter]]
+SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
 """Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
 
 _CHUNK = 1 << 16
@@ -135,7 +135,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         model: SynchronizedModel,
-        group: Ranks,
+        group: RankGroup,
         *,
         accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
         agreed: Callable[[Any], None] = lambda reducer: None,
@@ -318,7 +318,7 @@ def checked_weight(weight: float) -> float:
     return weight
 
 
-def total_norm(spread: Sequence[SpreadParameters], group: Ranks, p: float) -> float:
+def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -> float:
     """Returns the p-norm of all gradients as one vector; the same bits on every rank. No gradient counts as 0.
 
     Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from paceline.collectives.passenger import Passenger
+from paceline.collectives.piggyback import Piggyback
 from paceline.compression import Bf16, Codec
 from paceline.parallel._buckets import Bucket
 from paceline.parallel._low_rank import LowRankBucket, shrinks
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import PendingWork, Ranks
+from paceline.parallel._ranks import PendingWork, RankGroup
 
 __all__ = ["GradientBucket", "GradientTransport", "HostTransport"]
 
@@ -40,7 +40,7 @@ class GradientBucket(Protocol):
         """Whether the sums may be divided by the total weight while they are reduced."""
 
     @property
-    def passenger(self) -> NDArray[Any]:
+    def piggyback(self) -> NDArray[Any]:
         """Elements that travel along for somebody else; empty but in the first bucket."""
 
     @property
@@ -82,7 +82,7 @@ class GradientTransport(Protocol):
         """W, the number of ranks."""
 
     @property
-    def barred(self) -> str:
+    def ban_reason(self) -> str:
         """Why no collective may be called now; empty if any may."""
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
@@ -90,10 +90,10 @@ class GradientTransport(Protocol):
 
         Args:
             parameters: by path, in the order in which their gradients are to lie.
-            room: number of elements for a passenger.
+            room: number of elements for a piggyback.
         """
 
-    def board(self) -> Passenger | None:
+    def take_piggyback(self) -> Piggyback | None:
         """What waits for a bucket to travel in; all ranks have one, or none has. Returned once."""
 
     def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
@@ -120,7 +120,7 @@ class HostTransport:
         feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
     """
 
-    def __init__(self, group: Ranks, codec: Codec | None = None, rank: int = 0, *, feedback: bool = False) -> None:
+    def __init__(self, group: RankGroup, codec: Codec | None = None, rank: int = 0, *, feedback: bool = False) -> None:
         self._group = group
         self._codec = codec
         self._rank = rank
@@ -132,9 +132,9 @@ class HostTransport:
         return self._group.size
 
     @property
-    def barred(self) -> str:
+    def ban_reason(self) -> str:
         """See `GradientTransport`."""
-        return self._group.barred
+        return self._group.ban_reason
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Bucket:
         """See `GradientTransport`."""
@@ -145,9 +145,9 @@ class HostTransport:
         bucket.codec = Bf16() if self._codec is None and bucket.dtype.name == "bfloat16" else self._codec
         return bucket
 
-    def board(self) -> Passenger | None:
+    def take_piggyback(self) -> Piggyback | None:
         """See `GradientTransport`."""
-        return self._group.board()
+        return self._group.take_piggyback()
 
     def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
         """See `GradientTransport`."""

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:
+    from paceline.torch._data_loader import ElasticDataLoader
     from paceline.torch._local_training import DiLoCo, LocalSGD
+    from paceline.torch._stream_loader import ElasticStreamLoader
     from paceline.torch.backend import ProcessGroup, Store
-    from paceline.torch.data import ElasticDataLoader
     from paceline.torch.ddp import DDP
     from paceline.torch.fsdp import FSDP
-    from paceline.torch.stream import ElasticStreamLoader
 
 __all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", "LocalSGD", "ProcessGroup", "Store"]
 
@@ -29,8 +29,8 @@ _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
     "DiLoCo": "paceline.torch._local_training",
-    "ElasticDataLoader": "paceline.torch.data",
-    "ElasticStreamLoader": "paceline.torch.stream",
+    "ElasticDataLoader": "paceline.torch._data_loader",
+    "ElasticStreamLoader": "paceline.torch._stream_loader",
     "LocalSGD": "paceline.torch._local_training",
     "ProcessGroup": "paceline.torch.backend",
     "Store": "paceline.torch.backend",

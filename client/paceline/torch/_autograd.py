@@ -23,7 +23,7 @@ from paceline.parallel._accumulation import Accumulation
 from paceline.parallel._bucket_reducer import BucketReducer
 from paceline.parallel._data_parallel import ReplicatedModel
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 from paceline.parallel._synchronizer import GradientSynchronizer
 from paceline.torch._tensors import Tensor, array_of, tensor_of
 
@@ -334,7 +334,7 @@ class AutogradDriver:
         factor: see `AutogradObserver`.
     """
 
-    def __init__(self, module: Any, group: Ranks, **settings: Any) -> None:
+    def __init__(self, module: Any, group: RankGroup, **settings: Any) -> None:
         self.module = TorchModule(module)
         self.model = ReplicatedModel(self.module, group, trains_narrow=True, **settings)
         self.uneven = Uneven(group)

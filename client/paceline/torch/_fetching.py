@@ -1,7 +1,7 @@
-"""What is fetched ahead of its step, here or by worker processes, and thrown away when other things are wanted.
+"""Fetches samples ahead of their step, here or in worker processes, and drops them when others are wanted.
 
-Shared by `ElasticDataLoader` and `ElasticStreamLoader`. The work is done by torch's `DataLoader`, whose batch sampler
-is a plan that can be replaced. What has been fetched is no state of training: another plan may begin at any time.
+Shared by `ElasticDataLoader` and `ElasticStreamLoader`. torch's `DataLoader` does the work; its batch sampler is a plan
+that can be replaced. Fetched samples are not part of the training state: another plan may begin at any time.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from paceline.errors import DataWorkerLost
 
-__all__ = ["Fetcher", "Source", "sow"]
+__all__ = ["Fetcher", "SampleSource", "sow"]
 
 
-class Source(Protocol):
-    """What fetches. Worker processes have a copy of it."""
+class SampleSource(Protocol):
+    """Fetches samples. Worker processes have a copy of it."""
 
     def fetch(self, task: Any, check: Callable[[], None]) -> Any:
         """Carries out one task of a plan.
 
         Args:
-            task: what is to be fetched.
-            check: to be called between samples: raises if nobody waits for this task any more.
+            task: what to fetch.
+            check: to be called between samples; raises if the task is not wanted any more.
         """
 
 
 class Fetcher:
-    """Carries out a plan of tasks, in order, ahead of time if there are worker processes.
+    """Carries out a plan of tasks in order, ahead of time if there are worker processes.
 
-    They start here, and live until `close`.
+    These start here, and live until `close`.
 
     Args:
-        source: what fetches.
-        num_workers: processes that do; 0 for this one, when it is asked.
+        source: fetches samples.
+        num_workers: number of worker processes; with 0 this process fetches on demand.
         settings: further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        TypeError, ValueError: `settings` has what torch does not accept beside a plan.
+        TypeError, ValueError: torch does not accept `settings` beside a plan.
     """
 
-    def __init__(self, source: Source, num_workers: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, source: SampleSource, num_workers: int, settings: Mapping[str, Any]) -> None:
         self._source = source
         self._workers = num_workers
         self._settings = settings
-        self._plan = _Plan(shared=num_workers > 0)
+        self._plan = _TaskPlan(shared=num_workers > 0)
         self._loader: Any = None
         """Torch's; None when closed."""
         self._results: Any = None
@@ -59,16 +59,16 @@ class Fetcher:
         self._begin(iter(()))
 
     def next(self, rank: int, tasks: Iterator[Any] | None = None) -> Any:
-        """The result of the next task.
+        """Returns the result of the next task.
 
         Args:
-            rank: whose worker processes these are, for errors.
-            tasks: another plan, without end, which begins now: what was fetched of the one before is thrown away.
+            rank: this process's rank, for errors.
+            tasks: another plan, without end, which begins now: results of the plan before are dropped.
 
         Raises:
             DataWorkerLost: a worker process has died.
-            Exception: what the source raised. After any error, Ctrl-C too, worker processes are closed: torch's queues
-                may be half read. New ones start with the next plan.
+            Exception: what the source raised. After any error, Ctrl-C too, worker processes are closed, because torch's
+                queues may be half read. New ones start with the next plan.
         """
         try:
             if tasks is not None:
@@ -89,7 +89,7 @@ class Fetcher:
         """Ends the worker processes. Idempotent."""
         results, self._results, self._loader = self._results, None, None
         if self._workers and results is not None:
-            results._shutdown_workers()  # what its `__del__` does, once no traceback holds it any more
+            results._shutdown_workers()  # as its `__del__` does, once no traceback holds it any more
 
     def _begin(self, tasks: Iterator[Any]) -> None:
         self._plan.begin(tasks)
@@ -99,35 +99,35 @@ class Fetcher:
                 batch_sampler=self._plan,
                 num_workers=self._workers,
                 persistent_workers=self._workers > 0,
-                generator=torch.Generator(),  # else torch draws from the training process's own
+                generator=torch.Generator(),  # without it torch draws from the training process's generator
                 in_order=True,
                 **self._settings,
             )
         self._results = iter(self._loader)
 
     def _dead(self) -> str:
-        """Which of the worker processes have died, and how; empty if all are there."""
+        """Describes the worker processes that have died; empty if all are alive."""
         gone = [worker for worker in getattr(self._results, "_workers", ()) if not worker.is_alive()]
         return ", ".join(f"process {worker.pid}, which fetches data, {_end(worker.exitcode)}" for worker in gone)
 
 
 def sow(*numbers: int) -> None:
-    """Seeds the generators that transforms draw from: those of Python, NumPy and torch on the CPU.
+    """Seeds the generators that transforms draw from: Python's, NumPy's and torch's on the CPU.
 
     Args:
-        numbers: whole, 0 or above; what is drawn afterwards depends on them alone.
+        numbers: integers, 0 or above; what is drawn afterwards depends on them alone.
     """
     words = np.random.SeedSequence(numbers).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
-    torch.default_generator.manual_seed(int(words[2]))  # not torch.manual_seed, which takes note for devices too
+    torch.default_generator.manual_seed(int(words[2]))  # torch.manual_seed would seed devices too
 
 
-class _Plan:
-    """What is fetched, in the place of torch's batch sampler.
+class _TaskPlan:
+    """The plan of tasks, in place of torch's batch sampler.
 
     Attributes:
-        round: how often another plan was begun, one element; in memory that worker processes share if there are any.
+        round: number of plans begun so far, one element; in memory that worker processes share if there are any.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -137,7 +137,7 @@ class _Plan:
         self._tasks: Iterator[Any] = iter(())
 
     def begin(self, tasks: Iterator[Any]) -> None:
-        """What is fetched from now on; workers skip what is left of the plan before."""
+        """Begins another plan; workers skip the rest of the plan before."""
         self._tasks = tasks
         self.round += 1
 
@@ -148,24 +148,24 @@ class _Plan:
 
 
 class _Fetching:
-    """The source, in the place of torch's dataset.
+    """The source, in place of torch's dataset.
 
     Args:
         source: the caller's.
-        round: see `_Plan`.
+        round: see `_TaskPlan`.
     """
 
-    def __init__(self, source: Source, round: Any) -> None:
+    def __init__(self, source: SampleSource, round: Any) -> None:
         self._source = source
         self._round = round
 
     def __getitems__(self, planned: tuple[int, Any]) -> Any:
-        """What comes of a task; torch calls it so, with what its batch sampler gave."""
+        """Returns the result of a task; torch calls it with what its batch sampler gave."""
         number, task = planned
 
         def check() -> None:
             if number != int(self._round):
-                raise _Outdated  # its place in torch's queue is emptied before the new plan begins
+                raise _Outdated  # torch empties its place in the queue before the new plan begins
 
         if get_worker_info() is not None:
             return self._source.fetch(task, check)
@@ -179,11 +179,11 @@ class _Fetching:
 
 
 class _Outdated(Exception):
-    """Another plan has begun: nobody waits for this result."""
+    """Another plan has begun: this result is not wanted any more."""
 
 
 def _end(code: int | None) -> str:
-    """How a process ended, from its exit code as of `multiprocessing`."""
+    """Says how a process ended, from its exit code as of `multiprocessing`."""
     if code is None or code >= 0:
         return f"ended with exit code {code}"
     try:

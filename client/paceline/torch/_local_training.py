@@ -27,16 +27,16 @@ __all__ = ["DiLoCo", "LocalSGD", "LocalTraining"]
 
 
 class LocalTraining:
-    """See `LocalSGD` and `DiLoCo`.
+    """What `LocalSGD` and `DiLoCo` share.
 
     Args:
-        make_outer: makes what takes the outer step.
-        differences: what travels: by how much the global parameters lie above the local ones, or those themselves.
+        make_outer: makes the outer optimizer.
+        differences: whether the global parameters minus the local ones travel, or the local ones themselves.
 
     Attributes:
         net: the module that is trained.
         group: the ranks.
-        outer_optimizer: takes the outer step, of `paceline.optim`; its `lr` may be set between rounds, on all ranks
+        outer_optimizer: of `paceline.optim`; takes the outer step. Its `lr` may be set between rounds, on all ranks
             alike.
     """
 
@@ -64,13 +64,13 @@ class LocalTraining:
         self._restores_inner = restore_inner
         self._inner_steps = 0
         self._watches = False
-        """A round has begun that can be undone: it need not go on if it will be."""
+        """True in a round that can be undone: it stops early if a failure is known."""
 
     def prepare(self) -> None:
         """Gives rank 0's parameters and buffers to all ranks. A collective at first use, and in a new generation.
 
-        To be called before the first round, if ranks may have built different values. Inside of `session.steps` it is
-        not needed: there the members' states have been compared.
+        To be called before the first round if ranks may have built different values. It is not needed inside of
+        `session.steps`, which has compared the members' states.
 
         Raises:
             SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
@@ -100,16 +100,16 @@ class LocalTraining:
         yield from np.array_split(indices, min(steps, len(indices)) or 1)
 
     def outer_step(self, weight: float | None = None) -> None:
-        """Ends a round: brings the local parameters of all ranks together, and goes on from there. A collective.
+        """Ends a round: combines the local parameters of all ranks, and continues from the result. A collective.
 
-        All ranks hold the same bits of the parameters afterwards. Buffers are rank 0's. In `session.steps` this is what
-        `optimizer.step()` is elsewhere: it changes the global parameters when it is sure that the round counts, and no
+        All ranks hold the same bits of the parameters afterwards. Buffers are rank 0's. In `session.steps` this takes
+        the place of `optimizer.step()`: it changes the global parameters only once the round is sure to commit, and no
         other collective may come between it and the end of the block.
 
         Args:
-            weight: what this rank's round counts in the mean. In `session.steps` give `step.weight`: it is 0 for a rank
-                that has another's sample for want of one. By default the number of inner steps. With 0 the parameters
-                are dropped, even NaN.
+            weight: weight of this rank's round in the mean. In `session.steps` give `step.weight`: it is 0 for a rank
+                that only repeats another's sample because there are too few. By default the number of inner steps.
+                With 0 the parameters are dropped, even NaN.
 
         Raises:
             ValueError: the weight is negative or not finite.
@@ -120,25 +120,25 @@ class LocalTraining:
         """
         self.outer_optimizer.zero_grad()
         self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
-        self.outer_optimizer.step()  # inside of session.steps the gate
+        self.outer_optimizer.step()  # inside of session.steps this is the gate
         self._model.push()
         self._end_round()
 
     def as_part(self) -> StatePart:
-        """What a training state takes of it: the global parameters, the outer optimizer, buffers, inner settings."""
+        """Returns its part of a training state: the global parameters, the outer optimizer, buffers, inner settings."""
         return RoundPart(type(self).__name__, self._wrapper, self.outer_optimizer, self._inner, self)
 
     # For the training state.
 
     def begin_round(self) -> Any:
-        """The net goes out from the global parameters; returns what `undo_round` takes."""
+        """Sets the net to the global parameters; returns what `undo_round` takes."""
         self._model.push()
         self._end_round()
         self._watches = True
         return self._inner.save(state=self._restores_inner)
 
     def undo_round(self, saved: Any) -> None:
-        """The net and the inner optimizers are as when the round began."""
+        """Restores the net and the inner optimizers as they were when the round began."""
         self._inner.put_back(saved)
         self._model.push()
         self._end_round()
@@ -148,7 +148,7 @@ class LocalTraining:
         self._inner.zero_grad()
 
     def push(self) -> None:
-        """Others' global parameters have come."""
+        """Copies global parameters, which another worker has sent, to the net."""
         self._model.push()
 
     def _end_round(self) -> None:
@@ -158,14 +158,14 @@ class LocalTraining:
     def _took_inner_step(self) -> None:
         self._inner_steps += 1
         if self._watches:
-            self.group.mesh.fault.check()  # who goes on alone to the end of the round works for nothing
+            self.group.mesh.fault.check()  # a round that will be undone need not be finished
 
 
 class LocalSGD(LocalTraining):
     """Trains by rounds: H inner steps of each worker alone, then all take the weighted mean of their parameters.
 
-    For links that are too slow to carry gradients at every step: the bytes of one step of data-parallel training go out
-    once in H steps. In a world of one results are those of the inner optimizer alone, bit for bit.
+    For links that are too slow to carry gradients at every step: the bytes of one data-parallel step are sent once in H
+    steps. In a world of one results are those of the inner optimizer alone, bit for bit.
 
         local = paceline.torch.LocalSGD(net, inner, session.group)
         state = paceline.TrainState(model=local, sampler=paceline.ElasticSampler(n, global_batch=H * batch))
@@ -177,39 +177,39 @@ class LocalSGD(LocalTraining):
                     inner.zero_grad()
                 local.outer_step(step.weight)
 
-    In `session.steps` a round is a step of the line: if a member is lost in it, all others undo it and run it again
-    without that member. They hear of the loss at their next inner step. Who is done first waits for the slowest, for
+    In `session.steps` a round is one step: if a member is lost in it, all others undo it and run it again without that
+    member. They notice the loss at their next inner step. A worker that is done waits for the slowest one, for at most
     `step_timeout` (10 min unless set otherwise). Give `local` to the training state, and neither `net` nor the inner
     optimizer. Outside of `session.steps` call `local.prepare()`, then `local.outer_step()` after every H inner steps.
 
-    The net is set to the global parameters when a round begins, so load what it shall begin with before this is made.
-    Tied and frozen parameters, buffers, parameters of 16 bits (the global ones are float32 then) are all right.
+    The net is set to the global parameters when a round begins, so load initial values before this is made. Tied and
+    frozen parameters, buffers and parameters of 16 bits (the global ones are float32 then) work.
 
-    **What is whose.** Alike on all members, and given to newcomers: the global parameters, buffers (rank 0's after each
-    outer step), the outer optimizer, and the numbers in the inner optimizers' settings, such as their learning rate.
-    This worker's own: what inner optimizers keep for each parameter. A newcomer starts without; it is not in
-    checkpoints; when a round is undone it is put back to what it was when the round began. A scheduler of the inner
+    **What is shared.** The same on all members, and given to newcomers: the global parameters, buffers (rank 0's after
+    each outer step), the outer optimizer, and the numbers in the inner optimizers' settings, such as the learning rate.
+    This worker's own: what inner optimizers keep for each parameter. A newcomer starts without it; it is not in
+    checkpoints; when a round is undone it is restored as it was when the round began. A scheduler of the inner
     learning rate is a part of the training state of its own: `TrainState(model=local, schedule=scheduler, ...)`.
 
     **Memory**, in host memory, on top of the net, its gradients and the inner optimizer: the global parameters, and
-    what is sent, P numbers each. With error feedback 2 P more. In `session.steps` a copy of the inner optimizer's
-    state, where that lies: AdamW has 2 P.
+    what is sent, P numbers each. Error feedback takes 2 P more. In `session.steps` there is a copy of the inner
+    optimizer's state, on its device: AdamW has 2 P.
 
     Args:
         net: a torch module, not wrapped.
-        inner_optimizer: of its parameters, any `torch.optim.Optimizer`; or several, which share the parameters out.
+        inner_optimizer: of its parameters, any `torch.optim.Optimizer`; or several, each for some of them.
         group: the ranks.
-        compression: "int8", "bf16" or a `paceline.compression.Codec`: changes of parameters travel in fewer bits, and
-            are the same bits everywhere still. Alike on every rank. None for all bits.
-        error_feedback: with compression: what rounding takes away in a round is added in the next one. As the codec
-            says if left out: with int8, not with bf16. A round that is undone leaves no trace in it.
+        compression: "int8", "bf16" or a `paceline.compression.Codec`: changes of parameters travel in fewer bits;
+            results are the same bits everywhere still. Alike on every rank. None for all bits.
+        error_feedback: with compression: what rounding takes away in a round is added in the next one. If left out: as
+            the codec says, with int8, not with bf16. A round that is undone leaves no trace in it.
         bucket_mb: most MiB in one message; alike on every rank.
-        restore_inner: put the inner optimizers' state back when a round is undone. Without it they go on with what they
-            have seen, and the copy is saved; the settings are put back all the same.
+        restore_inner: restore the inner optimizers' state when a round is undone. Without it they keep what they have
+            seen, and no copy is made; their settings are restored in either case.
 
     Raises:
-        UnsupportedOp: a parameter to train is no float of 16, 32 or 64 bits, or there is no such codec.
-        TypeError: an inner optimizer is not one of torch.
+        UnsupportedOp: a parameter to train is not a float of 16, 32 or 64 bits, or there is no such codec.
+        TypeError: an inner optimizer is not a torch optimizer.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class LocalSGD(LocalTraining):
             inner_optimizer,
             group,
             _Averaging if compression is None else _unit_steps,
-            differences=compression is not None,  # the error of rounding goes with the size of what is rounded
+            differences=compression is not None,  # a rounding error is proportional to what is rounded
             compression=compression,
             error_feedback=error_feedback,
             bucket_mb=bucket_mb,
@@ -237,9 +237,9 @@ class LocalSGD(LocalTraining):
 
 
 class _Averaging(Optimizer):
-    """Puts what was brought together in a parameter's place.
+    """Sets each parameter to the mean of the local ones.
 
-    The same as a step of SGD with the learning rate 1 on differences, but for its rounding.
+    That is a step of SGD with the learning rate 1 on differences, except for rounding.
     """
 
     def _fresh(self, parameter: Parameter) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _unit_steps(model: OuterModel) -> Optimizer:
 
 
 class DiLoCo(LocalTraining):
-    """As `LocalSGD`, where the mean change of a round is a gradient for an outer optimizer with Nesterov momentum.
+    """As `LocalSGD`, but the mean change of a round is a gradient for an outer optimizer with Nesterov momentum.
 
         d <- weighted mean over ranks of (global parameters - local parameters after H inner steps)
         v <- outer_momentum * v + d
@@ -264,8 +264,8 @@ class DiLoCo(LocalTraining):
     AdamW as the inner optimizer, H = 500, and the defaults below. Outer gradients of few bits: Douillard et al.,
     "Streaming DiLoCo", 2025, and Jaghouar et al., "OpenDiLoCo", 2024.
 
-    How it is used, what is whose, and the other arguments are those of `LocalSGD`. The momentum is alike on all
-    members, and given to newcomers; it takes P numbers more of host memory, none if `outer_momentum` is 0.
+    Use, shared state and the other arguments are those of `LocalSGD`. The momentum is the same on all members, and
+    given to newcomers; it takes P numbers more of host memory, none if `outer_momentum` is 0.
 
     Args:
         net: as for `LocalSGD`.

@@ -30,12 +30,12 @@ import torch
 
 from paceline.errors import StepOrderError
 from paceline.parallel._accumulation import Accumulation
-from paceline.parallel._ranks import ShardRanks
+from paceline.parallel._ranks import ShardRankGroup
 from paceline.parallel.sharding._placement import ShardingStrategy
 from paceline.parallel.sharding._runner import UnitRunner
 from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._autograd import AutogradPass
-from paceline.torch._sharded_tensors import Adapter, Call, Mirror, mapped, mirror_in, tensors_in
+from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, mapped, mirror_in, tensors_in
 
 __all__ = ["ShardedDriver", "UnitRun", "saving"]
 
@@ -84,10 +84,10 @@ class UnitRuns:
 
 
 class UnitRun:
-    """One forward run of a unit, and the run backward that it will have.
+    """One forward run of a unit, and the run backward that belongs to it.
 
     Args:
-        enter: called when that begins.
+        enter: called when the run backward begins.
         leave: called when it ends.
     """
 
@@ -97,13 +97,13 @@ class UnitRun:
         self._inputs = self._awaited = 0
         self._is_entered = False
 
-    def of_inputs(self, call: Call) -> Call:
-        """What the unit is to be called with, so that the run hears of the gradients."""
+    def of_inputs(self, call: ModuleCall) -> ModuleCall:
+        """Returns inputs to call the unit with, whose gradients tell when the run backward ends."""
         args, kwargs = mapped((call.args, call.kwargs), self._watch_input)
-        return Call(args, kwargs)
+        return ModuleCall(args, kwargs)
 
     def of_outputs(self, outputs: Any) -> Any:
-        """What the unit has returned, from where the run hears of the gradients."""
+        """Registers hooks on the unit's outputs, whose gradients tell when the run backward begins."""
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)
@@ -113,7 +113,7 @@ class UnitRun:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         self._inputs += 1
-        alias = tensor.view_as(tensor)  # its gradient is that of this run alone, whoever else uses the tensor
+        alias = tensor.view_as(tensor)  # its gradient is this run's alone, whatever else uses the tensor
         alias.register_hook(self._end)
         return alias
 
@@ -132,8 +132,8 @@ class UnitRun:
             self._leave()
 
 
-class _Place(NamedTuple):
-    """A view of a parameter."""
+class _SavedPlace(NamedTuple):
+    """A saved view of a parameter."""
 
     mirror: Mirror
     size: tuple[int, ...]
@@ -141,30 +141,30 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Kept(NamedTuple):
-    """Any other tensor, and how often it had been written."""
+class _SavedTensor(NamedTuple):
+    """Any other saved tensor, and its version."""
 
     tensor: Any
     version: int
 
 
 def saving(need: Callable[[Mirror], None]) -> Any:
-    """For a forward pass inside the block.
+    """Returns a context manager for a forward pass, in which autograd saves places in parameters instead of tensors.
 
     Args:
-        need: called in the backward pass with a parameter that has no memory; gives it some.
+        need: called in the backward pass with a parameter that has no memory; gathers it.
     """
 
-    def pack(tensor: Any) -> _Place | _Kept:
+    def pack(tensor: Any) -> _SavedPlace | _SavedTensor:
         mirror = mirror_in(tensor)
         if mirror is None:
-            # Detached, for an operation's own output would keep the operation alive that keeps it.
-            return _Kept(tensor.detach(), tensor._version)
-        return _Place(mirror, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+            # Detached, because an operation's own output would keep alive the operation that keeps it.
+            return _SavedTensor(tensor.detach(), tensor._version)
+        return _SavedPlace(mirror, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
 
-    def unpack(saved: _Place | _Kept) -> Any:
-        if isinstance(saved, _Kept):
-            if saved.tensor._version != saved.version:  # torch does not check what hooks have kept
+    def unpack(saved: _SavedPlace | _SavedTensor) -> Any:
+        if isinstance(saved, _SavedTensor):
+            if saved.tensor._version != saved.version:  # torch does not check tensors that hooks have saved
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{saved.tensor.type()} {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected "
@@ -196,7 +196,7 @@ class ShardedDriver:
     def __init__(
         self,
         module: Adapter,
-        group: ShardRanks,
+        group: ShardRankGroup,
         strategy: ShardingStrategy,
         intra_node_size: int | None,
         *,
@@ -223,7 +223,7 @@ class ShardedDriver:
         self._given: float | None = None
         """The weight of the next backward pass, if the user has given one."""
 
-    def forward(self, call: Call) -> Any:
+    def forward(self, call: ModuleCall) -> Any:
         """The module's output; see `paceline.torch.FSDP.forward`."""
         sharded = self.sharded
         if sharded.is_empty:
@@ -243,14 +243,14 @@ class ShardedDriver:
         finally:
             self._given = None
 
-    def _run_forward(self, call: Call) -> Any:
+    def _run_forward(self, call: ModuleCall) -> Any:
         sharded = self.sharded
         run = UnitRun(partial(self._enter, sharded.synchronizer.rows), self._leave)
         keeping = saving(_need) if sharded.is_outermost and torch.is_grad_enabled() else nullcontext()
         with sharded.running_forward(), keeping:
             call = run.of_inputs(call)
             if self._narrow:
-                call = Call(*mapped(tuple(call), _narrowed))
+                call = ModuleCall(*mapped(tuple(call), _narrowed))
             return run.of_outputs(self.module.forward(call))
 
     def _enter(self, rows: int | None) -> None:

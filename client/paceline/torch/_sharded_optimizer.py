@@ -1,12 +1,12 @@
-"""torch's optimizers as those of this package, for whoever saves, moves or compares their state.
+"""torch's optimizers as `OptimizerState`, so that their state can be saved, moved and compared.
 
-An optimizer that works element by element treats a piece of a parameter as it would the whole. What it keeps are then
-tensors of the piece's shape, which are cut as the parameter is, and values that all ranks have alike, such as the
+An optimizer that works element by element treats a piece of a parameter as it would the whole. Its state is then
+tensors of the piece's shape, which are cut as the parameter is, and values that are the same on all ranks, such as the
 number of steps.
 
-torch's optimizers begin to keep something in their first step. Here it is there from the beginning, for ranks that come
-later have to make room for it: zeros, if the optimizer itself would have zeros after a step with gradients of zero. So
-its first real step finds what it would have made.
+torch's optimizers create their state in their first step. Here it is created at once, because newcomers have to make
+room for it: zeros, if the optimizer itself would have zeros after a step with gradients of zero. So its first real
+step finds what it would have made.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.parallel._optimizer_state import OptimizerState
 from paceline.parallel._parameter import Parameter
 from paceline.parallel.sharding._sharded_model import ShardedModel
-from paceline.torch._sharded_tensors import Piece, mirror_in, piece_of
+from paceline.torch._sharded_tensors import TorchPiece, mirror_in, piece_of
 from paceline.torch._tensors import array_of, tensor_of
 
 __all__ = ["TorchOptimizer", "optimizer_of", "watch_optimizers"]
 
 
 _KEPT = "_paceline_state"
-"""Attribute of a torch optimizer that something stands for."""
+"""Attribute of a torch optimizer: the `TorchOptimizer` that stands for it."""
 
 _PLAIN = (bool, int, float, str)
 
@@ -41,10 +41,10 @@ class TorchOptimizer(OptimizerState):
     """Stands for a torch optimizer of pieces.
 
     Args:
-        optimizer: of `model.parameters()` of one `paceline.torch.FSDP`, or of some of them.
+        optimizer: trains `model.parameters()` of one `paceline.torch.FSDP`, or some of them.
 
     Raises:
-        UnsupportedOp: what it keeps cannot be told apart by parameters, or does not begin with zeros.
+        UnsupportedOp: its state cannot be told apart by parameters, or does not begin with zeros.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -52,7 +52,7 @@ class TorchOptimizer(OptimizerState):
         self._is_loaded = False
         self._begun: set[str] = set()
         paths: dict[int, str] = {}
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, TorchPiece] = {}
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 piece = piece_of(tensor)
@@ -67,7 +67,7 @@ class TorchOptimizer(OptimizerState):
 
     @property
     def is_new(self) -> bool:
-        """True while no step was taken, and no state loaded."""
+        """True while no step was taken and no state loaded."""
         return not self._is_loaded and not any(v for one in self.numbers().values() for v in one.values())
 
     @is_new.setter
@@ -76,12 +76,12 @@ class TorchOptimizer(OptimizerState):
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
-        """What it trains, by path."""
+        """The pieces that it trains, by path."""
         return self._trained()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plain values of its groups: "number of the group/name"."""
+        """The plain values of its groups, by "number of the group/name"."""
         return {f"{number}/{name}": _plain(value) for number, name, value in self._settings()}
 
     @property
@@ -90,7 +90,7 @@ class TorchOptimizer(OptimizerState):
         return self._optimizer
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Takes over what `settings` gave."""
+        """Loads what `settings` returned."""
         for number, name, value in self._settings():
             new = settings.get(f"{number}/{name}", value)
             if isinstance(value, torch.Tensor):
@@ -99,7 +99,7 @@ class TorchOptimizer(OptimizerState):
                 self._optimizer.param_groups[number][name] = tuple(new) if isinstance(value, tuple) else new
 
     def live_arrays(self) -> dict[str, NDArray[Any]]:
-        """The memory of the tensors that it keeps, "path/name"."""
+        """The tensors of its state as arrays over the same memory, by "path/name"."""
         return {
             f"{path}/{name}": array_of(value)
             for path, piece in self._trained().items()
@@ -108,14 +108,14 @@ class TorchOptimizer(OptimizerState):
         }
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """What else it keeps, by path."""
+        """Everything else in its state, by path."""
         return {
             path: {name: _plain(value) for name, value in self._state(piece).items() if not _is_cut(name, value)}
             for path, piece in self._trained().items()
         }
 
     def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over what `numbers` gave."""
+        """Loads what `numbers` returned."""
         for path, values in numbers.items():
             state = self._state(self._pieces[path])
             for name, value in values.items():
@@ -125,7 +125,7 @@ class TorchOptimizer(OptimizerState):
                     state[name] = value
 
     def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """These arrays take the place of those that `live_arrays` gave."""
+        """Replaces the live arrays, because the pieces have other shapes now."""
         self.is_new = False
         for key, array in arrays.items():
             path, _, name = key.rpartition("/")
@@ -135,7 +135,7 @@ class TorchOptimizer(OptimizerState):
         """Sets every gradient to None."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _state(self, piece: Piece) -> dict[str, Any]:
+    def _state(self, piece: TorchPiece) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state[piece.tensor]
         return state
 
@@ -149,8 +149,8 @@ class TorchOptimizer(OptimizerState):
     def _kind(self) -> str:
         return type(self._optimizer).__name__
 
-    def _trained(self) -> dict[str, Piece]:
-        """The pieces that take gradients, or have; each has its state. All of them begin, or none."""
+    def _trained(self) -> dict[str, TorchPiece]:
+        """Returns the pieces that take gradients or have state; creates missing state, for all of them or for none."""
         kept = self._optimizer.state
         trained = {path: piece for path, piece in self._pieces.items() if piece.requires_grad or kept.get(piece.tensor)}
         if new := [path for path in trained if path not in self._begun]:
@@ -165,7 +165,7 @@ class TorchOptimizer(OptimizerState):
         return trained
 
     def _first(self, group: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
-        """What its first step would find, had it made that before."""
+        """Returns the state that its first step would create for a tensor."""
         if group.get("momentum") and group.get("dampening"):
             raise UnsupportedOp(f"{self._kind} with dampening is not supported: its first step differs from all others")
         first: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class TorchOptimizer(OptimizerState):
                 if name != "step" and value.any():
                     raise UnsupportedOp(f"{self._kind} is not supported: its state {name!r} does not begin with zeros")
                 like = tensor if _is_cut(name, value) else value
-                # By NumPy: zeros that nobody has written take no memory, and a newcomer builds more than it keeps.
+                # By NumPy: zeros that were never written take no memory, and a newcomer builds more than it keeps.
                 first[name] = tensor_of(np.zeros(tuple(like.shape), array_of(value).dtype))
             elif value is None or name == "step":
                 first[name] = None if value is None else type(value)(0)
@@ -185,7 +185,7 @@ class TorchOptimizer(OptimizerState):
         return first
 
     def _after_a_step(self, group: Mapping[str, Any], like: Any) -> dict[str, Any]:
-        """What an optimizer like this one keeps of a single zero, after a step with a gradient of zero."""
+        """Returns the state that such an optimizer has for a single zero after a step with a gradient of zero."""
         probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype))
         probe.grad = torch.zeros_like(probe)
         kind = type(self._optimizer)
@@ -197,7 +197,7 @@ class TorchOptimizer(OptimizerState):
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
-        twin.__dict__.pop("step", None)  # a scheduler's, which counts
+        twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
         try:
             kind.step(twin)
         except TypeError as error:
@@ -216,11 +216,11 @@ class TorchOptimizer(OptimizerState):
 
 
 def optimizer_of(thing: Any) -> TorchOptimizer | None:
-    """What stands for a torch optimizer of pieces; None for anything else, and where nobody has to know its state.
+    """Returns what stands for a torch optimizer of pieces; None for anything else, or if its state need not be known.
 
     Raises:
-        UnsupportedOp: it trains what is spread, and its state cannot be.
-        StepOrderError: it would train nothing: the module was wrapped behind its back.
+        UnsupportedOp: it trains a sharded model, and its state cannot be sharded.
+        StepOrderError: it would train nothing, because the module was wrapped after it was made.
     """
     if not isinstance(thing, torch.optim.Optimizer):
         return None
@@ -244,9 +244,9 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on the step of an optimizer that has a parameter which FSDP has taken over is a `StepOrderError`.
+    """Has an optimizer raise `StepOrderError` in its step if it has a parameter that FSDP has replaced by a piece.
 
-    Such a parameter gets no gradient any more, and torch's optimizers pass over those without a word.
+    Such a parameter gets no gradients any more, and torch's optimizers silently skip parameters without gradients.
     """
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_trains(optimizer))
 
@@ -263,7 +263,7 @@ def _check_trains(optimizer: Any) -> None:
 
 
 def _is_cut(name: str, value: Any) -> bool:
-    """Whether it is of a parameter's shape, and not the same for all elements."""
+    """Whether a value of the state has its parameter's shape, so that it is cut as the parameter is."""
     return isinstance(value, torch.Tensor) and name != "step" and (value.ndim > 0 or value.dtype.is_floating_point)
 
 

@@ -1,7 +1,7 @@
 """torch's modules, parameters and gradients as the sharded core sees them; both see the same memory.
 
-`Mirror` is a module's parameter, `Piece` this rank's piece of one, which torch's optimizers train. `Adapter` lists a
-tree of modules by path.
+`Mirror` is a module's parameter, `TorchPiece` this rank's piece of one, which torch's optimizers train. `Adapter` lists
+a tree of modules by path.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from paceline.errors import UnsupportedOp
 from paceline.parallel._parameter import Parameter
 from paceline.parallel.sharding._sharded_model import ShardedModel
-from paceline.torch._tensors import array_of, nothing, tensor_of
+from paceline.torch._tensors import array_of, placeholder_like, tensor_of
 
 __all__ = [
     "Adapter",
-    "Call",
+    "ModuleCall",
     "Mirror",
-    "PartOfGradient",
-    "Piece",
+    "GradientShard",
+    "TorchPiece",
     "Wrapped",
     "mapped",
     "mirror_in",
@@ -38,10 +38,11 @@ __all__ = [
 _NORMS = frozenset({torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm})
 
 
-class PartOfGradient(torch.Tensor):  # type: ignore[misc]  # torch is not there where types are checked
-    """This rank's part of a gradient: a tensor like any other, but that it refuses to tell its norm.
+class GradientShard(torch.Tensor):  # type: ignore[misc]  # torch is not there where types are checked
+    """This rank's shard of a gradient: a plain tensor, except that it refuses to compute its norm.
 
-    What is computed from it is a plain tensor.
+    A shard's norm is not the gradient's, and `torch.nn.utils.clip_grad_norm_` would silently scale by another factor on
+    each rank. Whatever is computed from it is a plain tensor.
     """
 
     @classmethod
@@ -55,24 +56,24 @@ class PartOfGradient(torch.Tensor):  # type: ignore[misc]  # torch is not there 
         """
         if func in _NORMS:
             raise UnsupportedOp(
-                "FSDP spreads this gradient over the ranks, so this rank's part of it has another norm than the whole, "
+                "FSDP shards this gradient over the ranks, so this rank's shard of it has another norm than the whole, "
                 "and torch.nn.utils.clip_grad_norm_ would scale by another factor on each rank: call "
                 "model.clip_grad_norm_(max_norm) of the outermost FSDP, on all ranks (with math.inf it only measures). "
-                "The norm of this rank's part alone is p.grad.detach().norm()"
+                "The norm of this rank's shard alone is p.grad.detach().norm()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 _MARK = "_paceline_parameter"
-"""Attribute of a tensor: however often modules are wrapped, and wherever it is tied, a parameter has one mirror."""
+"""Attribute of a tensor: a parameter has one mirror, however often modules are wrapped and wherever it is tied."""
 
 
 class Mirror(Parameter):
-    """A module's parameter. Its memory is part of its unit's flat array while that is whole, and none at other times.
+    """A module's parameter. Its memory is in its unit's flat array while that is whole; at other times it has none.
 
-    Autograd accumulates into `tensor.grad` as ever. What it has left there is taken over by `take_gradient`, so that
-    gradients are added up, wait and leave as those of NumPy modules do.
+    Autograd accumulates into `tensor.grad` as always. `take_gradient` takes the gradient from there, so that gradients
+    accumulate, wait and are sent as those of NumPy modules.
 
     Attributes:
         tensor: the `torch.nn.Parameter`.
@@ -100,34 +101,34 @@ class Mirror(Parameter):
         return self._data is not None
 
     def watch(self, written: Callable[[Mirror], None]) -> None:
-        """From now on `written` hears of each gradient that autograd has left in the tensor. Does nothing twice."""
+        """Calls `written` for each gradient that autograd leaves in the tensor; a second call does nothing."""
         if self._handle is None:
             self._handle = self.tensor.register_post_accumulate_grad_hook(lambda tensor: written(self))
 
     def take_gradient(self, factor: float) -> None:
-        """Takes over what autograd has left, times a factor; with 0 it is dropped, even NaN."""
+        """Takes the gradient that autograd has left, times a factor; with 0 it is dropped, even NaN."""
         gradient, self.tensor.grad = self.tensor.grad, None
         if factor == 0:
             return
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient.dtype == torch.bfloat16:
-            gradient = gradient.float()  # micro-batches are added up with all bits
+            gradient = gradient.float()  # micro-batches are summed in full precision
         if factor != 1:
             gradient.mul_(factor)
         self.accumulate(array_of(gradient))
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
-        return Piece(values, self.requires_grad)
+        return TorchPiece(values, self.requires_grad)
 
     def _place(self, values: NDArray[Any] | None) -> None:
         super()._place(values)
-        # Same object, other memory: modules, optimizers and autograd's accumulators refer to the object.
-        self.tensor.data = nothing(self.tensor) if values is None else tensor_of(values)
+        # Same object, other memory: modules, optimizers and autograd refer to the object.
+        self.tensor.data = placeholder_like(self.tensor) if values is None else tensor_of(values)
 
 
-class Piece(Parameter):
-    """What of a parameter this rank trains.
+class TorchPiece(Parameter):
+    """This rank's piece of a parameter, which torch's optimizers train.
 
     Attributes:
         tensor: a `torch.nn.Parameter` over the same elements; its gradient is the piece's.
@@ -151,14 +152,14 @@ class Piece(Parameter):
 
     @property
     def _grad(self) -> NDArray[Any] | None:
-        gradient = self.tensor.grad  # the user may have cleared it, or put another one there
+        gradient = self.tensor.grad  # users may have cleared or replaced it
         return None if gradient is None else array_of(gradient)
 
     @_grad.setter
     def _grad(self, value: NDArray[Any] | None) -> None:
         gradient = None if value is None else tensor_of(value)
         if gradient is not None and isinstance(self._owner, ShardedModel) and self._owner.spreads:
-            gradient = gradient.as_subclass(PartOfGradient)
+            gradient = gradient.as_subclass(GradientShard)
         self.tensor.grad = gradient
 
     def _place(self, values: NDArray[Any] | None) -> None:
@@ -173,7 +174,7 @@ class Piece(Parameter):
 
 
 def mirror_of(tensor: Any, name: str) -> Mirror:
-    """The mirror of a module's parameter; made at first use.
+    """Returns the mirror of a module's parameter; makes it at first use.
 
     Args:
         tensor: the parameter.
@@ -191,37 +192,37 @@ def mirror_of(tensor: Any, name: str) -> Mirror:
 
 
 def mirror_in(tensor: Any) -> Mirror | None:
-    """The mirror of the parameter in whose present memory a tensor lies, None if it is in none."""
+    """Returns the mirror of the parameter in whose present memory a tensor lies; None if it lies in none."""
     parameter = tensor if tensor._base is None else tensor._base
     mirror = getattr(parameter, _MARK, None)
     if not isinstance(mirror, Mirror) or (tensor is not parameter and _address(tensor) != _address(parameter)):
         return None
-    return mirror if tensor.dtype == parameter.dtype else None  # bits seen as another type stay as they are
+    return mirror if tensor.dtype == parameter.dtype else None  # a view as another dtype is kept as it is
 
 
-def piece_of(tensor: Any) -> Piece | None:
-    """The piece that a tensor is, None if it is none."""
+def piece_of(tensor: Any) -> TorchPiece | None:
+    """Returns the piece that a tensor is; None if it is none."""
     piece = getattr(tensor, _MARK, None)
-    return piece if isinstance(piece, Piece) else None
+    return piece if isinstance(piece, TorchPiece) else None
 
 
 def _address(tensor: Any) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-class Call(NamedTuple):
-    """What a module is called with."""
+class ModuleCall(NamedTuple):
+    """The arguments of a call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Wrapped(torch.nn.Module):  # type: ignore[misc]
-    """A wrapped module, as modules around it see it.
+    """A wrapped module, as the modules around it see it.
 
     Attributes:
-        module: what is wrapped.
-        sharded: what shards it.
+        module: the wrapped module.
+        sharded: the core that shards it.
     """
 
     module: Any
@@ -239,30 +240,30 @@ class Adapter:
         self.module = module
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Mirrors of its parameters; pieces of those that are in units inside. A tied one under each of its paths."""
+        """Mirrors of its parameters; pieces of those in units inside. A tied parameter has each of its paths."""
         yield from _parameters(self.module, "")
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The memory of its buffers."""
+        """Its buffers, as arrays over the same memory."""
         for path, tensor, _ in _buffers(self.module, ""):
             yield path, array_of(tensor, f"buffer {path!r}")
 
     def passing_buffers(self) -> set[str]:
-        """Paths of buffers that are no part of its state."""
+        """Paths of buffers that are not in its state dict."""
         return {path for path, _, persistent in _buffers(self.module, "") if not persistent}
 
-    def forward(self, call: Call) -> Any:
+    def forward(self, call: ModuleCall) -> Any:
         """What the module returns."""
         return self.module(*call.args, **call.kwargs)
 
 
 def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -> None:
-    """Puts a unit in the place of each module of some classes inside another one, inner ones first.
+    """Replaces each module of some classes inside another one by a unit, inner ones first.
 
-    A module that stands in several places is replaced by the same unit in all. What is in a unit already stays.
+    A module that occurs in several places is replaced by the same unit in all. Modules inside a unit stay.
 
     Args:
-        module: itself it stays.
+        module: the outer module; it stays itself.
         kinds: the classes.
         make: makes a unit of a module.
     """
@@ -270,7 +271,7 @@ def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    """Yields the tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -285,7 +286,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nested values with other tensors; what has none inside is the same object."""
+    """Returns the same nested values with other tensors; values without tensors inside are the same objects."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if next(tensors_in(value), None) is None:
@@ -299,7 +300,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: mapped(one, change) for key, one in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         changed = copy(value)
-        for field in fields(value):  # frozen or not
+        for field in fields(value):  # frozen dataclasses too
             object.__setattr__(changed, field.name, mapped(getattr(value, field.name), change))
         return changed
     return value
@@ -318,7 +319,7 @@ def _parameters(module: Any, prefix: str) -> Iterator[tuple[str, Parameter]]:
 
 
 def _buffers(module: Any, prefix: str) -> Iterator[tuple[str, Any, bool]]:
-    """Path, tensor, and whether it is part of the module's state."""
+    """Yields path, tensor, and whether it is in the module's state dict."""
     if isinstance(module, Wrapped):
         yield from _buffers(module.module, prefix)
         return

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from paceline.arrays import Array
 from paceline.errors import UnsupportedOp
 
-__all__ = ["ResultBuffer", "Tensor", "array_of", "can_combine", "elements_of", "nothing", "result_buffer", "tensor_of"]
+__all__ = [
+    "ResultBuffer",
+    "Tensor",
+    "array_of",
+    "can_combine",
+    "elements_of",
+    "placeholder_like",
+    "result_buffer",
+    "tensor_of",
+]
 
 Tensor = Any
 """`torch.Tensor`."""
@@ -98,7 +107,7 @@ def tensor_of(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def nothing(like: Tensor) -> Tensor:
+def placeholder_like(like: Tensor) -> Tensor:
     """Returns a placeholder with the shape and dtype of a tensor, and the memory of one element.
 
     It takes the place of a tensor whose values are not in memory now. It reads as NaN, so that a use by mistake shows;

@@ -14,7 +14,7 @@ import torch
 from paceline.compression import Codec, PowerSGD
 from paceline.parallel._agreement import give
 from paceline.parallel._parameter import buffers_of, parameters_of
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 from paceline.torch._autograd import AutogradDriver
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._tensors import Tensor
@@ -45,11 +45,11 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     Gradients lie in the buckets: `Tensor.grad` is a view of memory that the next backward pass writes again, so copy
     what you keep. They add up from pass to pass until they are cleared, as always in torch. Communication overlaps the
     rest of the backward pass from the second pass on. Every backward pass that reaches the parameters counts, through
-    the bare module too; in `no_sync` it is this rank's own affair.
+    the bare module too; in `no_sync` on this rank only.
 
     Parameters are found by the paths of the bare module, without a prefix: optimizers and checkpoints fit the module
-    wrapped or not. Parameters that are used late hold up the buckets behind them, and those that are never used do, but
-    with `static_graph`.
+    wrapped or not. A parameter that is used late holds up the buckets behind it, and so does one that is never used,
+    except with `static_graph`.
 
     What DDP does not do: gradients of gradients; sparse gradients are made dense; frozen and unfrozen parameters take
     effect with the next forward pass; `torch.utils.checkpoint` wants `use_reentrant=False`.
@@ -66,8 +66,8 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         compression: "bf16", "int8", "powersgd", a `paceline.compression.Codec` or `PowerSGD`, as for `paceline.DDP`:
             the communication hooks of torch's own DDP.
         error_feedback: as for `paceline.DDP`.
-        static_graph: every backward pass uses the same parameters as the first: then one that is never used holds up
-            nothing. One more than in the first pass is a `StepOrderError`.
+        static_graph: every backward pass uses the same parameters as the first: then a parameter that is never used
+            holds up nothing. One more than in the first pass is a `StepOrderError`.
 
     Raises:
         ValueError: `bucket_mb` is not above 0.
@@ -77,7 +77,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     def __init__(
         self,
         module: Any,
-        group: Ranks,
+        group: RankGroup,
         *,
         bucket_mb: float | None = None,
         compression: str | Codec | PowerSGD | None = None,
@@ -121,14 +121,14 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         self._synchronizer.prepare()
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
-        """`loss.backward()`, where this rank's gradient counts `weight` beside the other ranks'.
+        """Runs `loss.backward()` with a weight for this rank's gradient, beside the other ranks'.
 
-        Besides it takes part where the loss depends on no parameter, and `loss.backward()` could not know.
+        It also takes part in the reduction if the loss depends on no parameter, which `loss.backward()` cannot notice.
 
         Args:
             loss: the mean over this rank's samples, one element.
             weight: 0 or above; with 0 gradients are dropped, even NaN. By default what `loss.backward()` takes.
-            retain_graph: keep it for another backward pass.
+            retain_graph: keep the graph for another backward pass.
 
         Raises:
             ValueError: the weight is negative or not finite.
@@ -155,11 +155,11 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Inside the block ranks may have unlike numbers of inputs; all ranks enter it.
+        """Inside the block ranks may have different numbers of inputs; all ranks enter it.
 
-        A rank that comes to its end takes part in the others' reductions, with nothing to give and weight 0, until all
-        are there. Then all have the parameters and buffers of a rank that came last. Each reduction has a small message
-        more. `session.steps` has no need of this: its sampler gives every rank something in every step.
+        A rank that runs out of inputs takes part in the others' reductions with weight 0, until none has any. Then all
+        take the parameters and buffers of a rank that ran out last. Each reduction costs one more small message.
+        `session.steps` does not need this: its sampler gives every rank something in every step.
 
         Raises:
             PacelineError: a collective failed.
@@ -197,14 +197,14 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         return self._synchronizer.clip_grad_norm(max_norm, norm_type)
 
     def begin_step(self) -> None:
-        """For whoever may undo steps: see `paceline.DDP.begin_step`."""
+        """Begins a step that may be undone: see `paceline.DDP.begin_step`."""
         self._driver.model.begin_step()
 
     def drop_gradients(self) -> None:
-        """Forgets all gradients: the step that they were for is undone."""
+        """Drops all gradients, because their step is undone."""
         self._driver.drop_gradients()
 
-    # As of the bare module --------------------------------------------------------------------------------------------
+    # As in the bare module --------------------------------------------------------------------------------------------
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
         """The module's, without a prefix."""

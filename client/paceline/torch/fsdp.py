@@ -14,45 +14,45 @@ import torch
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.parallel._optimizer_state import stands_in
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import ShardRanks
+from paceline.parallel._ranks import ShardRankGroup
 from paceline.parallel.sharding._placement import ShardingStrategy
 from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._sharded_autograd import ShardedDriver
 from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
-from paceline.torch._sharded_tensors import Adapter, Call, Mirror, Piece, Wrapped, replaced
+from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, TorchPiece, Wrapped, replaced
 from paceline.torch._tensors import Tensor, array_of, tensor_of
 
 __all__ = ["FSDP"]
 
 
 class FSDP(Wrapped):
-    """Trains one model on the samples of all ranks; each rank keeps its part of parameters, gradients and state.
+    """Trains one model on the samples of all ranks; each rank keeps its shard of parameters, gradients and state.
 
         model = paceline.torch.FSDP(net, session.group, auto_wrap=Block)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)      # of the wrapper: it trains this rank's part
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)      # of the wrapper: it trains this rank's shard
         optimizer.zero_grad()
         loss_of(model(x), t).backward()                                 # of the mean loss over this rank's samples
         optimizer.step()
 
-    It is `paceline.FSDP` for torch modules on the CPU, and what is said there of units, of parameters and of a world
-    that changes holds here. Construction communicates nothing; the first forward pass gives rank 0's parameters and
+    It is `paceline.FSDP` for torch modules on the CPU; what its docstring says about units, parameters and a world that
+    changes holds here. Construction communicates nothing; the first forward pass gives rank 0's parameters and
     buffers to all. `loss.backward()` returns when the gradients of all ranks are in the pieces.
 
-    **Gradients** are the mean over the samples of all ranks, uneven shares or not: each rank counts as many samples as
-    the first tensor that it calls the model with has rows. `backward(loss, weight)` has it count otherwise. Those of
+    **Gradients** are the mean over the samples of all ranks, uneven shares or not: a rank's weight is the number of
+    rows of the first tensor that it calls the model with; `backward(loss, weight)` gives another. Gradients of
     micro-batches under `no_sync` add up, as in torch.
 
     **Parameters.** `parameters()` has this rank's pieces, shape [elements here]; those of the wrapped module read as
-    NaN while they are spread, and have values while their unit runs and inside `unshard()`. Optimizers that work
-    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. What needs all of a
-    gradient does not: clip with `clip_grad_norm_`; the norms of torch, those of `torch.nn.utils.clip_grad_norm_` too,
-    are refused for gradients of which a rank has one part.
+    NaN while they are sharded, and have values while their unit runs and inside `unshard()`. Optimizers that work
+    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. Whatever needs a whole
+    gradient does not work: clip with `clip_grad_norm_`; the norms of torch, those of `torch.nn.utils.clip_grad_norm_`
+    too, are refused for sharded gradients.
 
-    **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. Their state must
-    begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
+    **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. The optimizer's
+    state must begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
 
-    **Where it ends.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
+    **Limits.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
     wrapped: another method of theirs finds parameters without values. Activation checkpointing, inside a unit or around
     one, and double use of a unit work; the hooks of `torch.autograd.graph.saved_tensors_hooks` do inside the model, not
     around it. `torch.compile` works around the wrapper and around modules inside; what is wrapped is compiled unit by
@@ -61,12 +61,12 @@ class FSDP(Wrapped):
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
         group: the ranks; the same for all units.
-        strategy: what is spread.
+        strategy: what is sharded.
         intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
         auto_wrap: class or classes of modules inside that are to be units of their own; they are replaced in place.
         mixed_precision: "bf16": units compute in bfloat16, and parameters and gradients travel so; floating inputs are
             converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits, and so
-            do buffers: what computes with them, such as BatchNorm, is to be a unit of its own without.
+            do buffers: a module that computes with buffers, such as BatchNorm, is to be a unit of its own without it.
         ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
 
     Attributes:
@@ -84,7 +84,7 @@ class FSDP(Wrapped):
     def __init__(
         self,
         module: Any,
-        group: ShardRanks,
+        group: ShardRankGroup,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         *,
@@ -110,21 +110,21 @@ class FSDP(Wrapped):
         self.strategy = self.sharded.strategy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output. A collective wherever parameters are spread: all ranks call it.
+        """The module's output. A collective wherever parameters are sharded: all ranks call it.
 
         Raises:
             PacelineError: as `prepare`, or a collective failed.
             Exception: what the module raised. The wrapper stays usable, if the others have come as far.
         """
-        return self._driver.forward(Call(args, kwargs))
+        return self._driver.forward(ModuleCall(args, kwargs))
 
     def backward(self, loss: Any, weight: float | None = None) -> None:
-        """`loss.backward()`, with a say in what this rank counts.
+        """Runs `loss.backward()` with a weight for this rank.
 
         Args:
             loss: this rank's mean loss.
-            weight: what its gradient counts, e.g. `step.weight`; the number of samples by default. With 0 autograd
-                runs, but gradients are dropped, even NaN.
+            weight: weight of its gradient, e.g. `step.weight`; the number of samples by default. With 0 autograd runs,
+                but gradients are dropped, even NaN.
 
         Raises:
             ValueError: the weight is negative or not finite.
@@ -135,7 +135,7 @@ class FSDP(Wrapped):
             loss.backward()
 
     def prepare(self) -> None:
-        """Agrees on the model and takes rank 0's values; see `Wrapper.prepare`. A collective at first use."""
+        """Agrees on the model and takes rank 0's values; see `paceline.FSDP.prepare`. A collective at first use."""
         self.sharded.prepare()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -143,20 +143,20 @@ class FSDP(Wrapped):
         return self.sharded.no_sync()
 
     def sync_gradients(self) -> None:
-        """Reduces what `no_sync` has accumulated; does nothing if nothing is. A collective."""
+        """Reduces what `no_sync` has accumulated; does nothing if there is nothing. A collective."""
         self.sharded.sync_gradients()
 
     def drop_gradients(self) -> None:
-        """Forgets all gradients, those that `no_sync` has accumulated too."""
+        """Drops all gradients, including those that `no_sync` has accumulated."""
         self.sharded.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `drop_gradients`. An optimizer's `zero_grad` clears pieces only: under `no_sync` there is more."""
+        """As `drop_gradients`. An optimizer's `zero_grad` clears pieces only, not what `no_sync` has accumulated."""
         del set_to_none
         self.drop_gradients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scales all gradients so that their norm is at most `max_norm`; see `Wrapper.clip_grad_norm`."""
+        """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`."""
         return self.sharded.clip_grad_norm(max_norm, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -199,7 +199,7 @@ class FSDP(Wrapped):
         return {path: tensor_of(array) for path, array in whole.items() if path not in passing}
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over what `state_dict` gave, of this or the bare module, in any world. Communicates nothing.
+        """Loads what `state_dict` returned, of this or the bare module, in any world. Communicates nothing.
 
         Raises:
             SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
@@ -207,7 +207,7 @@ class FSDP(Wrapped):
             StepOrderError: inside `unshard`.
         """
         if not strict:
-            raise UnsupportedOp("a spread model takes its whole state: load a part of it into the bare module")
+            raise UnsupportedOp("a sharded model takes its whole state: load a part of it into the bare module")
         first = self._first_paths()
         if missing := sorted(first.keys() - saved.keys()):
             raise SizeMismatch(f"the state does not fit this model: {missing[0]!r} is missing")
@@ -217,19 +217,19 @@ class FSDP(Wrapped):
         self.sharded.load_state_dict(state)
 
     def _first_paths(self) -> dict[str, str]:
-        """Of each path of a parameter the first path that it has."""
+        """For each path the first path of the same parameter."""
         first: dict[int, str] = {}
         return {path: first.setdefault(id(piece), path) for path, piece in self.sharded.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise UnsupportedOp("FSDP has spread this module: convert or move it (.to, .double, ...) before it is wrapped")
+        raise UnsupportedOp("FSDP has sharded this module: convert or move it (.to, .double, ...) before it is wrapped")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise StepOrderError("FSDP has spread this module: copy it before it is wrapped, or its state_dict()")
+        raise StepOrderError("FSDP has sharded this module: copy it before it is wrapped, or its state_dict()")
 
 
 def _tensor(parameter: Parameter) -> Any:
-    assert isinstance(parameter, (Piece, Mirror))
+    assert isinstance(parameter, (TorchPiece, Mirror))
     return parameter.tensor
 
 

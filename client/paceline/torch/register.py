@@ -21,7 +21,7 @@ _NAME = "paceline"
 
 def register() -> None:
     """Makes "paceline" a backend of torch.distributed, and paceline:// one of its init methods. Idempotent."""
-    import torch  # here: torch itself may be about to be imported
+    import torch  # here: torch imports this module while it is itself being imported
     import torch.distributed as dist
 
     if not dist.is_available() or _NAME.upper() in dist.Backend.__dict__:

@@ -143,7 +143,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline.elastic.saver import Saver
     from paceline.elastic.state import TrainState
     from paceline.elastic.training_loop import TrainingLoop
-    from paceline.group.core import GroupCore
+    from paceline.group.group_core import GroupCore
     from paceline.links.fault import Suspicion
     from paceline.session.member import MemberConnection
     from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -194,7 +194,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
         return recv(exchange, peer, deadline, into)
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
-    _after(GroupCore, "board", lambda group, passenger: passenger and strike("in_word", current[0]))
+    _after(GroupCore, "take_piggyback", lambda group, piggyback: piggyback and strike("in_word", current[0]))
     _before(OfferedState, "read", lambda *_: strike("giving"))
     _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.mailbox import Assembler, Message, to_frames
+from paceline.collectives.mailbox import ArrayMessage, Assembler, to_frames
 from paceline.collectives.program import SEGMENT_BYTES
 from paceline.links.frame import Frame, FrameKind
 
 BIG = np.arange(3 * SEGMENT_BYTES // 8 + 5, dtype=np.float64)
 
 
-def assemble(assembler: Assembler, frames: list[Frame]) -> list[Message]:
+def assemble(assembler: Assembler, frames: list[Frame]) -> list[ArrayMessage]:
     return [message for frame in frames if (message := assembler.add(frame)) is not None]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.collectives.arithmetic import arithmetic, reduction
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.program import all_reduce_program
 from paceline.errors import PacelineError
 from paceline.links.base import Link, LinkEnded, Peer, Purpose
@@ -71,7 +71,7 @@ def test_who_took_it_back_is_blamed_and_nobody_is_told_of_a_total(guilty: int) -
     program = all_reduce_program("star", 0, 4, 2, 2)
     x, sums = np.ones(2, np.float32), arithmetic(reduction("sum", np.dtype("float32")), 4)
     with pytest.raises(PacelineError, match="took back"):
-        engine.attempt(Call(1, b"", 0.0, np.inf), lambda call: engine.run(call, program, x, x, sums))
+        engine.attempt(CollectiveCall(1, b"", 0.0, np.inf), lambda call: engine.run(call, program, x, x, sums))
     assert mesh.fault._suspicion.accused == mesh.peers[guilty].rank
     assert [link.released for link in mesh.links[1:]] == [1, 1, 1]
     assert [link.sent for link in mesh.links[1:]] == [0, 0, 0]

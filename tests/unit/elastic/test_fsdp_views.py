@@ -107,7 +107,7 @@ def form(workers: Sequence[Worker], generation: int, *, vouched: bool) -> None:
     for worker, mesh in zip(workers, local_meshes(len(workers), generation=generation), strict=True):
         worker.group.move(mesh)
         if vouched:
-            worker.group.vouch()
+            worker.group.confirm_same_state()
 
 
 def all_do(workers: Sequence[Worker], do: Callable[[Worker], Any]) -> None:
@@ -262,7 +262,7 @@ def test_what_is_spread_goes_on_where_ranks_stay_and_outside_of_steps_moves_nowh
         np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
     form(workers[:1], 3, vouched=False)
     with pytest.raises(
-        UnsupportedOp, match=r"has part 0 of 2, and would have part 0 of 1 .*moves in session\.steps alone"
+        UnsupportedOp, match=r"has shard 0 of 2, and would have shard 0 of 1 .*moves in session\.steps alone"
     ):
         workers[0].step(2)
 

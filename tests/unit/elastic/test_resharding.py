@@ -48,7 +48,7 @@ def trainees(name: str, world: int) -> list[Trainee]:
     here = [Trainee(name, Group(mesh, SOON)) for mesh in meshes]
     made.extend(here)
     for trainee in here:
-        trainee.group.vouch()
+        trainee.group.confirm_same_state()
     return here
 
 

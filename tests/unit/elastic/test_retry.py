@@ -26,20 +26,20 @@ class Scene:
             done=False, left=False, retry=lambda: outcomes.pop(0), block_done=lambda: self.done.append("done")
         )
         self.group: Any = SimpleNamespace(
-            mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, barred=BETWEEN_STEPS
+            mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, ban_reason=BETWEEN_STEPS
         )
-        self.group.bar = lambda reason: setattr(self.group, "barred", reason)
+        self.group.ban_collectives = lambda reason: setattr(self.group, "ban_reason", reason)
 
     def run(self) -> list[bool]:
         found = []
         for attempt in attempts(self.line, self.group):
             with attempt:
-                assert not self.group.barred
+                assert not self.group.ban_reason
                 self.fault.failed = self.fails > 0 and not self.ended
                 if self.fault.failed:
                     self.fails -= 1
                     raise self.fault.error()
-            assert self.group.barred == BETWEEN_STEPS
+            assert self.group.ban_reason == BETWEEN_STEPS
             self.fault.failed = False
             found.append(attempt.completed)
         return found

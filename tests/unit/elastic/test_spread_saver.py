@@ -35,7 +35,7 @@ class World:
         self.generation = 1
         self.steps = 0
         for member in self.members:
-            member.group.vouch()
+            member.group.confirm_same_state()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

@@ -61,8 +61,8 @@ def test_a_candidate_that_brings_a_state_says_what_it_holds_and_that_it_leaves(
     """Nobody else may have that state. It was a member that was about to leave, and its session ended."""
     said: list[Meet] = []
     waits = member("SIGTERM", 2, said)
-    waits._place.held, waits._place.leaving = Tag(2, 5), True
-    waits._place.cast_out()
+    waits._member.held, waits._member.leaving = Tag(2, 5), True
+    waits._member.cast_out()
     if not has_come_in:
         waits.as_candidate()
     waits.look_around()
@@ -157,10 +157,10 @@ def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
         lost = Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is gone")
         port.group.mesh.fault.suspect(lost)
     port.go_on = lambda: went_on.append(clock.now)
-    waits.planned, waits._place.holds_base = True, True
+    waits.planned, waits._member.holds_base = True, True
     port.mail.connected = False
     for _ in range(8):
         waits.look_around()
         clock.now += 0.5
     assert went_on == ([] if failed else [103.5])
-    assert (waits._place.phase is Phase.READY) == (not failed)
+    assert (waits._member.phase is Phase.READY) == (not failed)

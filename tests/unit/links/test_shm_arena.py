@@ -18,8 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paceline.links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, arena
-from paceline.links.shm.blocks import Blocks
+from paceline.links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, FreeBlocks, arena
 from support.shm_pair import descriptors
 
 MIB = 1 << 20
@@ -285,7 +284,7 @@ def test_threads_at_once() -> None:
 def test_blocks_come_together_again_in_whatever_order() -> None:
     rng = random.Random(1)
     for _ in range(50):
-        blocks = Blocks(1000)
+        blocks = FreeBlocks(1000)
         taken = []
         while (start := blocks.take(size := rng.randrange(1, 100))) is not None:
             taken.append((start, size))

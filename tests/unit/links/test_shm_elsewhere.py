@@ -19,10 +19,10 @@ for module, names in {
         delattr(module, name)
 import paceline
 sys.modules["fcntl"] = None
-from paceline.links.shm import arena, handover, host, incoming, outgoing
+from paceline.links.shm import arena, handover, incoming, outgoing, segment
 from paceline.errors import LinkUnavailable
 loop = asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)
-for call in (host.check_available, lambda: handover.ShmHost(loop)):
+for call in (segment.check_available, lambda: handover.ShmHost(loop)):
     try:
         call()
     except LinkUnavailable as error:

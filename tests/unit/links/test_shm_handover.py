@@ -15,9 +15,9 @@ from paceline.errors import LinkUnavailable
 from paceline.links.fault import Fault
 from paceline.links.frame import Frame, FrameKind
 from paceline.links.shm import handover
+from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT
 from paceline.links.shm.handover import ShmHost, connect
 from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT
 from paceline.links.shm.outgoing import ShmOutgoing
 from paceline.links.shm.segment import Segment
 from support.shm_pair import PEERS, descriptors, shm_host

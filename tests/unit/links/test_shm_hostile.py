@@ -19,9 +19,8 @@ from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout
 from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
-from paceline.links.shm import lent
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import (
+from paceline.links.shm import incoming
+from paceline.links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     INLINE_BYTES,
@@ -35,6 +34,7 @@ from paceline.links.shm.layout import (
     STAGING_BYTES,
     TOLD_AT,
 )
+from paceline.links.shm.incoming import ShmIncoming
 from paceline.links.shm.outgoing import ANNOUNCEMENT
 from paceline.links.shm.segment import Segment, attach
 from support.shm_pair import PEERS, descriptors, halves
@@ -251,7 +251,7 @@ def test_a_descriptor_for_which_there_is_no_room_ends_the_link_typed(writer: Wri
 def test_words_without_end_do_not_hold_up_whoever_has_a_deadline(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lent, "receive_descriptors", lambda *_: (ANNOUNCEMENT.pack(1, 0), []))
+    monkeypatch.setattr(incoming, "receive_descriptors", lambda *_: (ANNOUNCEMENT.pack(1, 0), []))
     writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
     accuses(writer, "segment 7, which it has not handed over")
 

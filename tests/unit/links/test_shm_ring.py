@@ -20,7 +20,14 @@ from paceline.links.base import LinkEnded, LinkTimeout
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
 from paceline.links.shm.arena import Arena
 from paceline.links.shm.bell import _WAKE
-from paceline.links.shm.layout import INLINE_BYTES, MARK, MAX_PAYLOAD_BYTES, SLOTS, STAGING_BYTES, staging_bytes
+from paceline.links.shm.control_segment import (
+    INLINE_BYTES,
+    MARK,
+    MAX_PAYLOAD_BYTES,
+    SLOTS,
+    STAGING_BYTES,
+    staging_bytes,
+)
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon

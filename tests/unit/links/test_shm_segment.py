@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LinkUnavailable
-from paceline.links.shm.host import check_available
-from paceline.links.shm.segment import Segment, SegmentError, attach
+from paceline.links.shm.segment import Segment, SegmentError, attach, check_available
 from support.shm_pair import descriptors
 
 SIZE = 1 << 16

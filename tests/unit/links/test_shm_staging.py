@@ -8,7 +8,7 @@ from paceline.collectives.program import AHEAD, SEGMENT_BYTES
 from paceline.links.base import Peer
 from paceline.links.nowhere import NoMesh
 from paceline.links.outbox import OUTBOX_FRAMES
-from paceline.links.shm.layout import STAGING_BYTES, frame_bytes, staging_bytes
+from paceline.links.shm.control_segment import STAGING_BYTES, frame_bytes, staging_bytes
 from paceline.links.tcp._tcp_outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.optim import Optimizer
 from paceline.parallel import DDP, Parameter
-from paceline.parallel._ranks import Ranks
+from paceline.parallel._ranks import RankGroup
 
 Array = NDArray[Any]
 Weights = dict[str, Array]
@@ -68,7 +68,7 @@ def train_alone(module: nn.Sequential, optimizer: Optimizer, sampler: ElasticSam
 
 
 def train_ranks(
-    group: Ranks,
+    group: RankGroup,
     module: nn.Sequential,
     make_optimizer: Callable[[DDP], Optimizer],
     sampler: ElasticSampler,
@@ -163,10 +163,10 @@ class RecordingGroup:
     fail_at: int = 0
     """Number, from 1, of the all_reduce of gradients that fails; 0 for none."""
     generation: int = 1
-    vouched: bool = False
+    has_same_state: bool = False
     members: tuple[Peer, ...] = ()
-    barred: str = ""
-    board: Callable[[], None] = lambda: None  # nobody rides
+    ban_reason: str = ""
+    take_piggyback: Callable[[], None] = lambda: None
     _reductions: int = 0
 
     def all_reduce(

@@ -24,7 +24,7 @@ from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
 from paceline.links.nowhere import NoMesh
 from paceline.parallel import DDP, FSDP, ShardingStrategy
-from paceline.parallel._agreement import Manifest, NewcomerDiffers, agree
+from paceline.parallel._agreement import ModelManifest, NewcomerDiffers, agree
 from paceline.testing import run_ranks
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each
@@ -139,8 +139,8 @@ def test_all_hear_of_it_before_one_ends_the_generation() -> None:
     run_ranks(3, rank)
 
 
-def manifest_of(*values: float) -> Manifest:
-    return Manifest.of({"a": scale(*values)}, {}, bucket_mb=25)
+def manifest_of(*values: float) -> ModelManifest:
+    return ModelManifest.of({"a": scale(*values)}, {}, bucket_mb=25)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_newcomer_is_new_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
     for generation in (2, 3):
         for group, mesh in zip((new, old), local_meshes(2, generation=generation), strict=True):
             group.move(mesh)
-            group.vouch()
+            group.confirm_same_state()
         assert each([new, old], lambda g: wrappers[g][0].prepare()) == [None, None]
     ends = each([new, old], lambda g: wrappers[g][1].prepare())
     assert [type(error) for error in ends] == [SizeMismatch, NewcomerDiffers]
@@ -268,10 +268,10 @@ def test_buffers_must_be_arrays_of_plain_data() -> None:
 
 
 def test_manifest_travels() -> None:
-    manifest = Manifest.of(
+    manifest = ModelManifest.of(
         {"a": scale(1.0), "b": scale(1, requires_grad=False)}, {"m": np.zeros((2, 3), ">f4")}, bucket_mb=25
     )
-    assert Manifest.decode(manifest.encode()) == manifest
+    assert ModelManifest.decode(manifest.encode()) == manifest
     assert [str(e) for e in manifest.entries] == [
         "trained 'a' float64 [1]",
         "frozen 'b' float64 [1]",
@@ -280,4 +280,4 @@ def test_manifest_travels() -> None:
 
 
 def test_a_model_without_arrays_agrees() -> None:
-    run_ranks(2, lambda g: agree(g, Manifest.of({}, {}, bucket_mb=25), [], may_change=True))
+    run_ranks(2, lambda g: agree(g, ModelManifest.of({}, {}, bucket_mb=25), [], may_change=True))

@@ -35,7 +35,7 @@ def test_buckets_are_larger_where_all_are_on_one_host(
         def empty(self, shape: Any, dtype: Any) -> Array:
             return np.empty(shape, dtype)
 
-    group = Untouched(members=_peers(nodes), vouched=True)
+    group = Untouched(members=_peers(nodes), has_same_state=True)
     module = Branches("abc", **{name: Parameter(np.empty(5_000_000, np.float32)) for name in "abc"})
     ddp = DDP(module, group, **settings)
     ddp.prepare()

@@ -41,7 +41,7 @@ def test_construction_communicates_nothing() -> None:
     DDP(Branches("a", a=scale(1)), Silent())
 
 
-def test_a_passenger_rides_in_the_first_bucket_of_a_pass_and_arrives() -> None:
+def test_a_piggyback_travels_in_the_first_bucket_of_a_pass_and_arrives() -> None:
     ddp, _, group = recorded()
     arrived: list[list[float]] = []
 
@@ -52,7 +52,7 @@ def test_a_passenger_rides_in_the_first_bucket_of_a_pass_and_arrives() -> None:
             arrived.append(sums.tolist())
 
     waiting: list[Rider] = [Rider()]
-    group.board = lambda: waiting.pop() if waiting else None  # type: ignore[assignment, return-value]
+    group.take_piggyback = lambda: waiting.pop() if waiting else None  # type: ignore[assignment, return-value]
     for _ in range(2):
         ddp(X)
         ddp.backward(X)

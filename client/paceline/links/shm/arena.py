@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from itertools import count
 from math import prod
@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from paceline.arrays import Array
 from paceline.errors import LinkUnavailable
-from paceline.links.shm.blocks import Blocks
-from paceline.links.shm.layout import PAGE
+from paceline.links.shm.control_segment import PAGE
 from paceline.links.shm.segment import Segment
 
-__all__ = ["LEND_BYTES", "SEGMENT_BYTES", "Arena", "ArenaSegment", "Watcher", "arena"]
+__all__ = ["Arena", "ArenaSegment", "FreeBlocks", "LEND_BYTES", "SEGMENT_BYTES", "Watcher", "arena"]
 
 SEGMENT_BYTES = 64 << 20
 """Size of a segment; an array that is larger has one of its own."""
@@ -55,7 +54,7 @@ class ArenaSegment(Segment):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.number = next(_numbers)
-        self.blocks = Blocks(size)
+        self.blocks = FreeBlocks(size)
 
 
 class Arena:
@@ -191,3 +190,42 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
+
+
+class FreeBlocks:
+    """The free parts of `size` bytes. Not thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._starts = [0]
+        self._sizes = [size]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all is free."""
+        return self._sizes == [self._size]
+
+    def take(self, size: int) -> int | None:
+        """Takes the first part that is large enough; where it begins, None if there is none."""
+        for at, free in enumerate(self._sizes):
+            if free >= size:
+                start = self._starts[at]
+                if free == size:
+                    del self._starts[at], self._sizes[at]
+                else:
+                    self._starts[at] += size
+                    self._sizes[at] -= size
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Gives back what was taken."""
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and start + size == self._starts[at]:
+            size += self._sizes[at]
+            del self._starts[at], self._sizes[at]
+        if at and self._starts[at - 1] + self._sizes[at - 1] == start:
+            self._sizes[at - 1] += size
+        else:
+            self._starts.insert(at, start)
+            self._sizes.insert(at, size)

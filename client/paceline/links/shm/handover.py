@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from paceline.errors import LinkUnavailable
 from paceline.links.base import Peer
 from paceline.links.fault import Fault
-from paceline.links.shm.host import check_available
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.layout import CONTROL_BYTES, LAYOUT, STAGING_AT
-from paceline.links.shm.lent import receive_descriptors
+from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
+from paceline.links.shm.incoming import ShmIncoming, receive_descriptors
 from paceline.links.shm.outgoing import ShmOutgoing
-from paceline.links.shm.segment import Segment, SegmentError, attach
+from paceline.links.shm.segment import Segment, SegmentError, attach, check_available
 
 __all__ = ["MAX_TICKET_BYTES", "ShmHost", "connect"]
 

@@ -26,8 +26,7 @@ from paceline.links.fault import Fault
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
 from paceline.links.kind import Incoming
 from paceline.links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
-from paceline.links.shm.breach import again, breach
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     INLINE_BYTES,
     MARK,
     MAX_PAYLOAD_BYTES,
@@ -36,15 +35,18 @@ from paceline.links.shm.layout import (
     STAGING_BYTES,
     ControlMemory,
     Descriptor,
-    Place,
+    PayloadPlace,
 )
-from paceline.links.shm.lent import LentSegments
-from paceline.links.shm.segment import Attached
+from paceline.links.shm.outgoing import ANNOUNCEMENT, again, breach
+from paceline.links.shm.segment import Attached, SegmentError, attach
 
-__all__ = ["ShmIncoming"]
+__all__ = ["LentSegments", "ShmIncoming", "receive_descriptors"]
+
+MAX_SEGMENTS = 4096
+"""Segments of one peer that are mapped at a time."""
 
 _FRAMES, _MARKS = range(2)
-"""Of what the bell counts."""
+"""Indices of `ShmIncoming._rung`: the bell counts both."""
 
 
 class ShmIncoming(Incoming):
@@ -88,11 +90,11 @@ class ShmIncoming(Incoming):
         self._bell.watch(sock.fileno(), self._on_socket)
         self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
         self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
-        self._frames = 0  # that were read
-        self._held = 0  # of them: not given back
+        self._frames = 0  # frames that were read
+        self._held = 0  # frames that were read and not given back
         self._pinned = False  # one of those is read where it lies
         self._lent = False  # one of those lies in the peer's arena
-        self._releases = False  # whoever reads has released before, and will again
+        self._releases = False  # the reader has released a frame before, so it will again
         self._ended: tuple[LinkEnded, int | None] | None = None
         self._notify: Callable[[], None] = _nothing
         self._epoll: select.epoll | None = None
@@ -120,7 +122,7 @@ class ShmIncoming(Incoming):
             breach(self._fault, self._peer, f"{text}, where frame {number} was due")
         signature, size, in_place = control.signature(number, found.signature_bytes), found.size, True
         payload: bytes | memoryview
-        if found.place == Place.SLOT:
+        if found.place == PayloadPlace.SLOT:
             if size > INLINE_BYTES:
                 breach(self._fault, self._peer, f"{size} bytes in a slot of {INLINE_BYTES}")
             payload, in_place = bytes(control.inline(number, size)), False
@@ -136,7 +138,7 @@ class ShmIncoming(Incoming):
         self._rung[_FRAMES] -= 1
         self._frames += 1
         self._held += 1
-        self._lent |= found.place == Place.ARENA
+        self._lent |= found.place == PayloadPlace.ARENA
         if not self._pinned:
             self._give_back()
         return Frame(FrameKind.DATA, found.generation, found.operation, found.part, signature, payload)
@@ -157,7 +159,7 @@ class ShmIncoming(Incoming):
         return found
 
     def _next_operation(self) -> int:
-        """Of the next frame, which the bell has counted."""
+        """The operation of the next frame, which the bell has counted."""
         return self._control.descriptor(self._frames).operation
 
     def _await(self, what: int, words: memoryview, at: int, before: int, spinning: SpinPolicy, deadline: float) -> None:
@@ -276,11 +278,11 @@ class ShmIncoming(Incoming):
     def _locate(self, found: Descriptor) -> memoryview:
         """The peer's memory that a descriptor names, if the peer may name it."""
         offset, size = found.offset, found.size
-        if found.place == Place.STAGING:
+        if found.place == PayloadPlace.STAGING:
             if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
                 breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
             return self._control.staged(offset, size)
-        if found.place != Place.ARENA:
+        if found.place != PayloadPlace.ARENA:
             breach(self._fault, self._peer, f"a payload in place {found.place}")
         if self._control.is_void:
             raise self._void()
@@ -318,4 +320,93 @@ class ShmIncoming(Incoming):
 
 
 def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
+    """The notification of a half whose reader has not asked for any."""
+
+
+class LentSegments:
+    """The segments of a peer's arena that it has handed over, mapped here to be read. For the thread that reads.
+
+    Args:
+        fault: how the generation ends.
+        peer: who hands them over.
+        sock: from there, not blocking. Owned from here on.
+    """
+
+    def __init__(self, fault: Fault, peer: Peer, sock: socket.socket) -> None:
+        self._fault = fault
+        self._peer = peer
+        self._sock = sock
+        self._segments: dict[int, Attached] = {}
+
+    def fileno(self) -> int:
+        """The socket's descriptor: readable when the peer has announced something."""
+        return self._sock.fileno()
+
+    def find(self, number: int) -> Attached:
+        """The segment with this number. Ends the generation if the peer has not handed it over."""
+        segment = self._segments.get(number)
+        if segment is None:
+            self.learn()
+            segment = self._segments.get(number)
+            if segment is None:
+                breach(self._fault, self._peer, f"a payload in segment {number}, which it has not handed over")
+        return segment
+
+    def close(self) -> None:
+        """Closes the socket. Segments that are still referred to stay mapped."""
+        self._sock.close()
+        self._segments.clear()
+
+    def learn(self) -> None:
+        """Reads which segments the peer has handed over, and which are gone."""
+        for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
+            try:
+                word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
+            except (BlockingIOError, ConnectionError):  # no more; or it hung up, of which the control channel tells
+                return
+            if not word:
+                return
+            try:
+                self._announced(word, descriptors)
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _announced(self, word: bytes, descriptors: list[int]) -> None:
+        if len(word) != ANNOUNCEMENT.size:
+            breach(self._fault, self._peer, f"an announcement of {len(word)} bytes")
+        number, size = ANNOUNCEMENT.unpack(word)
+        if not size:
+            self._segments.pop(number, None)
+            return
+        if not descriptors:  # the kernel drops what a full table of descriptors cannot take in
+            raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
+        if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
+            breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
+        try:
+            self._segments[number] = attach(descriptors[0], size)
+        except SegmentError as error:
+            breach(self._fault, self._peer, f"segment {number}: {error}")
+        except OSError as error:
+            raise LimitExceeded(f"cannot map the memory of {self._peer}: {error}") from error
+
+
+def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """One message of at most `size` bytes, and the descriptors that came with it; too long a message gets longer still.
+
+    Args:
+        sock: of a kind that keeps messages apart, not blocking.
+        size: bytes that are due.
+        most: descriptors that are due; any others are closed.
+
+    Raises:
+        OSError: as `recvmsg`.
+    """
+    data, ancillary, _, _ = sock.recvmsg(size + 1, socket.CMSG_SPACE(4 * most), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, words in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(words[: len(words) // 4 * 4])
+    for fd in descriptors[most:]:  # room for one is room for two: lengths are rounded up
+        os.close(fd)
+    return data, list(descriptors[:most])

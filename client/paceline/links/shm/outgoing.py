@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from time import monotonic
+from typing import NoReturn
 
 import numpy as np
 
@@ -19,13 +20,12 @@ from paceline._fork import check_process
 from paceline.arrays import copy_bytes
 from paceline.errors import LimitExceeded
 from paceline.links.base import MARKS, LinkEnded, LinkTimeout, Peer
-from paceline.links.fault import Fault
+from paceline.links.fault import Fault, Suspicion
 from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
 from paceline.links.kind import Outgoing
 from paceline.links.shm import arena as arenas
 from paceline.links.shm.bell import Bell, awake_for
-from paceline.links.shm.breach import again, breach
-from paceline.links.shm.layout import (
+from paceline.links.shm.control_segment import (
     FRAME,
     INLINE_BYTES,
     MARK,
@@ -35,12 +35,13 @@ from paceline.links.shm.layout import (
     STAGING_BYTES,
     ControlMemory,
     Descriptor,
-    Place,
+    PayloadPlace,
     staging_bytes,
 )
 from paceline.links.shm.segment import Segment
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["ANNOUNCEMENT", "ShmOutgoing"]
+__all__ = ["ANNOUNCEMENT", "ShmOutgoing", "again", "breach"]
 
 ANNOUNCEMENT = struct.Struct("<QQ")
 """Number of an arena's segment and its size, with its descriptor; size 0 without one: it is used no longer."""
@@ -79,7 +80,7 @@ class ShmOutgoing(Outgoing):
         self._bell = bell
         self._rung = 0  # frames that the bell has been told of
         self._released = 0
-        self._lent_until = 0  # frames up to this one must be released before nothing is lent
+        self._lent_until = 0  # once the frames before this one are released, nothing is lent
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._ended: LinkEnded | None = None
@@ -101,9 +102,9 @@ class ShmOutgoing(Outgoing):
         self._await_slot(deadline)
         if size <= INLINE_BYTES:
             self._control.inline(self.frames, size)[:] = payload
-            self._publish(frame, size, Place.SLOT, 0, 0)
+            self._publish(frame, size, PayloadPlace.SLOT, 0, 0)
         else:
-            self._publish(frame, size, Place.STAGING, 0, self._stage(frame, size, deadline))
+            self._publish(frame, size, PayloadPlace.STAGING, 0, self._stage(frame, size, deadline))
 
     def lend(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
@@ -117,7 +118,7 @@ class ShmOutgoing(Outgoing):
         segment, offset = found
         self._await_slot(deadline)
         self._lent_until = self.frames + 1
-        self._publish(frame, size, Place.ARENA, segment.number, offset)
+        self._publish(frame, size, PayloadPlace.ARENA, segment.number, offset)
 
     def mark(self, number: int) -> bool:
         """See `Outgoing.mark`."""
@@ -183,7 +184,7 @@ class ShmOutgoing(Outgoing):
             self._stale.add(number)
             self._tell_stale()
 
-    def _publish(self, frame: Frame, size: int, place: Place, segment: int, offset: int) -> None:
+    def _publish(self, frame: Frame, size: int, place: PayloadPlace, segment: int, offset: int) -> None:
         """Describes a frame in its slot, then rings. The slot is free."""
         number, words = self.frames, len(frame.signature)
         if words > MAX_SIGNATURE_BYTES:
@@ -216,7 +217,7 @@ class ShmOutgoing(Outgoing):
             raise again(self._ended)
 
     def _await_release(self, deadline: float, why: str) -> None:
-        """Takes in what the reader has released; waits a moment for it at most, and raises if it is in vain."""
+        """Waits a moment for the reader to release frames; raises if the link has ended or the deadline has passed."""
         over = self._fault.failed or self._ended is not None  # before it sleeps: another call may have used up the wake
         if self._take_room(0.0 if over else deadline):
             return
@@ -257,7 +258,7 @@ class ShmOutgoing(Outgoing):
         return offset
 
     def _fit(self, size: int) -> int | None:
-        """Where so many bytes in a row are free, as a position that only grows; None for nowhere yet."""
+        """The position of `size` free bytes in a row, which only grows; None if there are none yet."""
         if not self._staged:  # whatever its length: none is longer than all of staging
             return 0
         ring, at = self._ring, -(-self._head // 64) * 64  # a cache line
@@ -284,3 +285,19 @@ class ShmOutgoing(Outgoing):
             except OSError:  # as above; told when there is room, and of no use to a peer that is gone
                 return
             self._stale.discard(number)
+
+
+def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
+    """Ends the generation: the peer broke the protocol.
+
+    Raises:
+        PacelineError: the generation's error.
+    """
+    text = f"{peer} broke the protocol: {what}"
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
+    raise fault.error()
+
+
+def again(error: LinkEnded) -> LinkEnded:
+    """A copy of the end of a link, because an exception that is raised twice grows its traceback."""
+    return LinkEnded(str(error), orderly=error.orderly)

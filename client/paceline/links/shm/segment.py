@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import select
+import socket
 import sys
 import threading
 import weakref
@@ -17,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from paceline.arrays import Array
-from paceline.links.shm.host import check_available
+from paceline.errors import LinkUnavailable
 from paceline.links.shm.huge import collapse, huge_page_bytes, map_aligned
 
-__all__ = ["MAX_SEGMENT_BYTES", "MEMORY_NAME", "Attached", "Segment", "SegmentError", "attach"]
+__all__ = ["Attached", "MAX_SEGMENT_BYTES", "MEMORY_NAME", "Segment", "SegmentError", "attach", "check_available"]
 
 MAX_SEGMENT_BYTES = 1 << 44
 """Largest segment of a peer that is mapped: 16 TiB, the largest array that a signature may announce."""
@@ -164,3 +166,17 @@ def _map(fd: int, size: int, *, writable: bool) -> memoryview:
         options["trackfd"] = False  # before, each mapping keeps a duplicate of its descriptor
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     return memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access, **options))
+
+
+_NEEDED = ((os, "memfd_create"), (os, "eventfd"), (os, "posix_fallocate"), (select, "epoll"), (socket, "SCM_RIGHTS"))
+
+
+def check_available() -> None:
+    """Checks that this system has what shared memory needs.
+
+    Raises:
+        LinkUnavailable: it has not; the text says what is missing.
+    """
+    missing = [name for module, name in _NEEDED if not hasattr(module, name)]
+    if missing:
+        raise LinkUnavailable(f"no shared memory with peers: this system, or its Python, has no {', '.join(missing)}")

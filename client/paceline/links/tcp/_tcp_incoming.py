@@ -334,7 +334,7 @@ class TcpIncoming(Incoming):
 
 
 class Scratch:
-    """Memory of one half for payloads that nobody has a place for, used again once its reader has released it.
+    """Memory of one half for payloads that have no place of the caller's, used again once they are released.
 
     Fresh memory costs more than copying into it (page faults), and most readers release each frame before the next. Not
     thread-safe.
@@ -356,7 +356,7 @@ class Scratch:
         return buffer[:size]
 
     def release(self, keep: memoryview | None = None) -> None:
-        """Nobody reads any of them any more, but for the one to keep."""
+        """Makes all of them free again, but for the one to keep."""
         if self._taken:
             still = [buffer for buffer in self._taken if keep is not None and buffer.obj is keep.obj]
             self._free = [

@@ -1,8 +1,8 @@
 """TCP as a kind of link (`links.kind`): each half has one to sixteen connections of its own.
 
-The reader's worker listens at a port beside its door. A connection is nobody's until it has shown a ticket, which the
-door gave out. A half begins when all of its streams have come; only then are they answered, all of them, so that both
-sides begin or none.
+The reader's worker listens at a port beside its door. A connection belongs to no half until it has shown a ticket,
+which the door gave out. A half begins when all of its streams have come; only then are they answered, all of them, so
+that both sides begin or none.
 
 With TLS, data sockets have the same certificates as doors: members know each other, nobody else. TLS 1.3 only: it has
 no renegotiation, so a socket that only one side writes needs no answer from the other. No session tickets either: a
@@ -48,7 +48,7 @@ PATIENCE = 10.0
 """Seconds for all streams of a ticket to come."""
 
 HELLO_SECONDS = 1.0
-"""For a connection to show its ticket: whoever dials gives up then (`registry.OPEN_SECONDS`)."""
+"""For a connection to show its ticket: a member that dials gives up then (`registry.OPEN_SECONDS`)."""
 
 HURRIED_SECONDS = 0.25
 """The same for the oldest of `MAX_STRANGERS` while another waits: a handshake of TLS takes two round trips. A peer that
@@ -226,7 +226,7 @@ class TcpHost:
         self._expected[ticket] = _Expected(streams, on_half, fault, peer, expiry)
 
     def forget(self, ticket: bytes) -> None:
-        """Lets nobody in with this ticket any more, and drops those who wait for the rest of its streams."""
+        """Refuses this ticket from now on, and drops the streams that have come with it."""
         expected = self._expected.pop(ticket, None)
         if expected is not None:
             expected.expiry.cancel()
@@ -269,7 +269,7 @@ class TcpHost:
             del self._strangers[oldest]
         try:
             sock, _ = self._listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # whoever it was has gone
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # the caller has gone
             return
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
@@ -282,7 +282,7 @@ class TcpHost:
         task.add_done_callback(partial(self._left, sock))
 
     def _go_on_in(self, seconds: float) -> None:
-        """Accepts nobody for so long, or until a stranger leaves."""
+        """Accepts no connection for so long, or until a stranger leaves."""
         self._pause()
         self._recovery = self._loop.call_later(seconds, self._go_on)
 

@@ -209,7 +209,7 @@ class Waker:
             self.fd = self._pair[0].fileno()
 
     def set(self) -> None:
-        """Wakes whoever waits, or will wait, for the descriptor."""
+        """Wakes the thread that waits, or will wait, for the descriptor."""
         with contextlib.suppress(BlockingIOError):  # full: it is readable then
             if self._pair is None:
                 os.eventfd_write(self.fd, 1)
@@ -226,7 +226,7 @@ class Waker:
                     pass
 
     def close(self) -> None:
-        """Gives the descriptor back; nobody may wait for it, or call, any more."""
+        """Gives the descriptor back. No thread may wait for it, or call anything here, any more."""
         if self._pair is None:
             os.close(self.fd)
         else:

@@ -15,8 +15,15 @@ import zlib
 from dataclasses import dataclass
 
 from paceline.config import MAX_STREAMS
-from paceline.links.checksum import checksum
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError, FrameKind
+from paceline.links.frame import (
+    MAX_FRAME_BYTES,
+    MAX_SIGNATURE_BYTES,
+    Frame,
+    FrameDamaged,
+    FrameError,
+    FrameKind,
+    checksum,
+)
 from paceline.links.kind import TICKET_BYTES
 
 __all__ = [
@@ -38,7 +45,7 @@ MIN_PIECE = 64 << 10
 """Bytes below which a payload is not cut: another system call costs as much as copying so many."""
 
 ACCEPTED = b"\x01"
-"""The one answer to a hello; whoever is not welcome gets none."""
+"""The one answer to a hello; a caller that is not accepted gets none."""
 
 _MAGIC = b"plTCP\x00\x02\n"  # what it is, and which version; the end of a line shows who converts those
 _HELLO = struct.Struct(f"<8s{TICKET_BYTES}sBB")

@@ -1,7 +1,8 @@
-"""How FSDP spreads a model over ranks: the parts behind `paceline.FSDP`, from pure ones to the whole.
+"""How FSDP shards a model over ranks: the parts behind `paceline.FSDP`, from pure ones to the whole.
 
-- Who holds which elements, and which unit comes next: `strategy`, `layout`, `order`.
-- Memory: `flat`, `gradients`, `unit`. First use: `joining`.
-- Gradients on their way: `scattering`, `reduction`. A whole pass: `units`. Dicts of it: `state`.
-- Another share in another view: `resharding`.
+- `_placement`: who holds which elements. Pure.
+- `_flat`, `_unit`: memory of parameters and gradients; first use.
+- `_runner`: a pass through all units: gather, free, reduce gradients.
+- `_sharded_model`: the whole, which the fronts for NumPy and for torch hold.
+- `_state_dicts`: its values as dicts. `_holdings`: its shards, to save them and to move to another share.
 """

@@ -20,24 +20,25 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.parallel._buckets import Empty
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import PendingWork, ShardRanks
-from paceline.parallel.sharding._placement import Layout, Placement
+from paceline.parallel._ranks import PendingWork, ShardRankGroup
+from paceline.parallel.sharding._placement import FlatLayout, Placement
 
 __all__ = ["Flat", "Gradients", "Room"]
 
 
 class Gradients:
-    """Gives each gradient its place in one array, so that the module's write is the only copy.
+    """The gradients of one flat array while they are this rank's alone: whole, in the places of the values.
 
-    The memory is there from the unit's backward pass until its gradients leave: under `no_sync` until a later one.
+    Each gradient gets its place in one array, so that the module's write is the only copy. The memory is there from the
+    unit's backward pass until its gradients are sent: under `no_sync` until a later pass.
 
     Args:
         parameters: the module's, of one dtype.
         layout: where they lie; S and W are its letters.
-        empty: where the memory comes from.
+        empty: allocates the memory.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], layout: Layout, empty: Empty) -> None:
+    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, empty: Empty) -> None:
         self._parameters = parameters
         self._layout = layout
         self._empty = empty
@@ -46,10 +47,10 @@ class Gradients:
     @property
     def are_wanted(self) -> bool:
         """True if any parameter takes a gradient."""
-        return any(p.requires_grad for p in self._parameters)  # for the others count as unused, whatever they have
+        return any(p.requires_grad for p in self._parameters)
 
     def open(self) -> None:
-        """Makes the places, unless they are there; what has a gradient already moves in."""
+        """Allocates the array, unless it is there, and moves gradients there that exist already."""
         if self._array is None and self.are_wanted:
             self._array = self._empty(self._layout.padded, self._parameters[0].dtype)
             for parameter, slot in self._slots(self._array):
@@ -65,7 +66,7 @@ class Gradients:
         return [p.requires_grad and p.grad is not None for p in self._parameters]
 
     def take(self) -> NDArray[Any]:
-        """All of them, shape [W * S], zeros where there is none. The parameters have none any more."""
+        """Takes all of them from the parameters: shape [W * S], zeros where there is none."""
         self.open()
         array = self._array
         assert array is not None
@@ -79,7 +80,7 @@ class Gradients:
         return array
 
     def drop(self) -> None:
-        """Forgets them."""
+        """Drops them."""
         self._array = None
         for parameter in self._parameters:
             parameter._hold(None)
@@ -97,42 +98,42 @@ class Room:
     Attributes:
         placement: the placement.
         layout: where the parameters lie under it.
-        part: this rank's part, shape [S]; in new memory only its padding is filled.
-        full: the whole array, of which `part` is a view; None if it is not kept.
+        shard: this rank's shard, shape [S]; in new memory only its padding is filled.
+        full: the whole array, of which `shard` is a view; None if it is not kept.
         is_whole: True if all values in `full` are valid.
     """
 
     placement: Placement
-    layout: Layout
-    part: NDArray[Any]
+    layout: FlatLayout
+    shard: NDArray[Any]
     full: NDArray[Any] | None
     is_whole: bool
 
     def runs(self) -> Iterator[tuple[NDArray[Any], int]]:
-        """For each parameter its elements in this part, shape [n], and the number of the first."""
-        part = self.placement.part
+        """For each parameter its elements in this shard, shape [n], and the index of the first."""
+        part = self.placement.shard
         for place, start in zip(self.layout.pieces(part), self.layout.starts(part), strict=True):
-            yield self.part[place], start
+            yield self.shard[place], start
 
 
 class Flat:
-    """Parameters in one flat array. For the letters see `layout`.
+    """The parameters of a unit that have one dtype, in one flat array. S, W: see `FlatLayout`.
 
     Args:
         parameters: the module's parameters by path, all of one dtype. Their values move into memory of this object.
-        placement: the placement of this rank's part.
-        wire: dtype of values and gradients on the wire, None for their own. Masters keep their precision.
+        placement: the placement of this rank's shard.
+        wire: dtype of values and gradients on the wire, None for their own. Shards keep their precision.
         empty: allocates memory that links can send without a copy.
         computes: whether the module computes with values in the dtype `wire`.
 
     Attributes:
         parameters: the module's parameters.
         pieces: this rank's pieces of them.
-        part: this rank's part, shape [S], in full precision.
+        shard: this rank's shard, shape [S], in full precision.
         gradients: gradients of this rank alone, before the reduction.
         is_whole: True if the parameters have values that can be used.
-        is_spread: True if other ranks hold other parts.
-        given: True if the part was set on purpose before the ranks agreed on initial values.
+        is_spread: True if other ranks hold other shards.
+        given: True if the shard was set on purpose before the ranks agreed on initial values.
     """
 
     label = ""
@@ -159,9 +160,9 @@ class Flat:
         self._stand(placement, self.laid_out(len(placement.shards)))
         self._incoming: tuple[NDArray[Any], PendingWork] | None = None
         self._pinned: NDArray[Any] | None = None
-        """A copy of this rank's part from before `summon`; None if not summoned."""
+        """A copy of this rank's shard from before `summon`; None if not summoned."""
 
-        # An array that is dropped after the first use need not lie in memory of links.
+        # An array that is freed after the first use need not be in memory that links can send from.
         self._full: NDArray[Any] | None = (empty if self._in_place else np.empty)(self.layout.padded, self.dtype)
         self._full[self.layout.size :] = 0
         for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
@@ -169,79 +170,79 @@ class Flat:
             parameter._place(view)
             parameter._pieced = True
         self.is_whole = True
-        self.part: NDArray[Any] = self._full[self._own]
+        self.shard: NDArray[Any] = self._full[self._own]
         self.pieces = tuple(
-            p._cut(self.part[place] if self.is_spread else p.data)
+            p._cut(self.shard[place] if self.is_spread else p.data)
             for p, place in zip(self.parameters, self._places, strict=True)
         )
 
-    def laid_out(self, parts: int) -> Layout:
-        """The layout of the parameters if they are cut into `parts` parts."""
-        return Layout([p.shape for p in self.parameters], parts)
+    def laid_out(self, shards: int) -> FlatLayout:
+        """The layout of the parameters if they are cut into `shards` shards."""
+        return FlatLayout([p.shape for p in self.parameters], shards)
 
     def room(self, placement: Placement) -> Room:
         """Allocates memory for another placement; changes nothing."""
         layout = self.laid_out(len(placement.shards))
-        own = layout.own(placement.part)
+        own = layout.own(placement.shard)
         full: NDArray[Any] | None = None
         if (placement.keeps_full and self.wire is None) or layout.world == 1 or not layout.size:
             full = self._empty(layout.padded, self.dtype)
             full[layout.size :] = 0
-            if self._full is not None and layout.world > 1:  # stale values of other parts, until they are gathered
+            if self._full is not None and layout.world > 1:  # old values of other shards, until they are gathered
                 full[: layout.size] = self._full[: layout.size]
-            part = full[own]
+            shard = full[own]
         else:
-            part = np.empty(layout.part, self.dtype)
-            part[max(layout.size - own.start, 0) :] = 0
-        return Room(placement, layout, part, full, layout.world == 1 or not layout.size)
+            shard = np.empty(layout.shard_size, self.dtype)
+            shard[max(layout.size - own.start, 0) :] = 0
+        return Room(placement, layout, shard, full, layout.world == 1 or not layout.size)
 
     def move(self, room: Room) -> None:
-        """Makes the filled part of a room this rank's part; the old memory is left as it is."""
+        """Makes the filled memory of a room this rank's shard; the old memory is left as it is."""
         self.drop()
         self.gradients.drop()
         self._stand(room.placement, room.layout)
-        self.part, self._full, self._pinned = room.part, room.full, None
+        self.shard, self._full, self._pinned = room.shard, room.full, None
         self.is_whole = room.is_whole
         self.given = False
         for parameter, place in zip(self.parameters, self.layout.places, strict=True):
             parameter._place(None if room.full is None else room.full[place].reshape(parameter.shape))
         for parameter, piece, place in zip(self.parameters, self.pieces, self._places, strict=True):
-            piece._move(self.part[place] if self.is_spread else parameter.data)
+            piece._move(self.shard[place] if self.is_spread else parameter.data)
         if self._is_narrowed:
             self._forget()
 
     def initial(self) -> Iterator[NDArray[Any]]:
         """Each parameter's whole values, writable, while the ranks agree on initial values."""
-        full = self._full if self.is_spread else self.part
+        full = self._full if self.is_spread else self.shard
         assert full is not None
         return self.views(full)
 
     def keep_shard(self) -> None:
-        """Keeps only this rank's part, once the ranks have agreed on initial values."""
+        """Keeps only this rank's shard, once the ranks have agreed on initial values."""
         if not self.is_spread:
             if self._is_narrowed:
                 self._forget()
             return
         if not self._in_place:
-            self.part = self.part.copy()
+            self.shard = self.shard.copy()
             for piece, place in zip(self.pieces, self._places, strict=True):
-                piece._place(self.part[place])
+                piece._place(self.shard[place])
         if self._is_narrowed:
             self._forget()
         self.release()
         self.is_whole = False
 
-    def fetch(self, ranks: ShardRanks) -> None:
+    def fetch(self, ranks: ShardRankGroup) -> None:
         """Starts to gather the whole array, unless it is here or being gathered."""
         if self.is_whole or self._incoming is not None or not self.is_spread:
             return
         if self._in_place:
             assert self._full is not None
-            self._incoming = self._full, ranks.all_gather(self.part, out=self._full, label=self.label, async_op=True)
+            self._incoming = self._full, ranks.all_gather(self.shard, out=self._full, label=self.label, async_op=True)
         else:
-            # This rank's part is copied now, so that a later change is never sent half done.
+            # Copy this rank's shard now, so that a later change is never half sent.
             fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
-            fresh[self._own] = self.part
+            fresh[self._own] = self.shard
             self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, label=self.label, async_op=True)
 
     def wait(self) -> None:
@@ -251,59 +252,59 @@ class Flat:
             work.wait()
             self._install(fresh, self._shown)
         elif not self.is_whole and not self.is_spread:
-            self._install(self.part, self._shown)
+            self._install(self.shard, self._shown)
 
     def was_changed(self) -> bool:
-        """True if this rank's part has changed since `fetch` sent it."""
+        """True if this rank's shard has changed since `fetch` sent it."""
         if self._incoming is None or self._in_place:
             return False
         sent = self._incoming[0][self._own]
-        now = self.part.astype(sent.dtype, copy=False)
+        now = self.shard.astype(sent.dtype, copy=False)
         return not np.array_equal(sent.view(np.uint8), now.view(np.uint8))
 
     def release(self) -> None:
-        """Drops the whole array when it is no longer needed; does nothing if the placement keeps it."""
+        """Frees the whole array when it is no longer needed; does nothing if the placement keeps it."""
         if self.is_whole and not self._keeps and self._pinned is None:
             self._forget()
 
     def expire(self) -> None:
-        """Drops the whole array and a running gather, which are out of date because parts have changed."""
+        """Frees the whole array and drops a running gather: they are out of date, because shards have changed."""
         if self._pinned is None:
             self.drop()
             self.is_whole = not (self.is_spread or self._is_narrowed)
 
     def drop(self) -> None:
-        """Drops a running gather, and the whole array unless the placement keeps it."""
+        """Drops a running gather, and frees the whole array unless the placement keeps it."""
         incoming, self._incoming = self._incoming, None
         if incoming is not None and self._in_place:
-            # The gather writes into the kept array, so wait for it; all ranks have called it, so it ends.
-            with suppress(PacelineError):  # the caller has an error already, or will see this one next
+            # The gather writes into the kept array, so wait for it. It ends, because all ranks have started it.
+            with suppress(PacelineError):  # the caller has this error already, or will see it next
                 incoming[1].wait()
         self.release()
 
-    def gather(self, ranks: ShardRanks | None) -> NDArray[Any]:
-        """Gathers the whole array in full precision, with padding, shape [W * S]; no copy if it is here already."""
+    def gather(self, ranks: ShardRankGroup | None) -> NDArray[Any]:
+        """Gathers the whole array in full precision, with padding, shape [W * S]; does not copy one that is here."""
         if self._pinned is not None:
             assert self._full is not None
             return self._full
         if ranks is None or not self.is_spread:
-            return self.part
+            return self.shard
         fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
-        fresh[self._own] = self.part
+        fresh[self._own] = self.shard
         ranks.all_gather(fresh[self._own], out=fresh, label=self.label)
         return fresh
 
-    def summon(self, ranks: ShardRanks | None) -> None:
+    def summon(self, ranks: ShardRankGroup | None) -> None:
         """Gathers the whole array in full precision, and keeps it until `dismiss`."""
         self.drop()
         fresh = self.gather(ranks)
-        self._pinned = self.part.copy() if self.is_spread else self.part
+        self._pinned = self.shard.copy() if self.is_spread else self.shard
         if self._is_narrowed:
             self._full = None  # its dtype is too narrow
         self._install(fresh, self.dtype)
 
     def dismiss(self) -> None:
-        """Copies changes in the whole array to this rank's part, and drops the whole array."""
+        """Copies changes in the whole array to this rank's shard, and frees the whole array."""
         if self._pinned is None:
             return
         before, self._pinned = self._pinned, None
@@ -312,7 +313,7 @@ class Flat:
             now = self._full[self._own]
             bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
             changed = (bits != bits_before).any(axis=1)
-            np.copyto(self.part, now, where=changed)  # not all of it: an optimizer may have changed the part meanwhile
+            np.copyto(self.shard, now, where=changed)  # only these: an optimizer may have changed the shard meanwhile
         if self._is_narrowed:
             self._forget()
         self.expire()
@@ -326,11 +327,11 @@ class Flat:
         """Path of the first parameter with a gradient that is not reduced; None if there is none."""
         return next((path for path, p in self._named.items() if p.grad is not None), None)
 
-    def put_gradients(self, part: NDArray[Any], used: NDArray[np.bool_]) -> None:
-        """Adds this rank's part of the gradients, shape [S], to those of the pieces; skips pieces that no rank used."""
+    def put_gradients(self, shard: NDArray[Any], used: NDArray[np.bool_]) -> None:
+        """Adds this rank's shard of the gradients, shape [S], to those of the pieces that any rank used."""
         for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
             if any_use:
-                gradient = part[place].reshape(piece.shape)
+                gradient = shard[place].reshape(piece.shape)
                 if piece.grad is not None:
                     np.add(gradient, piece.grad, out=gradient)
                 piece._hold(gradient)
@@ -348,25 +349,25 @@ class Flat:
         for parameter, place in zip(self.parameters, self.layout.places, strict=True):
             yield full[place].reshape(parameter.shape)
 
-    def _stand(self, placement: Placement, layout: Layout) -> None:
-        """Sets the placement of this rank, and all that depends on it."""
+    def _stand(self, placement: Placement, layout: FlatLayout) -> None:
+        """Sets the placement of this rank, and everything that depends on it."""
         self.layout = layout
         self.is_spread = layout.world > 1 and layout.size > 0
         self.gradients = Gradients(self.parameters, layout, self._empty)
-        self._own = layout.own(placement.part)
-        self._places = layout.pieces(placement.part)
-        self.starts = layout.starts(placement.part)
+        self._own = layout.own(placement.shard)
+        self._places = layout.pieces(placement.shard)
+        self.starts = layout.starts(placement.shard)
         self._keeps = placement.keeps_full or not (self.is_spread or self._is_narrowed)
         self._in_place = placement.keeps_full and self.wire is None
-        """True if the part is a view of the whole array, which is gathered in place."""
+        """True if the shard is a view of the whole array, which is gathered in place."""
 
     @property
     def _is_narrowed(self) -> bool:
-        """True if the module computes in a narrower dtype than the part's, so that it never uses the part itself."""
+        """True if the module computes in a narrower dtype than the shard's, so that it never uses the shard itself."""
         return self._shown != self.dtype
 
     def _forget(self) -> None:
-        """Drops the whole array."""
+        """Frees the whole array."""
         self._full = None
         self.is_whole = False
         for parameter in self.parameters:

@@ -1,7 +1,7 @@
 """What this rank holds of sharded models and their optimizers: to save it, to load it, and to move to another share.
 
 Where values come from is the caller's decision; but for `sharded_state`, nothing here communicates. Until
-`Move.switch` a move has changed nothing, and whoever refers to the old arrays still has them.
+`ShardMove.switch` a move has changed nothing, and whoever refers to the old arrays still has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.parallel.sharding._unit import Unit
 
 __all__ = [
     "Holding",
-    "Move",
+    "ShardMove",
     "holding",
     "load_sharded_state",
     "model_shards",
@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds, or will hold, of what is spread. Live arrays.
+    """What a rank holds, or will hold, of the sharded state. Live arrays.
 
     Attributes:
-        share: which part of how many; (0, 1) for all.
-        values: of the parameters, by the identity of the piece.
-        states: of optimizers' arrays, by the identity of the optimizer and the keys of `live_arrays`.
+        share: which shard of how many; (0, 1) for everything.
+        values: shards of the parameters, by the identity of the piece.
+        states: shards of optimizers' arrays, by the identity of the optimizer and the keys of `live_arrays`.
     """
 
     share: tuple[int, int]
@@ -50,20 +50,20 @@ class Holding:
 
 
 def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
-    """What this rank holds now. It is all of it where nothing is cut yet, and no optimizer has state.
+    """Returns what this rank holds now: everything if nothing is cut yet, and no optimizer has state.
 
     Args:
-        models: outermost wrappers.
-        optimizers: of their pieces.
-        to_write: only what this rank will keep: memory to be written.
+        models: the outermost wrappers.
+        optimizers: the optimizers of their pieces.
+        to_write: return only what this rank will keep, as memory to be written.
 
     Raises:
         UnsupportedOp: units are cut differently, or an optimizer's array has another shape than its parameter.
     """
     units = _units(models)
-    cuts = {(unit.placement.part, len(unit.placement.shards)) for _, unit in units if _is_cut(unit)}
+    cuts = {(unit.placement.shard, len(unit.placement.shards)) for _, unit in units if _is_cut(unit)}
     if len(cuts) > 1:
-        raise UnsupportedOp(f"parts of the training state are spread in different ways: {sorted(cuts)} (part, of)")
+        raise UnsupportedOp(f"parts of the training state are spread in different ways: {sorted(cuts)} (shard, of)")
     whole = not cuts or (
         not to_write
         and all(unit.is_fresh for _, unit in units if _is_cut(unit))
@@ -85,13 +85,13 @@ def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState]
     return Holding((0, 1) if whole else cuts.pop(), values, states)
 
 
-class Move:
-    """The change to another share.
+class ShardMove:
+    """A move of this rank to another share of the state.
 
     Args:
-        models: outermost wrappers.
-        optimizers: of their pieces; all that there are.
-        share: what the rank is to hold.
+        models: the outermost wrappers.
+        optimizers: all optimizers of their pieces.
+        share: what the rank is to hold: which shard of how many.
 
     Attributes:
         target: memory to be filled.
@@ -103,12 +103,12 @@ class Move:
     def __init__(
         self, models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], share: tuple[int, int]
     ) -> None:
-        part, parts = share
+        shard, shards = share
         for model in models:
             model.check_not_summoned("the view changed inside unshard(): what is whole there would be lost")
         self._models = models
         self._optimizers = optimizers
-        self._units = [(unit, model.place_of(part, parts)) for model, unit in _units(models)]
+        self._units = [(unit, model.place_of(shard, shards)) for model, unit in _units(models)]
         self._rooms = [[flat.room(place) for flat in unit.flats] for unit, place in self._units]
         values: dict[int, Shard] = {}
         for (unit, _), rooms in zip(self._units, self._rooms, strict=True):
@@ -124,7 +124,7 @@ class Move:
         self.target = Holding(share, values, states)
 
     def switch(self) -> None:
-        """All of it at once; the memory is filled."""
+        """Makes the target, which has been filled, what this rank holds; all of it at once."""
         for model in self._models:
             model.expire()
         for (unit, place), rooms in zip(self._units, self._rooms, strict=True):
@@ -134,31 +134,31 @@ class Move:
             optimizer.move({key: s.values.reshape(_piece(optimizer, key).shape) for key, s in state.items()})
 
 
-def places_of(models: Sequence[ShardedModel], parts: int) -> dict[int, tuple[int, int]]:
-    """Where each parameter lies if the state is cut into so many parts, by the piece's identity.
+def places_of(models: Sequence[ShardedModel], shards: int) -> dict[int, tuple[int, int]]:
+    """Returns where each parameter lies if the state is cut into so many shards, by the piece's identity.
 
     Returns:
-        The place of its first element in its flat array, and the elements in a part of that array.
+        The index of its first element in its flat array, and the number of elements in a shard of that array.
     """
     places: dict[int, tuple[int, int]] = {}
     for _, unit in _units(models):
         for flat in unit.flats:
-            layout = flat.laid_out(parts)
+            layout = flat.laid_out(shards)
             for piece, place in zip(flat.pieces, layout.places, strict=True):
-                places[id(piece)] = place.start, layout.part
+                places[id(piece)] = place.start, layout.shard_size
     return places
 
 
 def _units(models: Sequence[ShardedModel]) -> list[tuple[ShardedModel, Unit]]:
-    """The units whose strategy spreads them, each with its wrapper; in a world of one too."""
+    """Returns the units that their strategy shards, each with its wrapper; in a world of one too."""
     return [(part, part.unit) for model in models for part in model.parts() if part.spreads]
 
 
 def _among(model: ShardedModel, unit: Unit, *, whole: bool) -> tuple[int, int]:
-    """This rank's place among those that hold the same and write a checkpoint together, and how many they are."""
+    """Returns this rank's place among those that hold the same and write a checkpoint together, and their number."""
     view, rank = model.place_now(), model.group.rank
-    if (view.part, len(view.shards)) != (unit.placement.part, len(unit.placement.shards)):
-        return 0, 1  # the view that the share is for has not come yet
+    if (view.shard, len(view.shards)) != (unit.placement.shard, len(unit.placement.shards)):
+        return 0, 1  # the view that this share is for has not come yet
     alike = sorted(member for node in view.nodes for member in node) if whole else view.replicas
     return (alike.index(rank), len(alike)) if alike else (0, 1)
 
@@ -168,7 +168,7 @@ def _is_cut(unit: Unit) -> bool:
 
 
 def _piece(optimizer: OptimizerState, key: str) -> Parameter:
-    """What a key of `live_arrays` is the state of."""
+    """Returns the piece whose state a key of `live_arrays` names."""
     return optimizer.parameters[key.rpartition("/")[0]]
 
 
@@ -177,7 +177,7 @@ def _state_shard(key: str, array: NDArray[Any], optimizer: OptimizerState, value
     if array.shape != piece.data.shape:
         raise UnsupportedOp(f"the state {key!r} of this {type(optimizer).__name__} has not its parameter's shape")
     like = values[id(piece)]
-    if like.values.size != array.size:  # nothing is cut yet but this, and it is blank
+    if like.values.size != array.size:  # only this is cut yet, and it is blank
         array = np.broadcast_to(np.zeros((), array.dtype), like.shape)
     return Shard(array, like.start, like.shape, like.holder, like.holders)
 
@@ -192,18 +192,18 @@ class _Group(Protocol):
 
 
 def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None) -> dict[str, Any]:
-    """A model and its optimizer, as `checkpoint.save_sharded` takes them and `load_sharded` wants them.
+    """Returns the state of a model and its optimizer, as `checkpoint.save_sharded` and `load_sharded` take it.
 
         checkpoint.save_sharded(runs, paceline.sharded_state(fsdp, optimizer), tag, session.group)
         found = checkpoint.load_sharded(runs, paceline.sharded_state(fsdp, optimizer), session.group)
         paceline.load_sharded_state(found.state, fsdp, optimizer)
 
-    Paths and shapes are those of the whole model, whatever the world, the wrapper and the strategy. A collective as
-    long as the ranks have not agreed on initial values.
+    Paths and shapes are those of the whole model, whatever the world, the wrapper and the strategy. A collective if the
+    ranks have not agreed on initial values yet.
 
     Args:
         model: a wrapped module, or a bare one; a `paceline.torch.FSDP`.
-        optimizer: of it, if it shall be in the state; one of torch's for a model of torch's.
+        optimizer: its optimizer, if the state is to have it; one of torch's for a model of torch's.
         group: the ranks that will save, if not all: replicas outside of it write nothing.
 
     Returns:
@@ -211,7 +211,7 @@ def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None
 
     Raises:
         SizeMismatch: the optimizer is of another model.
-        UnsupportedOp: it is none whose state can be told apart by parameters.
+        UnsupportedOp: the optimizer's state cannot be told apart by parameters.
         PacelineError: the ranks could not agree on initial values.
     """
     model, optimizer = standing_for(model), standing_for(optimizer)
@@ -225,7 +225,7 @@ def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None
 
 
 def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = None) -> None:
-    """Takes over what `checkpoint.load_sharded` gave for a `sharded_state`, or `checkpoint.load` for a bare model.
+    """Loads what `checkpoint.load_sharded` returned for a `sharded_state`, or `checkpoint.load` for a bare model.
 
     Raises:
         SizeMismatch: it does not fit; the text lists why.
@@ -242,7 +242,7 @@ def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = No
 
 
 def model_shards(model: HasParameters, group: _Group | None = None) -> dict[str, Leaf]:
-    """Parameters by path, then buffers: live arrays, a `Shard` where other ranks have the rest."""
+    """Returns parameters by path, then buffers: live arrays, a `Shard` where other ranks have the rest."""
     leaves: dict[str, Leaf] = {path: parameter.data for path, parameter in parameters_of(model).items()}
     if isinstance(model, ShardedModel):
         ids = None if group is None else {member.member_id for member in group.members}
@@ -252,11 +252,11 @@ def model_shards(model: HasParameters, group: _Group | None = None) -> dict[str,
 
 
 def optimizer_shards(optimizer: OptimizerState, model: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Settings and state of an optimizer, in the form of its `state_dict`: live arrays, sharded as `model_shards` are.
+    """Returns settings and state of an optimizer like its `state_dict`: live arrays, sharded as `model_shards` are.
 
     Raises:
-        SizeMismatch: it is of another model.
-        UnsupportedOp: it is no optimizer of this package, and none stands for it.
+        SizeMismatch: it is the optimizer of another model.
+        UnsupportedOp: it is not an optimizer of this package, and none stands for it.
     """
     if not isinstance(optimizer, OptimizerState):
         raise UnsupportedOp(f"a {type(optimizer).__name__} does not train the pieces of a model that FSDP has wrapped")
@@ -289,7 +289,7 @@ def _spread(model: ShardedModel, members: set[str] | None) -> list[tuple[str, Sh
 
 
 def _entry(leaf: Leaf) -> dict[str, Any]:
-    """As in a sharded state dict."""
+    """Returns a leaf as it is in a sharded state dict."""
     if isinstance(leaf, Shard):
         return {"values": leaf.values.reshape(-1), "start": leaf.start, "shape": list(leaf.shape)}
     return {"values": leaf.reshape(-1), "start": 0, "shape": list(leaf.shape)}

@@ -1,6 +1,6 @@
 """Who holds which elements of a sharded model. Pure.
 
-A strategy decides which ranks share one copy of the model (`place`). A `Layout` cuts the parameters of a unit for
+A strategy decides which ranks share one copy of the model (`place`). A `FlatLayout` cuts the parameters of a unit for
 them: they lie side by side in one array of W * S elements, in their order, with zeros at the end, and rank r holds
 elements r * S to (r + 1) * S. So one collective serves all of them, any size fits any world, and a gathered array
 needs no copy to be used: each parameter is a view of it.
@@ -23,56 +23,56 @@ from operator import index
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Peer
 
-__all__ = ["Layout", "Placement", "ShardingStrategy", "place"]
+__all__ = ["FlatLayout", "Placement", "ShardingStrategy", "place"]
 
 
 class ShardingStrategy(Enum):
-    """What is spread over the ranks. Whatever is, all train the same model."""
+    """What is sharded over the ranks. All train the same model, whatever the strategy."""
 
     FULL_SHARD = "full_shard"
-    """Parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
+    """Shards parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients and optimizer state (ZeRO-2). Parameters stay whole, and every forward pass gathers them again. What an
-    update changes is old on other ranks until then; an update between forward and backward mixes old and new."""
+    """Shards gradients and optimizer state (ZeRO-2). Parameters stay whole, and every forward pass gathers them again.
+    Other ranks see an update only then; an update between forward and backward mixes old and new values."""
     NO_SHARD = "no_shard"
-    """Nothing: as DDP."""
+    """Shards nothing: as DDP."""
     HYBRID_SHARD = "hybrid_shard"
-    """FULL_SHARD inside each node, replicas across the nodes."""
+    """Does FULL_SHARD inside each node, and keeps replicas across the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where this rank stands.
+    """What this rank holds, and which ranks hold the rest.
 
     Attributes:
-        shards: the ranks that hold one copy between them, this one among them, in the order of the parts.
-        replicas: the ranks that hold the same part as this one, itself included.
-        part: index of this rank in `shards`.
+        shards: the ranks that hold one copy between them, this one among them, in the order of the shards.
+        replicas: the ranks that hold the same shard as this one, itself included.
+        shard: index of this rank in `shards`.
         nodes: for each copy of the model the ranks that hold it; the same on all ranks.
-        keeps_full: parameters stay whole between the passes.
+        keeps_full: whether parameters stay whole between the passes.
     """
 
     shards: tuple[int, ...]
     replicas: tuple[int, ...]
-    part: int
+    shard: int
     nodes: tuple[tuple[int, ...], ...]
     keeps_full: bool
 
 
 def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_node_size: int | None) -> Placement:
-    """Where a rank stands under a strategy.
+    """Decides what a rank holds under a strategy.
 
     Args:
         strategy: the strategy.
         rank: the rank.
-        members: all of them, in rank order; empty for a worker that waits to be taken in, which holds all.
-        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, those who can share
-            memory are (`Peer.node`), or those of one host name, where that is not known.
+        members: all of them, in rank order; empty for a worker that waits to be admitted, which holds everything.
+        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, ranks that can
+            share memory are a node (`Peer.node`), or ranks of one host name where that is not known.
 
     Raises:
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: a size for a strategy that has no nodes.
-        TypeError: the size is no whole number.
+        TypeError: the size is not a whole number.
     """
     world = len(members)
     if strategy is not ShardingStrategy.HYBRID_SHARD and intra_node_size is not None:
@@ -84,9 +84,9 @@ def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_
     else:
         nodes = _blocks(world, 1 if strategy is ShardingStrategy.NO_SHARD else world)
     node = next(node for node in nodes if rank in node)
-    part = node.index(rank)
+    shard = node.index(rank)
     keeps_full = strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-    return Placement(node, tuple(other[part] for other in nodes), part, nodes, keeps_full)
+    return Placement(node, tuple(other[shard] for other in nodes), shard, nodes, keeps_full)
 
 
 def _blocks(world: int, size: int) -> tuple[tuple[int, ...], ...]:
@@ -111,8 +111,8 @@ def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...
     return tuple(tuple(ranks) for ranks in nodes.values())
 
 
-class Layout:
-    """Where parameters lie.
+class FlatLayout:
+    """Where the parameters of a unit lie in its flat array.
 
     Args:
         shapes: of the P parameters.
@@ -120,7 +120,7 @@ class Layout:
 
     Attributes:
         size: N.
-        part: S, the smallest for which W * S >= N.
+        shard_size: S, the smallest for which W * S >= N.
         places: for each parameter its place in the flat array.
     """
 
@@ -129,27 +129,27 @@ class Layout:
         ends = list(accumulate(sizes))
         self.world = world
         self.size = sum(sizes)
-        self.part = -(-self.size // world)
+        self.shard_size = -(-self.size // world)
         self.places = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     @property
     def padded(self) -> int:
         """W * S."""
-        return self.world * self.part
+        return self.world * self.shard_size
 
     def own(self, rank: int) -> slice:
-        """The place of a rank's part in the flat array."""
-        return slice(rank * self.part, (rank + 1) * self.part)
+        """The place of a rank's shard in the flat array."""
+        return slice(rank * self.shard_size, (rank + 1) * self.shard_size)
 
     def pieces(self, rank: int) -> list[slice]:
-        """For each parameter the place of its elements within a rank's part; empty where the rank has none."""
-        start, end = rank * self.part, (rank + 1) * self.part
+        """For each parameter the place of its elements within a rank's shard; empty where the rank has none."""
+        start, end = rank * self.shard_size, (rank + 1) * self.shard_size
         clipped = [(min(max(p.start, start), end), min(max(p.stop, start), end)) for p in self.places]
         return [slice(lo - start, hi - start) for lo, hi in clipped]
 
     def starts(self, rank: int) -> list[int]:
-        """For each parameter the number of its first element that the rank has."""
+        """For each parameter the index of its first element that the rank has."""
         return [
-            piece.start + rank * self.part - place.start if piece.stop > piece.start else 0
+            piece.start + rank * self.shard_size - place.start if piece.stop > piece.start else 0
             for piece, place in zip(self.pieces(rank), self.places, strict=True)
         ]

@@ -5,7 +5,7 @@ else this rank has its shard alone. Every rank issues the same collectives in th
 from the order in which units run, and from nothing that only one rank knows.
 
 `UnitOrder` learns in which order units run. `Scattering` takes the gradients of one flat array to the ranks that keep
-them; `Reduction` those of a whole pass, and the total weight. `UnitRunner` puts them together.
+them; `UnitReduction` those of a whole pass, and the total weight. `UnitRunner` puts them together.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
 """
@@ -22,58 +22,65 @@ from numpy.typing import NDArray
 
 from paceline.errors import StepOrderError
 from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import PendingWork, Ranks
+from paceline.parallel._ranks import PendingWork, RankGroup
 from paceline.parallel.sharding._flat import Flat
 from paceline.parallel.sharding._unit import Unit
 
-__all__ = ["MAX_SCATTERING", "UnitOrder", "Reduction", "Scattering", "UnitRunner"]
+__all__ = ["MAX_SCATTERING", "UnitOrder", "UnitReduction", "Scattering", "UnitRunner"]
 
 
 class UnitOrder:
-    """The order of one kind of pass.
+    """Learns from pass to pass in which order units run, so that the next ones can be gathered ahead. Pure.
+
+    All ranks run the same program, so they see the same order. They take it for their next guess only when all know
+    that all have completed a pass (`commit`): a rank whose pass failed must not guess otherwise than the others. If a
+    guess is wrong, nothing is gathered ahead.
 
     Args:
-        guess: numbers of the units as they will come in the first pass.
+        guess: numbers of the units in the order expected of the first pass.
     """
 
     def __init__(self, guess: Sequence[int]) -> None:
         self._guess = list(guess)
         self._seen: list[int] = []
         self.is_complete = False
-        """The last pass ended well, and its order is not the guess yet."""
+        """True if the last pass was completed, and its order is not the guess yet."""
 
     def start(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         self._seen = []
         self.is_complete = False
 
     def enter(self, unit: int, count: int) -> list[int]:
-        """A unit begins to run; the next units, at most `count`, as far as they can be told."""
+        """Notes that a unit begins to run; returns the next units as far as they are known, at most `count`."""
         self._seen.append(unit)
         here = len(self._seen)
         return self._guess[here : here + count] if self._guess[here - 1 : here] == [unit] else []
 
     def first(self, count: int) -> list[int]:
-        """The units that the next pass begins with."""
+        """Returns the units that the next pass is expected to begin with, at most `count`."""
         return self._guess[:count]
 
     def end(self) -> None:
-        """The pass is complete."""
+        """Ends the pass, which is complete."""
         self.is_complete = True
 
     def commit(self) -> None:
-        """All ranks' last pass is complete: the next is expected to be like it."""
+        """Takes the last pass, which all ranks have completed, for the next guess."""
         self._guess = list(self._seen)
         self.is_complete = False
 
 
 class Scattering:
-    """Begins with the first leg. All ranks make these in the same order, and begin second legs in that order.
+    """Sums the gradients of one flat array over all ranks; each rank gets the shard that it keeps.
+
+    With replicas this takes two collectives: a reduce_scatter inside the node, and an all_reduce of each shard over the
+    nodes. The first begins at once. All ranks make these in the same order, and begin the second in that order.
 
     Args:
-        unit: whose gradients; they are gone from the parameters from now on.
-        flat: which of its arrays.
-        divisor: gives the total weight while they are added up; None if it is known at the end only.
+        unit: the unit; its gradients are taken from its parameters.
+        flat: one of its arrays.
+        divisor: gives the total weight while gradients are summed; None if it is known at the end only.
 
     Attributes:
         flat: as above.
@@ -90,37 +97,37 @@ class Scattering:
         if flat.wire is not None and ranks is not None:
             sent = ranks.empty(gradients.size, flat.wire)
             sent[...] = gradients
-        # What travels in fewer bits is divided afterwards, with all of its own.
+        # Values that travel in fewer bits are divided afterwards, in full precision.
         self._divisor = divisor if sent is gradients and ranks is not None else None
-        # In rank order 16-bit values are added up in float32, and rounded once.
+        # In rank order 16-bit values are summed in float32, and rounded once.
         self._order = "fastest" if sent is gradients else "rank"
-        self._part: NDArray[Any] | None = None
+        self._shard: NDArray[Any] | None = None
         self._first: PendingWork | None = None
         self._second: PendingWork | None = None
         if unit.shards is not None and flat.is_spread:
-            # The second leg sends what the first one leaves: from where links can read it.
-            part = None if unit.replicas is None else unit.replicas.empty(flat.layout.part, sent.dtype)
+            # The second collective sends the result of the first: from memory that links can read.
+            out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
             self._first = unit.shards.reduce_scatter(
                 sent,
                 op="sum",
                 order=self._order,
-                out=part,
+                out=out,
                 label=flat.label,
                 divisor=self._divisor if unit.replicas is None else None,
                 async_op=True,
             )
         else:
-            self._part = sent
+            self._shard = sent
             self._begin_second()
 
     def advance(self) -> None:
-        """Waits for the end of the first leg, and begins the second; does nothing if that has begun."""
+        """Waits for the end of the first collective, and begins the second; does nothing if that has begun."""
         if self._first is not None:
-            self._part, self._first = self._first.wait(), None
+            self._shard, self._first = self._first.wait(), None
             self._begin_second()
 
     def finish(self, total: float, used: NDArray[np.bool_]) -> None:
-        """Waits, divides by the total weight, and gives the pieces their gradients.
+        """Waits for both, divides by the total weight, and gives the pieces their gradients.
 
         Args:
             total: sum of the weights of all ranks, above 0.
@@ -129,19 +136,19 @@ class Scattering:
         self.advance()
         if self._second is not None:
             self._second.wait()
-        assert self._part is not None
-        part = self._part.astype(self.flat.dtype, copy=False)
+        assert self._shard is not None
+        shard = self._shard.astype(self.flat.dtype, copy=False)
         if self._divisor is None and total != 1:  # a division by 1 changes no bit
-            np.divide(part, total, out=part)
-        self.flat.put_gradients(part, used)
+            np.divide(shard, total, out=shard)
+        self.flat.put_gradients(shard, used)
 
     def _begin_second(self) -> None:
         if self._replicas is not None:
             self._second = self._replicas.all_reduce(
-                self._part,
+                self._shard,
                 op="sum",
                 order=self._order,
-                out=self._part,
+                out=self._shard,
                 label=self.flat.label,
                 divisor=self._divisor,
                 async_op=True,
@@ -149,40 +156,40 @@ class Scattering:
 
 
 MAX_SCATTERING = 2
-"""Flat arrays whose whole gradients may be on their way at once: more would be memory that sharding is to save."""
+"""Flat arrays whose whole gradients may be on their way at once: more would take memory that sharding is to save."""
 
 
-class Reduction:
-    """The gradients of a model's units.
+class UnitReduction:
+    """All gradients of one backward pass on their way, and the total weight that makes means of the sums.
 
     Args:
-        units: all of them, in the order in which what is left over is sent.
+        units: all units of the model, in the order in which gradients are sent that are left at the end.
         group: all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], group: Ranks) -> None:
+    def __init__(self, units: Sequence[Unit], group: RankGroup) -> None:
         self._flats = [(unit, flat) for unit in units for flat in unit.flats]
         self._group = group
         self._going: deque[Scattering] = deque()
         self._announced: PendingWork | None = None
 
     def announce(self, weight: float) -> None:
-        """The weight of this pass, before its first gradients: who adds a part up can divide it in the same go."""
+        """Sums the weights of all ranks ahead of the gradients, so that these can be divided while they are summed."""
         if self._group.size > 1:
             table = np.array([weight], np.float64)
             self._announced = self._group.all_reduce(table, out=table, async_op=True)
 
     def send(self, unit: Unit) -> None:
-        """Sends a unit's gradients; no more may come."""
+        """Sends a unit's gradients, which are complete."""
         announced = self._announced
         divisor = None if announced is None else lambda: float(announced.wait()[0])
         self._going.extend(Scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
 
     def make_room(self) -> None:
-        """Before a unit's gradients take memory: those of all but the last units must have left.
+        """Waits, before a unit's gradients take memory, until those of all but the last units have been sent.
 
-        Second legs begin here, whether their first ends early or late: at the same point of the program on all ranks,
-        so that an error leaves none of them a leg ahead.
+        Second collectives begin here, however early the first end: at the same point of the program on all ranks, so
+        that an error leaves no rank a collective ahead.
         """
         for scattering in list(self._going)[: len(self._going) - MAX_SCATTERING + 1]:
             scattering.advance()
@@ -191,14 +198,14 @@ class Reduction:
         """Sends what is left, waits for all, and leaves the weighted means in the pieces.
 
         Args:
-            weight: of this rank.
-            facts: what else the ranks are to agree on; as many on each.
+            weight: this rank's weight.
+            facts: statements on which the ranks are to agree; as many on each.
 
         Returns:
             For each fact, whether it holds on all ranks.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit had sent.
+            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit's had been sent.
             PacelineError: a collective failed.
         """
         for scattering in self._going:
@@ -220,7 +227,7 @@ class Reduction:
         return everywhere
 
     def give_up(self) -> None:
-        """Drops all gradients, and what is under way."""
+        """Drops all gradients, and abandons running collectives."""
         self._going.clear()
         self._announced = None
         for _, flat in self._flats:
@@ -229,7 +236,7 @@ class Reduction:
                 piece._hold(None)
 
     def _totals(self, weight: float, facts: Sequence[bool]) -> tuple[float, dict[int, NDArray[np.bool_]], list[bool]]:
-        """Weight of all ranks; by flat array's identity whether any rank used each parameter; facts true on all."""
+        """Returns the total weight, which parameters any rank used by identity of the array, and facts true on all."""
         sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
         flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
         table = np.array([weight, *facts, *(flag for of_flat in flags for flag in of_flat)], np.float64)
@@ -245,16 +252,16 @@ class Reduction:
 
 
 class UnitRunner:
-    """The units of a model; a `GradientReducer`.
+    """Runs the units of a model; the `GradientReducer` of FSDP.
 
     Args:
-        units: as they run forward, as far as is known.
-        paths: of every piece, by its identity.
+        units: in the order in which they run forward, as far as is known.
+        paths: the path of every piece, by its identity.
         group: all ranks.
-        ahead: units to gather before they run.
+        ahead: number of units to gather before they run.
     """
 
-    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Ranks, ahead: int) -> None:
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: RankGroup, ahead: int) -> None:
         self._all = tuple(units)
         self._ahead = ahead
         self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])
@@ -262,12 +269,12 @@ class UnitRunner:
         self._number = {id(unit): n for n, unit in enumerate(self._all)}
         self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
         self._group = group
-        self._reduction = Reduction(self._all, group)
+        self._reduction = UnitReduction(self._all, group)
         self._order: UnitOrder | None = None
         """The order of the running pass; None between passes."""
         self._backwards = self._ignores = self._early = False
         self.prefetched = False
-        """True after `prefetch`, until the next pass or known change of the parts."""
+        """True after `prefetch`, until the next pass or a change of shards that this rank knows of."""
         self._fetched = False
         """True after `prefetch`, until the next pass; the same on all ranks."""
         self.refit()
@@ -289,7 +296,7 @@ class UnitRunner:
 
     @contextmanager
     def running_forward(self, unit: Unit) -> Iterator[None]:
-        """Keeps a unit whole for its forward inside the block. A module's backward may call it again."""
+        """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again."""
         with self._whole(unit):
             yield
         if not self._backwards:
@@ -297,7 +304,7 @@ class UnitRunner:
 
     @contextmanager
     def running_backward(self, unit: Unit) -> Iterator[None]:
-        """Keeps a unit whole for its backward inside the block, and sends its gradients afterwards."""
+        """Keeps a unit whole while it runs backward inside the block, and sends its gradients afterwards."""
         self._reduction.make_room()
         with self._whole(unit), unit.taking_gradients(ignore=self._ignores):
             yield
@@ -324,17 +331,17 @@ class UnitRunner:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Runs a forward pass of the whole model inside the block."""
+        """Surrounds a forward pass of the whole model."""
         for unit in self._all:
             unit.runs = 0
             if unit.placement.keeps_full:
-                unit.expire()  # parts may have been changed in place on any rank
+                unit.expire()  # shards may have been changed in place on any rank
         with self._passing(self._forward):
             yield
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
-        """Runs a backward pass of the whole model inside the block.
+        """Surrounds a backward pass of the whole model.
 
         Args:
             weight: this rank's weight, including that of earlier micro-batches.
@@ -373,7 +380,7 @@ class UnitRunner:
         finally:
             self._order = None
             self.prefetched = self._fetched = False
-            for unit in self._all:  # units that were fetched and not used
+            for unit in self._all:  # units that were gathered and not used
                 unit.drop()
 
     def prefetch(self) -> None:
@@ -384,13 +391,13 @@ class UnitRunner:
                 self._all[number].fetch()
 
     def expire(self) -> None:
-        """Drops whole arrays and running gathers, which are out of date because parts have changed."""
+        """Frees whole arrays and drops running gathers: they are out of date, because shards have changed."""
         self.prefetched = False
         for unit in self._all:
             unit.expire()
 
     def _refresh(self) -> None:
-        """Gathers prefetched units again if any rank has changed its part since; the ranks agree on that."""
+        """Gathers prefetched units again if any rank has changed its shard since; the ranks agree on that."""
         if self._fetched and self._group.size > 1:
             changed = not self.prefetched or any(flat.was_changed() for unit in self._all for flat in unit.flats)
             if self._group.all_reduce(np.array([changed], np.int64))[0]:
@@ -429,8 +436,8 @@ class UnitRunner:
                 could have added them; a piece whose gradient nobody wrote keeps what it has.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit had sent, or this is
-                inside `summoned`.
+            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit's had been sent, or
+                this is inside `summoned`.
             PacelineError: a collective failed.
         """
         self._check_not_summoned()

@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import InvalidRank, InvalidWorldSize, StepOrderError, UnsupportedOp
 from paceline.parallel._accumulation import Accumulation
-from paceline.parallel._agreement import Manifest
+from paceline.parallel._agreement import ModelManifest
 from paceline.parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of
-from paceline.parallel._ranks import ShardRanks
+from paceline.parallel._ranks import ShardRankGroup
 from paceline.parallel._synchronizer import GradientSynchronizer, SpreadParameters
 from paceline.parallel.sharding._placement import Placement, ShardingStrategy, place
 from paceline.parallel.sharding._runner import UnitRunner
@@ -69,7 +69,7 @@ class ShardedModel:
     def __init__(
         self,
         module: HasParameters,
-        group: ShardRanks,
+        group: ShardRankGroup,
         strategy: ShardingStrategy,
         intra_node_size: int | None,
         *,
@@ -154,7 +154,7 @@ class ShardedModel:
 
     def spread_parameters(self) -> list[SpreadParameters]:
         """This rank's pieces, with the ranks that have the other shards of them."""
-        spread: dict[int, tuple[ShardRanks | None, list[Parameter]]] = {}
+        spread: dict[int, tuple[ShardRankGroup | None, list[Parameter]]] = {}
         for unit in self.units():
             spread.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
         return list(spread.values())
@@ -233,7 +233,7 @@ class ShardedModel:
         for unit in units:
             unit.align(paths)
         entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
-        manifest = Manifest.of(
+        manifest = ModelManifest.of(
             entries,
             self.buffers(),
             strategy=" ".join(part.strategy.name for part in self.parts()),

@@ -19,21 +19,21 @@ __all__ = ["full_state", "load_full", "load_shards", "padded_gradients", "set_sh
 
 
 _Paths = Mapping[int, str]
-"""From the identity of a piece to its path."""
+"""Paths by the identity of the piece."""
 _Buffers = Mapping[str, NDArray[Any]]
 
 
 def full_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers, *, keep: bool) -> dict[str, NDArray[Any]]:
-    """Copies of all values by path. A collective: one unit is whole at a time.
+    """Copies all values. A collective: one unit is whole at a time.
 
     Args:
-        units: of the model.
-        paths: of the pieces.
+        units: the units of the model.
+        paths: the paths of the pieces.
         buffers: by path.
-        keep: whether this rank wants them.
+        keep: whether this rank wants the copies.
 
     Returns:
-        The copies; nothing if they were not wanted.
+        The copies by path; empty if this rank does not want them.
     """
     state: dict[str, NDArray[Any]] = {}
     for unit in units:
@@ -50,14 +50,14 @@ def full_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers, *, keep:
 def load_full(
     units: Iterable[Unit], paths: _Paths, buffers: _Buffers, saved: Mapping[str, Any], before: Callable[[], None]
 ) -> None:
-    """Takes over what `full_state` gave, in any world: each rank what it holds. Communicates nothing.
+    """Loads what `full_state` returned, in any world: each rank takes its shard. Communicates nothing.
 
     Args:
-        units: of the model.
-        paths: of the pieces.
+        units: the units of the model.
+        paths: the paths of the pieces.
         buffers: by path.
-        saved: what to take over.
-        before: called when it is known to fit.
+        saved: what to load.
+        before: called once it is known to fit, before anything is changed.
 
     Raises:
         SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
@@ -76,10 +76,10 @@ def load_full(
 
 
 def shard_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers) -> dict[str, dict[str, Any]]:
-    """Copies of what this rank holds.
+    """Copies what this rank holds. Communicates nothing.
 
     Returns:
-        By path {"values": the elements here, shape [n]; "start": number of the first; "shape": of the whole}.
+        By path {"values": the elements here, shape [n]; "start": index of the first; "shape": of the whole}.
     """
     state = {path: _entry(values, start, shape) for path, values, start, shape in _shards(units, paths)}
     state = {path: state[path] for path in paths.values()}
@@ -89,7 +89,7 @@ def shard_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers) -> dict
 def load_shards(
     units: Iterable[Unit], paths: _Paths, buffers: _Buffers, saved: Mapping[str, Any], before: Callable[[], None]
 ) -> None:
-    """Takes over what `shard_state` gave to the rank with the same part; arguments as those of `load_full`.
+    """Loads what `shard_state` returned on the rank with the same shard; arguments as for `load_full`.
 
     Raises:
         SizeMismatch: it was made by another model, world, rank or strategy; nothing was changed.
@@ -116,16 +116,16 @@ def load_shards(
 def set_shards(
     units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArray[Any], before: Callable[[], None]
 ) -> None:
-    """Replaces all elements that this rank holds; gradients are dropped.
+    """Replaces all elements that this rank holds, and drops gradients.
 
     Args:
-        units: of the model.
-        pieces: all of them.
+        units: the units of the model.
+        pieces: all pieces of this rank.
         values: their elements one after the other.
-        before: called when they are known to fit.
+        before: called once they are known to fit, before anything is changed.
 
     Raises:
-        SizeMismatch: there are more or fewer; nothing was changed.
+        SizeMismatch: there are more or fewer elements; nothing was changed.
     """
     pieces = list(pieces)
     values, expected = values.reshape(-1), sum(piece.data.size for piece in pieces)
@@ -143,7 +143,7 @@ def set_shards(
 
 
 def padded_gradients(units: Iterable[Unit], paths: _Paths) -> dict[str, NDArray[Any] | None]:
-    """By path this rank's part of each gradient in an array of the full shape, zeros elsewhere; None for none."""
+    """Returns by path this rank's shard of each gradient in an array of the full shape, with zeros elsewhere."""
     found: dict[str, NDArray[Any] | None] = {}
     for unit in units:
         for flat in unit.flats:
@@ -157,7 +157,7 @@ def padded_gradients(units: Iterable[Unit], paths: _Paths) -> dict[str, NDArray[
 
 
 def _shards(units: Iterable[Unit], paths: _Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
-    """Path, this rank's elements, number of the first, and whole shape of every parameter."""
+    """Yields path, this rank's elements, index of the first, and whole shape of every parameter."""
     for unit in units:
         for flat in unit.flats:
             for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
@@ -169,7 +169,7 @@ def _entry(values: NDArray[Any], start: int, shape: tuple[int, ...]) -> dict[str
 
 
 class _Held(NamedTuple):
-    """What a rank has of an array."""
+    """What a rank holds of an array."""
 
     start: int
     size: tuple[int, ...]
@@ -178,14 +178,14 @@ class _Held(NamedTuple):
 
 
 def _told(values: Any, wanted: tuple[tuple[int, ...], np.dtype[Any]] | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of what was saved; the dtype that is wanted if it can be converted to that."""
+    """Returns shape and dtype of what was saved; the dtype that is wanted if it can be converted to that."""
     array = np.asarray(values)
     fits = wanted is not None and np.can_cast(array.dtype, wanted[1], "same_kind")
     return array.shape, wanted[1] if wanted is not None and fits else array.dtype
 
 
 def _held(entry: Any, wanted: _Held | None) -> _Held | str:
-    """What an entry of a sharded state holds; words if it is none."""
+    """Returns what an entry of a sharded state holds; a description if it is not one."""
     try:
         size, dtype = _told(entry["values"], None if wanted is None else (wanted.size, wanted.dtype))
         return _Held(int(entry["start"]), size, dtype, tuple(map(int, entry["shape"])))

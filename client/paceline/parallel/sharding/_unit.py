@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline.errors import UnsupportedOp
-from paceline.parallel._agreement import Manifest, agree
+from paceline.parallel._agreement import ModelManifest, agree
 from paceline.parallel._buckets import Empty
 from paceline.parallel._parameter import Parameter, ignoring_gradients
-from paceline.parallel._ranks import ShardRanks
+from paceline.parallel._ranks import ShardRankGroup
 from paceline.parallel.sharding._flat import Flat, Room
 from paceline.parallel.sharding._placement import Placement
 from paceline.signature import dtype_name
@@ -26,26 +26,26 @@ __all__ = ["Unit", "checked_wire", "join_units"]
 
 
 class Unit:
-    """Parameters, in a flat array for each dtype; the frozen ones in arrays of their own, which need no gradients.
+    """The parameters that one wrapper owns: a flat array for each dtype, and others for frozen ones, without gradients.
 
     Args:
         parameters: by path; each belongs to this unit alone.
         placement: of this rank.
         wire: dtype in which they travel; None for their own.
-        empty: where the memory of what travels comes from.
-        computes: the module computes with values as they travel.
+        empty: allocates memory that links can send without a copy.
+        computes: whether the module computes with values in the dtype `wire`.
 
     Attributes:
         flats: the arrays; most units have one.
         placement: as above.
-        shards: the ranks that hold one copy between them; None where this rank has it alone. Set by `assign_ranks`.
-        replicas: the ranks that hold the same part; None where there is no other.
-        is_agreed: initial values have been agreed on.
+        shards: the ranks that hold one copy between them; None if this rank has it alone. Set by `assign_ranks`.
+        replicas: the ranks that hold the same shard; None if there is no other.
+        is_agreed: whether the ranks have agreed on initial values.
         fingerprint: their fingerprint, and that of what was agreed on with them; 0 where nothing was compared.
-        has_ranks: `shards` and `replicas` are of the view that the placement is for.
-        runs: how often it ran in the last forward pass.
-        left: how often it has still to run in this backward pass, if each run forward has one.
-        inside: how many runs it is in the middle of.
+        has_ranks: whether `shards` and `replicas` are of the view that the placement is for.
+        runs: number of runs in the last forward pass.
+        left: number of runs to come in this backward pass, if each run forward has one.
+        inside: number of runs under way.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64.
@@ -69,15 +69,15 @@ class Unit:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
         self.placement = placement
         self.flats = [Flat(group, placement, wire, empty, computes=computes) for group in kinds.values()]
-        self.shards: ShardRanks | None = None
-        self.replicas: ShardRanks | None = None
+        self.shards: ShardRankGroup | None = None
+        self.replicas: ShardRankGroup | None = None
         self.is_agreed = self.has_ranks = False
         self.fingerprint = 0
         self.runs = self.left = self.inside = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
-    def assign_ranks(self, shards: ShardRanks | None, replicas: ShardRanks | None) -> None:
-        """Initial values are all ranks': keeps this rank's part, and takes the ranks of the placement."""
+    def assign_ranks(self, shards: ShardRankGroup | None, replicas: ShardRankGroup | None) -> None:
+        """Takes the ranks of the placement; after the first agreement keeps this rank's shard only."""
         self.shards, self.replicas = shards, replicas
         if not self.is_agreed:
             for flat in self.flats:
@@ -85,22 +85,22 @@ class Unit:
         self.is_agreed = self.has_ranks = True
 
     def move(self, placement: Placement) -> None:
-        """There is a new view: the ranks are others. Values that are whole here are to be agreed on again.
+        """Goes on to a new view, which has other ranks. Values that are whole here are to be agreed on again.
 
         Raises:
-            UnsupportedOp: another part of the values would be this rank's, which it has not.
+            UnsupportedOp: this rank would hold another shard, whose values it has not.
         """
         before = self.placement
-        if (len(placement.shards), placement.part) != (len(before.shards), before.part):
+        if (len(placement.shards), placement.shard) != (len(before.shards), before.shard):
             raise UnsupportedOp(
-                f"this rank has part {before.part} of {len(before.shards)}, and would have part {placement.part} of "
-                f"{len(placement.shards)} in the new view: what is spread moves in session.steps alone, where the "
-                "TrainState has the model and its optimizer; elsewhere use ShardingStrategy.NO_SHARD"
+                f"this rank has shard {before.shard} of {len(before.shards)}, and would have shard {placement.shard} "
+                f"of {len(placement.shards)} in the new view: what is spread moves in session.steps alone, where "
+                "the TrainState has the model and its optimizer; elsewhere use ShardingStrategy.NO_SHARD"
             )
         self._stand(placement)
 
     def move_to(self, placement: Placement, rooms: Sequence[Room]) -> None:
-        """There will be a new view, in which this rank has what lies in these rooms, one for each flat array."""
+        """Goes on to a view that is to come, in which this rank holds these rooms, one for each flat array."""
         for flat, room in zip(self.flats, rooms, strict=True):
             flat.move(room)
         self.is_agreed = True
@@ -115,11 +115,11 @@ class Unit:
 
     @property
     def is_fresh(self) -> bool:
-        """True while this rank has all that is to be spread: initial values are not agreed on, and none was loaded."""
+        """True while this rank has everything: initial values are not agreed on, and none were loaded."""
         return not self.is_agreed and not any(flat.given for flat in self.flats)
 
     def held(self) -> Iterator[tuple[Parameter, NDArray[Any], int]]:
-        """Of each piece the elements that are here and count, and the number of the first."""
+        """For each piece its elements that are here and valid, and the index of the first."""
         for flat in self.flats:
             for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
                 yield (piece, p.data, 0) if self.is_fresh and flat.is_spread else (piece, piece.data, start)
@@ -137,13 +137,13 @@ class Unit:
         )
 
     def align(self, paths: Mapping[int, str]) -> None:
-        """A parameter was frozen or unfrozen in the module or through its piece: makes the other like it.
+        """Makes parameters and pieces alike after one of them was frozen or unfrozen.
 
         Args:
             paths: of the pieces, by identity.
 
         Raises:
-            UnsupportedOp: one that is unfrozen is neither float32 nor float64.
+            UnsupportedOp: a parameter that is unfrozen is neither float32 nor float64.
         """
         for (p, piece), known in zip(self.pairs(), self._known, strict=True):
             now = known if p.requires_grad == piece.requires_grad == known else not known
@@ -152,39 +152,39 @@ class Unit:
             p.requires_grad = piece.requires_grad = now
 
     def refit(self) -> None:
-        """What is frozen and what is not has been agreed on."""
+        """Notes that the ranks have agreed on which parameters are frozen."""
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def fetch(self) -> None:
-        """Starts to gather what is not whole."""
+        """Starts to gather the arrays that are not whole."""
         if self.shards is not None:
             for flat in self.flats:
                 flat.fetch(self.shards)
 
     def wait(self) -> None:
-        """Gathers what is not whole, and waits for it."""
+        """Gathers the arrays that are not whole, and waits for them."""
         self.fetch()
         for flat in self.flats:
             flat.wait()
 
     def release(self) -> None:
-        """The unit does not run any more."""
+        """Frees whole arrays after the unit has run."""
         for flat in self.flats:
             flat.release()
 
     def drop(self) -> None:
-        """Forgets what is on its way, and what is whole and not kept."""
+        """Drops running gathers, and frees whole arrays that are not kept."""
         for flat in self.flats:
             flat.drop()
 
     def expire(self) -> None:
-        """Values have changed: what is whole is out of date."""
+        """Frees whole arrays, which are out of date because values have changed."""
         for flat in self.flats:
             flat.expire()
 
     @contextmanager
     def taking_gradients(self, *, ignore: bool) -> Iterator[None]:
-        """For the unit's backward pass inside the block; `ignore`: its gradients must not count."""
+        """Takes the gradients of the unit's backward pass inside the block; `ignore`: drops them."""
         if ignore:
             with ignoring_gradients(p for flat in self.flats for p in flat.parameters):
                 yield
@@ -205,10 +205,10 @@ def _check_trainable(path: str, parameter: Parameter) -> None:
 
 
 def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
-    """The dtype in which values are to travel.
+    """Returns the dtype in which values are to travel.
 
     Raises:
-        UnsupportedOp: it cannot travel, or is no float.
+        UnsupportedOp: it cannot travel, or is not a float.
     """
     if dtype is None:
         return None
@@ -221,21 +221,21 @@ def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
 
 def join_units(
     units: Sequence[Unit],
-    group: ShardRanks,
-    manifest: Manifest,
+    group: ShardRankGroup,
+    manifest: ModelManifest,
     buffers: Mapping[str, NDArray[Any]],
     *,
     may_change: bool,
     agreed_in: int,
 ) -> None:
-    """Agrees on the model; settles the units that are new, and gives those their ranks that lack them. A collective.
+    """Agrees on the model, and gives their ranks to units that are new or in a new view. A collective.
 
     Args:
-        units: all of a model.
+        units: all units of the model.
         group: all ranks.
-        manifest: of the model.
-        buffers: those that are to be rank 0's.
-        may_change: False where gradients have been computed from this rank's own values.
+        manifest: the model's.
+        buffers: buffers that are to get rank 0's values.
+        may_change: False if gradients have been computed from this rank's own values.
         agreed_in: the last generation in which this rank has agreed on the model; 0 for none.
 
     Raises:
@@ -243,34 +243,36 @@ def join_units(
     """
     new = [unit for unit in units if not unit.is_agreed]
     flats = [flat for unit in new for flat in unit.flats]
-    given = [(flat, flat.part.copy()) for flat in flats if flat.given and flat.is_spread]
+    given = [(flat, flat.shard.copy()) for flat in flats if flat.given and flat.is_spread]
     values = [view for flat in flats for view in flat.initial()]
     agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change, agreed_in=agreed_in)
     for unit in new:
         unit.fingerprint = agreed
-    for flat, part in given:  # loaded on purpose, on each rank its own
-        flat.part[...] = part
+    for flat, shard in given:  # each rank has loaded its own on purpose
+        flat.shard[...] = shard
     for number, unit in enumerate(units):
         for kind, flat in enumerate(unit.flats):
             flat.label = f"unit{number}-{kind}" if kind else f"unit{number}"
         if not unit.has_ranks:
             where = unit.placement
-            unit.assign_ranks(_part(group, where.shards, "fsdp_shards"), _part(group, where.replicas, "fsdp_replicas"))
+            unit.assign_ranks(
+                _subgroup(group, where.shards, "fsdp_shards"), _subgroup(group, where.replicas, "fsdp_replicas")
+            )
 
 
-_parts: WeakKeyDictionary[ShardRanks, WeakValueDictionary[tuple[int, tuple[int, ...], str], ShardRanks]] = (
+_subgroups: WeakKeyDictionary[ShardRankGroup, WeakValueDictionary[tuple[int, tuple[int, ...], str], ShardRankGroup]] = (
     WeakKeyDictionary()
 )
-"""Of each group the parts that were made, by (generation, ranks, name): units that are placed alike share theirs."""
+"""For each group its subgroups by (generation, ranks, name): units with the same placement share them."""
 
 
-def _part(group: ShardRanks, ranks: tuple[int, ...], name: str) -> ShardRanks | None:
+def _subgroup(group: ShardRankGroup, ranks: tuple[int, ...], name: str) -> ShardRankGroup | None:
     if len(ranks) == 1:
         return None
     if len(ranks) == group.size:
         return group
-    made = _parts.setdefault(group, WeakValueDictionary())
+    made = _subgroups.setdefault(group, WeakValueDictionary())
     key = group.generation, ranks, name
-    if (part := made.get(key)) is None:
-        part = made[key] = group.subgroup(ranks, name=name)
-    return part
+    if (found := made.get(key)) is None:
+        found = made[key] = group.subgroup(ranks, name=name)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +69,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
             timeout: how long to wait; the message goes on after that. 0 for the group's timeout.
 
         Raises:
-            OperationTimeout: the message was not sent or received in that time.
+            OperationTimeout: the message was not transferred in that time.
             PacelineError: the generation has failed.
         """
         within = seconds_of(timeout)
@@ -78,7 +78,9 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
         else:
             self._queue.start()  # another thread runs it, so that this one returns in time
         if not self._over.wait(within):
-            late = OperationTimeout(f"a message was not sent or received within {timeout.total_seconds():g} s")
+            late = OperationTimeout(
+                f"a message {self._queue.route} was not transferred within {timeout.total_seconds():g} s"
+            )
             raise as_torch_error(late)
         self._value()
         for promise in self._promises:
@@ -131,9 +133,14 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
 
 
 class _MessageQueue:
-    """A queue of messages that must be sent, or received, in order."""
+    """A queue of messages that must be sent, or received, in order.
 
-    def __init__(self) -> None:
+    Args:
+        route: where they go to or come from, for errors: "to rank 2".
+    """
+
+    def __init__(self, route: str) -> None:
+        self.route = route
         self.lock = threading.Lock()
         self._waiting: deque[MessageWork] = deque()
         self._runner: threading.Thread | None = None
@@ -203,13 +210,13 @@ class Messenger:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._lock = threading.Lock()
-        self._queues: dict[Hashable, _MessageQueue] = {}
+        self._queues: dict[str, _MessageQueue] = {}
         self._closed = False
 
     def send(self, tensor: Any, to: int, tag: int, timeout: float) -> MessageWork:
         """Sends a tensor; its memory is read until the message was sent."""
         array = elements_of(tensor)
-        queue = self._queue("send", to)
+        queue = self._queue(f"to rank {to}")
 
         def act(within: float = timeout) -> int:
             self._group.send(array, to, tag=tag, timeout=within)
@@ -232,7 +239,7 @@ class Messenger:
     def recv(self, tensor: Any, source: int | None, tag: int, timeout: float) -> MessageWork:
         """Receives into a tensor; from any rank if `source` is None."""
         buffer = result_buffer(tensor)
-        queue = self._queue("recv", source, tag)
+        queue = self._queue(f"from {'any rank' if source is None else f'rank {source}'} with tag {tag}")
 
         def act() -> int:
             _, sender = self._group.recv(source, tag=tag, out=buffer.array, timeout=timeout)
@@ -260,13 +267,13 @@ class Messenger:
         for queue in list(self._queues.values()):
             queue.join()
 
-    def _queue(self, *key: Hashable) -> _MessageQueue:
+    def _queue(self, route: str) -> _MessageQueue:
         with self._lock:
             if self._closed:
                 raise SessionClosed("the process group is closed")
-            queue = self._queues.get(key)
+            queue = self._queues.get(route)
             if queue is None:
-                queue = self._queues[key] = _MessageQueue()
+                queue = self._queues[route] = _MessageQueue(route)
             return queue
 
 

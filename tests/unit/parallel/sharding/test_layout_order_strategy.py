@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidWorldSize
 from paceline.links.base import Peer
 from paceline.parallel import ShardingStrategy
-from paceline.parallel.sharding._placement import Layout, Placement, place
+from paceline.parallel.sharding._placement import FlatLayout, Placement, place
 from paceline.parallel.sharding._runner import UnitOrder
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
@@ -25,14 +25,14 @@ def members(*hosts: str) -> list[Peer]:
     return [Peer(rank, f"m{rank}", host) for rank, host in enumerate(hosts)]
 
 
-# Layout.
+# FlatLayout.
 
 
 @given(shapes, worlds)
 def test_parts_cover_the_array_once(shapes: list[tuple[int, ...]], world: int) -> None:
-    layout = Layout(shapes, world)
+    layout = FlatLayout(shapes, world)
     assert layout.size == sum(map(prod, shapes))
-    assert layout.padded == world * layout.part
+    assert layout.padded == world * layout.shard_size
     assert 0 <= layout.padded - layout.size < world  # the smallest part that will do
     covered = [i for rank in range(world) for i in range(layout.padded)[layout.own(rank)]]
     assert covered == list(range(layout.padded))
@@ -40,21 +40,21 @@ def test_parts_cover_the_array_once(shapes: list[tuple[int, ...]], world: int) -
 
 @given(shapes, worlds)
 def test_parameters_lie_side_by_side(shapes: list[tuple[int, ...]], world: int) -> None:
-    layout = Layout(shapes, world)
+    layout = FlatLayout(shapes, world)
     assert [place.stop - place.start for place in layout.places] == [prod(shape) for shape in shapes]
     assert [i for place in layout.places for i in range(place.start, place.stop)] == list(range(layout.size))
 
 
 @given(shapes, worlds)
 def test_pieces_have_every_element_of_every_parameter_once(shapes: list[tuple[int, ...]], world: int) -> None:
-    layout = Layout(shapes, world)
+    layout = FlatLayout(shapes, world)
     held: list[list[int]] = [[] for _ in shapes]
     for rank in range(world):
         own, pieces, starts = layout.own(rank), layout.pieces(rank), layout.starts(rank)
         assert len(pieces) == len(starts) == len(shapes)
         for number, (piece, start) in enumerate(zip(pieces, starts, strict=True)):
             count = piece.stop - piece.start
-            assert 0 <= piece.start <= piece.stop <= layout.part
+            assert 0 <= piece.start <= piece.stop <= layout.shard_size
             assert start >= 0
             if count:  # by way of the flat array, and by way of the parameter
                 assert own.start + piece.start == layout.places[number].start + start
@@ -77,8 +77,8 @@ def test_pieces_have_every_element_of_every_parameter_once(shapes: list[tuple[in
 def test_layouts_by_hand(
     shapes: list[tuple[int, ...]], world: int, part: int, pieces: list[list[tuple[int, int]]]
 ) -> None:
-    layout = Layout(shapes, world)
-    assert layout.part == part
+    layout = FlatLayout(shapes, world)
+    assert layout.shard_size == part
     found = [layout.pieces(rank) for rank in range(world)]
     sizes = [[piece.stop - piece.start for piece in one] for one in found]
     assert sizes == [[stop - start for start, stop in one] for one in pieces]
@@ -166,13 +166,13 @@ def test_every_rank_sees_the_same_grid(strategy: Strategy, size: int, nodes: int
     world = size * nodes
     places = placed(strategy, ["h"] * world, size if strategy is Strategy.HYBRID_SHARD else None)
     for rank, mine in enumerate(places):
-        assert mine.shards[mine.part] == rank
+        assert mine.shards[mine.shard] == rank
         assert rank in mine.replicas
         assert set(mine.shards) & set(mine.replicas) == {rank}
         assert len(mine.shards) * len(mine.replicas) == world
         assert all(places[other].shards == mine.shards for other in mine.shards)
         assert all(places[other].replicas == mine.replicas for other in mine.replicas)
-        assert all(places[other].part == mine.part for other in mine.replicas)
+        assert all(places[other].shard == mine.shard for other in mine.replicas)
         assert list(mine.replicas) == sorted(mine.replicas)
     if strategy is Strategy.HYBRID_SHARD:
         assert {len(mine.shards) for mine in places} == {size}
@@ -197,7 +197,7 @@ def test_nodes_are_hosts_wherever_their_ranks_are() -> None:
     places = placed(Strategy.HYBRID_SHARD, ["b", "a", "a", "b"])
     assert [p.shards for p in places] == [(0, 3), (1, 2), (1, 2), (0, 3)]
     assert [tuple(sorted(p.replicas)) for p in places] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [p.part for p in places] == [0, 0, 1, 1]
+    assert [p.shard for p in places] == [0, 0, 1, 1]
 
 
 def test_nodes_are_those_that_share_memory_where_that_is_known() -> None:

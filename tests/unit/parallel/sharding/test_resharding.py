@@ -11,7 +11,7 @@ import paceline
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.group import Group
 from paceline.links.local import local_meshes
-from paceline.parallel.sharding._holdings import Move, holding, places_of
+from paceline.parallel.sharding._holdings import ShardMove, holding, places_of
 from paceline.testing import run_ranks
 from support.parts import SOON
 
@@ -36,7 +36,7 @@ def alone() -> Any:
 def test_share_of_what_one_rank_has(alone: Any, strategy: str) -> None:
     model, optimizer = make(alone, strategy)
     whole = np.concatenate([p.data.reshape(-1) for _, p in model.named_parameters()])
-    move = Move([model._sharded], [optimizer], (2, 3))  # elements 12 to 15 of 16, and padding
+    move = ShardMove([model._sharded], [optimizer], (2, 3))  # elements 12 to 15 of 16, and padding
     held = holding([model._sharded], [optimizer])
     assert held.share == (0, 1)
     for (_, p), (place, size) in zip(model.named_parameters(), places_of([model._sharded], 3).values(), strict=True):
@@ -63,7 +63,7 @@ def test_not_inside_unshard() -> None:
     def rank(group: Any) -> None:
         model, optimizer = make(group)
         with model.unshard(), pytest.raises(StepOrderError, match=r"inside unshard\(\)"):
-            Move([model._sharded], [optimizer], (0, 1))
+            ShardMove([model._sharded], [optimizer], (0, 1))
 
     run_ranks(2, rank)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unit.server.test_meeting import elastic
+from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import Meet, Process, Tag
 from paceline_protocol.coordinator import ExitReported, MetOthers, PushCatchUp, PushMissing, PushRunning, Registered

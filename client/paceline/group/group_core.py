@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from paceline.arrays import Array
 from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.engine import Call, Engine
+from paceline.collectives.engine import CollectiveCall, Engine
 from paceline.collectives.mailbox import Mailbox
-from paceline.collectives.passenger import Passenger
+from paceline.collectives.piggyback import Piggyback
 from paceline.collectives.tasks import Chooser, Task, barrier_task
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
@@ -85,19 +85,19 @@ class _OwnerState:
     """What the owner of a group (the session, the loop over steps) has set; all parts of the group share it.
 
     Attributes:
-        barred: why no collective may be called now; empty if it may.
-        vouched: the last generation whose members are all known to hold the same state.
-        passenger: numbers that wait to travel in the next bucket of gradients.
-        boarded: the last generation in which a reducer asked for a passenger.
+        ban_reason: why no collective may be called now; empty if it may.
+        same_state_in: the last generation whose members are all known to hold the same state.
+        piggyback: numbers that wait to travel in the next bucket of gradients.
+        piggyback_taken_in: the last generation in which a reducer asked for a piggyback.
         most: members that another generation may have at most; None if all have as many as this one.
         share: weight of this member's gradients relative to the others'.
     """
 
     def __init__(self) -> None:
-        self.barred = ""
-        self.vouched = 0
-        self.passenger: Passenger | None = None
-        self.boarded = 0
+        self.ban_reason = ""
+        self.same_state_in = 0
+        self.piggyback: Piggyback | None = None
+        self.piggyback_taken_in = 0
         self.most: int | None = None
         self.share = 1.0
 
@@ -161,13 +161,13 @@ class GroupCore:
         return self._bound.mesh.bytes_sent
 
     @property
-    def vouched(self) -> bool:
-        """True if all members are known to hold the same state (`session.steps` has seen to it)."""
-        return self._owner.vouched == self.generation
+    def has_same_state(self) -> bool:
+        """True if all members are known to hold the same state (`session.steps` has made sure of it)."""
+        return self._owner.same_state_in == self.generation
 
-    def vouch(self) -> None:
-        """All members of this generation hold the same state: for whoever owns the group."""
-        self._owner.vouched = self.generation
+    def confirm_same_state(self) -> None:
+        """Notes that all members of this generation hold the same state. For the group's owner."""
+        self._owner.same_state_in = self.generation
 
     @property
     def is_elastic(self) -> bool:
@@ -176,51 +176,51 @@ class GroupCore:
 
     @property
     def most_members(self) -> int:
-        """So many members any generation has at most."""
+        """The largest number of members that any generation can have."""
         return self.size if self._owner.most is None else self._owner.most
 
     def make_elastic(self, most: int) -> None:
-        """The job lets members come and go, up to so many: for whoever owns the group."""
+        """Notes that members may come and go, up to `most` of them. For the group's owner."""
         self._owner.most = most
 
-    def take_along(self, passenger: Passenger) -> None:
-        """Has numbers ride in the next bucket of gradients: for whoever owns the group, on all ranks alike."""
-        self._owner.passenger = passenger
+    def add_piggyback(self, piggyback: Piggyback) -> None:
+        """Sends numbers along in the next bucket of gradients. For the group's owner, on all ranks alike."""
+        self._owner.piggyback = piggyback
 
-    def leave_behind(self, passenger: Passenger) -> bool:
-        """They are not to ride any more; False if they are on their way, or were."""
-        waits = self._owner.passenger is passenger
-        self._owner.passenger = None
+    def cancel_piggyback(self, piggyback: Piggyback) -> bool:
+        """Cancels it; False if it was already sent."""
+        waits = self._owner.piggyback is piggyback
+        self._owner.piggyback = None
         return waits
 
     @property
-    def boarding(self) -> bool:
-        """True if somebody has asked for a passenger in this generation."""
-        return self._owner.boarded == self.generation
+    def takes_piggybacks(self) -> bool:
+        """True if a reducer has asked for a piggyback in this generation."""
+        return self._owner.piggyback_taken_in == self.generation
 
-    def board(self) -> Passenger | None:
-        """The passenger that waits, if there is one; given out once."""
-        self._owner.boarded = self.generation
-        passenger, self._owner.passenger = self._owner.passenger, None
-        return passenger
+    def take_piggyback(self) -> Piggyback | None:
+        """The numbers that wait, if there are any; given out once."""
+        self._owner.piggyback_taken_in = self.generation
+        piggyback, self._owner.piggyback = self._owner.piggyback, None
+        return piggyback
 
     @property
     def share(self) -> float:
-        """What this member's gradients count now beside the others': its share of a step's samples, else 1."""
+        """Weight of this member's gradients relative to the others': its share of a step's samples, else 1."""
         return self._owner.share
 
-    def count(self, share: float) -> None:
-        """From now on this member's gradients count so much: for whoever owns the group."""
+    def set_share(self, share: float) -> None:
+        """Sets the weight of this member's gradients from now on. For the group's owner."""
         self._owner.share = share
 
-    def bar(self, reason: str) -> None:
-        """Refuses every collective, on parts too, until called with an empty reason: for whoever owns the group."""
-        self._owner.barred = reason
+    def ban_collectives(self, reason: str) -> None:
+        """Refuses every collective, on parts too, until called with an empty reason. For the group's owner."""
+        self._owner.ban_reason = reason
 
     @property
-    def barred(self) -> str:
+    def ban_reason(self) -> str:
         """Why no collective may be called now; empty if any may."""
-        return self._owner.barred
+        return self._owner.ban_reason
 
     def global_rank(self, rank: int) -> int:
         """The rank in the view of the member with this rank in the group.
@@ -285,8 +285,8 @@ class GroupCore:
         if bound.stale:
             text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
             raise StaleGeneration(text, generation=bound.mesh.generation)
-        if self._owner.barred and calls:
-            raise StepOrderError(self._owner.barred)
+        if self._owner.ban_reason and calls:
+            raise StepOrderError(self._owner.ban_reason)
         try:
             bound.mesh.fault.check()
         except PacelineError as error:
@@ -320,7 +320,9 @@ class GroupCore:
             def run() -> T:
                 entry.begin()
                 try:
-                    result = bound.engine.attempt(Call(operation, task.signature, started, deadline), task.body)
+                    result = bound.engine.attempt(
+                        CollectiveCall(operation, task.signature, started, deadline), task.body
+                    )
                 except BaseException as error:
                     entry.end(error)
                     self._tell_abort(error)

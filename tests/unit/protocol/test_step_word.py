@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.passenger import PASSENGER_SIZE
+from paceline.collectives.piggyback import PIGGYBACK_SIZE
 from paceline.elastic.differences import _WINDOW_BYTES, partial_digest
 from paceline_protocol import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 
@@ -26,7 +26,7 @@ def total(words: list[Any], dtype: Any) -> Any:
 
 def test_there_is_room_for_it_in_a_bucket() -> None:
     assert len(step_word(StepFlag.JOIN, 1, 2)) == STEP_WORD_SIZE
-    assert STEP_WORD_SIZE <= PASSENGER_SIZE
+    assert STEP_WORD_SIZE <= PIGGYBACK_SIZE
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unit.server.test_meeting import elastic
+from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import Meet, Process, Tag
 from paceline_protocol.coordinator import (

@@ -39,7 +39,7 @@ __all__ = [
     "STAGING_BYTES",
     "TOLD_AT",
     "VOID_AT",
-    "Place",
+    "PayloadPlace",
     "frame_bytes",
     "staging_bytes",
 ]
@@ -88,7 +88,7 @@ MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES
 """No payload is longer; one that long fits staging, wherever the last one ended."""
 
 
-class Place(IntEnum):
+class PayloadPlace(IntEnum):
     """Where a payload lies."""
 
     SLOT = 1
@@ -105,7 +105,7 @@ class Descriptor(NamedTuple):
         part: as in `Frame`.
         generation: as in `Frame`.
         operation: as in `Frame`.
-        place: a `Place`.
+        place: a `PayloadPlace`.
         signature_bytes: length of the signature, which is in the slot.
         size: bytes of the payload.
         segment: number of the arena's segment that holds the payload.

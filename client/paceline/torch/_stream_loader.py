@@ -186,7 +186,7 @@ class _Reader:
         self._at = _Position(0, 0, False, None)
 
     def fetch(self, task: _Task, check: Callable[[], None]) -> _Fetched:
-        """See `fetching.Source`."""
+        """See `SampleSource`."""
         if task.begin is not None:
             self._go_to(task.begin)
         before = self._at

@@ -132,7 +132,7 @@ class _Samples:
         self._dataset = dataset
 
     def fetch(self, task: _Task, check: Callable[[], None]) -> Any:
-        """See `fetching.Source`."""
+        """See `SampleSource`."""
         at_once = getattr(self._dataset, "__getitems__", None)
         if callable(at_once):
             sow(task.seed, task.epoch, task.indices[0])

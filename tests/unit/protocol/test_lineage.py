@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.server.test_meeting import elastic
+from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import Meet, Process, Progress, Tag
 from paceline_protocol._meeting import what_is_lost

@@ -1,6 +1,6 @@
 """After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen."""
 
-from unit.server.test_meeting import elastic
+from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Verdict, View
 from paceline_protocol.coordinator import Heard, PushVerdict, Standing, StoreVerdict, StoreView, restore
