@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from paceline.cli.access import Served, coordinator_address, endpoint, own_coordinator, own_token, worker_credentials
-from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
+from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.environment import allowed_cores
 from paceline.cli.launcher.reports import ExitReports
@@ -121,7 +121,7 @@ def launch(
     command: Sequence[str],
     workers: int,
     settings: WorkerSettings,
-    listener: Listener,
+    listener: LaunchListener,
     *,
     restarts: int = 0,
     spares: int = 0,

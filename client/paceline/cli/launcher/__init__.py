@@ -11,8 +11,8 @@ Decisions are pure; the rest acts around them:
 """
 
 from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds
-from paceline.cli.launcher.launcher import Launcher, Listener
+from paceline.cli.launcher.launcher import Launcher, LaunchListener
 from paceline.cli.launcher.supervision import Exit, Terms
 from paceline.cli.launcher.worker import Worker
 
-__all__ = ["Exit", "Launcher", "Listener", "Place", "Terms", "Worker", "WorkerSettings", "worker_bounds"]
+__all__ = ["Exit", "Launcher", "LaunchListener", "Place", "Terms", "Worker", "WorkerSettings", "worker_bounds"]

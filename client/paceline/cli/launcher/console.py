@@ -71,7 +71,7 @@ class LogFiles:
 
 
 class Console:
-    """Shows what a launcher sees as lines of text (`Listener`).
+    """Shows what a launcher sees as lines of text (`LaunchListener`).
 
     Args:
         logs: where lines are kept too.

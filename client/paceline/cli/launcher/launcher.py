@@ -18,7 +18,7 @@ from paceline.cli.launcher.supervision import Exit, SpareSchedule, Supervision, 
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
-__all__ = ["Launcher", "Listener"]
+__all__ = ["Launcher", "LaunchListener"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end the workers; SIGUSR2 is passed on to them."""
@@ -30,7 +30,7 @@ _POLL_S = 0.05
 """How often to look for ended workers where the system has no pidfd."""
 
 
-class Listener(Protocol):
+class LaunchListener(Protocol):
     """Whoever shows what the launcher sees. All calls come from the launcher's thread and must not block it."""
 
     def line(self, worker: Worker, stream: str, line: bytes) -> None:
@@ -66,7 +66,7 @@ class Launcher:
         command: Sequence[str],
         terms: Terms,
         settings: WorkerSettings,
-        listener: Listener,
+        listener: LaunchListener,
         *,
         grace: float,
         report_exit: Callable[[ProcessIdentity, int], None],
