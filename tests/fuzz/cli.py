@@ -16,9 +16,8 @@ from paceline._address import parse_endpoint
 from paceline.cli.bench.jobs import parse_sizes
 from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
-from paceline.cli.launcher.lines import LineSplitter
-from paceline.cli.launcher.worker import Worker
-from paceline.demo.progress import Progress
+from paceline.cli.launcher.worker import LineSplitter, Worker
+from paceline.demo.progress import DemoProgress
 
 __all__ = ["SEEDS", "address", "news", "progress", "sizes"]
 
@@ -91,7 +90,7 @@ def progress(data: bytes) -> None:
 
     It is drawn twice, after the line that the length of all says and at the end: it costs most of the time.
     """
-    worker, state = _worker(), Progress()
+    worker, state = _worker(), DemoProgress()
     screen = RichConsole(file=io.StringIO(), width=80)
     for number, line in enumerate(data.split(b"\n")[:16]):
         record = worker.heard(line)

@@ -61,8 +61,8 @@ def test_drain_says_who_was_told() -> None:
             assert ended.stdout.count("was told to leave") == 2
             ended = await paceline("drain", "7", *where, code=1)
             assert ended.stderr == (
-                "paceline: job 'digits' has no member 7; nobody was told anything: paceline status digits shows who is "
-                "there\n"
+                "paceline: job 'digits' has no member 7; nobody was told anything: paceline status digits shows its "
+                "members\n"
             )
 
     run(main)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline import checkpoint
 from paceline.checkpoint import folder as folders
 from paceline.checkpoint.folder import MANIFEST, is_there, publish
-from paceline.checkpoint.part import CHUNK_BYTES, Entry, Part
+from paceline.checkpoint.part import CHUNK_BYTES, PieceEntry, Part
 from paceline.checkpoint.reading import Reader
 from paceline.cli.app import app
 from paceline.errors import CheckpointDamaged, CheckpointFailed
@@ -102,7 +102,7 @@ def hole(tmp_path: Path) -> Path:
     """As `two`; the newer one is a file of one hole, and all that its manifest says of it is true."""
     checkpoint.save(tmp_path, STATE, GOOD)
     checksum = f"{zlib.crc32(bytes(CHUNK_BYTES)):08x}"
-    entry = Entry("w", "float64", (HUGE // 8,), 0, HUGE // 8)
+    entry = PieceEntry("w", "float64", (HUGE // 8,), 0, HUGE // 8)
     part = Part(0, 1, 0, (entry,), checksum * (HUGE // CHUNK_BYTES))
     tag = Tag(*BAD)
     folders.open_folder(tmp_path, tag, "a")

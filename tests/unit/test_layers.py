@@ -6,6 +6,7 @@ All imports count, also those inside functions and those for type checkers alone
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_an_import_points_to_a_lower_layer() -> None:
 
 
 def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
-    starts_one = {"paceline.embedded", "paceline.cli.coordinator", "paceline.cli.embedded"}
+    starts_one = {"paceline.embedded", "paceline.cli.coordinator", "paceline.cli.access"}
     files = files_of("paceline")
     found = {
         name
@@ -135,3 +136,18 @@ def test_the_library_imports_neither_tests_nor_benchmarks() -> None:
                 words = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
                 words += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 assert not outside & {word.partition(".")[0] for word in words}, name
+
+
+FOR_TORCH_TOO = {"DDP", "FSDP", "Store"}
+"""Classes that NumPy's users and torch's both know by these names."""
+
+
+def test_a_file_or_a_class_is_the_only_one_of_its_name() -> None:
+    """So that a name says which one is meant. Classes with an underscore are their file's own."""
+    files = [file for file in files_of("paceline").values() if file.name != "__init__.py"]
+    names = Counter(file.name for file in files)
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                names[node.name] += 1
+    assert {name for name, count in names.items() if count > 1} <= FOR_TORCH_TOO

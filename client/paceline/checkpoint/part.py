@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from paceline.checkpoint.pieces import Piece
 from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 
-__all__ = ["CHUNK_BYTES", "Entry", "Part", "entry_of", "header_of", "part_name"]
+__all__ = ["CHUNK_BYTES", "PieceEntry", "Part", "entry_of", "header_of", "part_name"]
 
 CHUNK_BYTES = 1 << 20
 """Bytes under one checksum. A range is read with the chunks around it: at most two of them in vain."""
@@ -34,7 +34,7 @@ _TENSOR_TYPES = {
 }  # fmt: skip
 
 
-class Entry(NamedTuple):
+class PieceEntry(NamedTuple):
     """A piece without its values.
 
     Attributes:
@@ -72,7 +72,7 @@ class Part:
     number: int
     parts: int
     header: int
-    entries: tuple[Entry, ...]
+    entries: tuple[PieceEntry, ...]
     checksums: str
 
     @property
@@ -94,7 +94,7 @@ class Part:
         """CRC-32 of a chunk."""
         return int(self.checksums[8 * chunk : 8 * chunk + 8], 16)
 
-    def places(self) -> Iterator[tuple[Entry, int]]:
+    def places(self) -> Iterator[tuple[PieceEntry, int]]:
         """Each piece with the place of its first byte in the file."""
         offset = self.header
         for entry in self.entries:
@@ -141,12 +141,12 @@ def part_name(number: int, parts: int) -> str:
     return "arrays.safetensors" if parts == 1 else f"arrays-{number:05d}-of-{parts:05d}.safetensors"
 
 
-def entry_of(piece: Piece) -> Entry:
+def entry_of(piece: Piece) -> PieceEntry:
     """What is told of a piece."""
-    return Entry(piece.path, dtype_name(piece.values.dtype), piece.shape, piece.start, piece.values.size)
+    return PieceEntry(piece.path, dtype_name(piece.values.dtype), piece.shape, piece.start, piece.values.size)
 
 
-def header_of(entries: Sequence[Entry], number: int, parts: int) -> bytes:
+def header_of(entries: Sequence[PieceEntry], number: int, parts: int) -> bytes:
     """What a safetensors file begins with: the length of the rest, 8 bytes; then JSON, and spaces up to a page."""
     fields: dict[str, Any] = {"__metadata__": {"writer": "paceline", "part": f"{number} of {parts}"}}
     offset = 0
@@ -166,7 +166,7 @@ def header_of(entries: Sequence[Entry], number: int, parts: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _entry_from(entry: Any) -> Entry:
+def _entry_from(entry: Any) -> PieceEntry:
     path, dtype, shape, start, elements = entry
     if type(path) is not str or type(dtype) is not str or type(shape) is not list or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"no piece of an array: {entry!r:.200}")
@@ -174,7 +174,7 @@ def _entry_from(entry: Any) -> Entry:
     # NumPy has limits for the other dimensions of an empty array too.
     if prod(filter(None, dims)) * dtype_named(dtype).itemsize > MAX_ARRAY_BYTES:
         raise ValueError(f"no array is that large: {path!r:.80} {list(dims)}")
-    found = Entry(path, dtype, dims, _whole(start), _whole(elements))
+    found = PieceEntry(path, dtype, dims, _whole(start), _whole(elements))
     if found.start + found.elements > prod(dims):
         raise ValueError(f"elements {start} to {start + elements} do not lie in {path!r:.80} {list(dims)}")
     return found

@@ -1,4 +1,4 @@
-"""The commands and their options. Each command's work is in a module of its own, loaded when it is called."""
+"""The commands and their options. Each command is implemented in another module, which is loaded when it is called."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Distributed training that keeps rolling.",
+    help="Distributed training that goes on when workers die, freeze or join.",
 )
 
 checkpoints = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
 app.add_typer(checkpoints, name="checkpoint")
 
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
-Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to try for.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Give up after this many seconds.")]
 Coordinator = Annotated[
     str | None,
     typer.Option(
@@ -47,7 +47,7 @@ def _version(wanted: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="The version.")] = False,
 ) -> None:
-    """Distributed training that keeps rolling."""
+    """Distributed training that goes on when workers die, freeze or join."""
 
 
 @app.command()
@@ -111,17 +111,18 @@ def coordinator(
 
 @app.command()
 def certs(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; made if it is not there.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder for the certificates; made if it does not exist.")
+    ],
     host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name or IP address by which workers reach the coordinator; repeatable."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=36_500, help="For how long the certificates are good.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="Days for which the certificates are valid.")] = 365,
 ) -> None:
-    """Make certificates for a cluster: an authority, and of it one for the coordinator and one for all members.
+    """Make certificates for a cluster: an authority, and one each for the coordinator and for all members.
 
-    Where there is an authority already, it is kept, and the two certificates are made anew from it; that of the
-    coordinator keeps its names.
+    An existing authority is kept, and both certificates are made again; that of the coordinator keeps its names.
     """
     with one_line_errors():
         from paceline.cli.certs import make_certificates
@@ -138,15 +139,15 @@ def demo(
     kill_at_step: Annotated[
         int,
         typer.Option(
-            min=0, max=10_000, metavar="STEP", help="Kill a worker (SIGKILL) in the middle of this step; 0: nobody."
+            min=0, max=10_000, metavar="STEP", help="Kill a worker (SIGKILL) in the middle of this step; 0: none."
         ),
     ] = 40,
     json: Json = False,
 ) -> None:
     """Train on handwritten digits, kill a worker and start a new one: real data, real processes, live view.
 
-    The exit code is 0 only if the digits were learnt, every sample counted exactly once in every epoch, and the job
-    went on without the killed worker and took in the new one.
+    The exit code is 0 only if the digits were learnt, every sample was used exactly once in every epoch, and the job
+    went on without the killed worker and admitted the new one.
     """
     with one_line_errors():
         from paceline.cli.demo import run_demo
@@ -175,12 +176,12 @@ def drain(
     members: Annotated[
         list[str] | None, typer.Argument(metavar="MEMBER", help="Ranks in the current view, or member ids.")
     ] = None,
-    everyone: Annotated[bool, typer.Option("--all", help="All members: the job stops, and can be taken up.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="All members: the job stops, and can be resumed.")] = False,
     job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
     timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:
-    """Have members leave their job at the end of their step; the others go on."""
+    """Have members leave their job after their current step; the others go on."""
     with one_line_errors():
         from paceline.cli.orders import drain_members
 
@@ -191,13 +192,13 @@ def drain(
 def restart(
     job: Annotated[str, typer.Argument(help="Name of the job.")],
     coordinator: Coordinator = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if members are connected and train.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if workers are connected and training.")] = False,
     timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:
-    """Swear that all members of a job's last generation are dead, so that those who wait begin without them.
+    """Declare the job's last workers dead, so that waiting ones can start.
 
-    Nobody else can know it of a machine that is silent. If one of them is alive all the same, its work since is lost.
+    The coordinator cannot tell whether a silent machine is dead. If a declared worker is alive, its work since is lost.
     """
     with one_line_errors():
         from paceline.cli.orders import restart_job
@@ -214,7 +215,7 @@ def forget(
 ) -> None:
     """Remove a job that is over from the coordinator: its keys, its generation number, and whether it was done.
 
-    A job of that name that comes later begins anew, above the generations of what its workers bring with them.
+    A later job of that name starts afresh, with generations above those of the checkpoints that its workers bring.
     """
     with one_line_errors():
         from paceline.cli.orders import forget_job
@@ -269,9 +270,9 @@ def bench(
 ) -> None:
     """Measure a collective between processes on this machine."""
     with one_line_errors():
-        from paceline.cli.bench.command import Asked, run_bench
+        from paceline.cli.bench.command import BenchOptions, run_bench
 
-        asked = Asked(
+        asked = BenchOptions(
             collective,
             workers,
             sizes,
@@ -296,28 +297,28 @@ def schedules(
         int | None, typer.Option("-n", "--workers", min=1, max=65536, help="World size; default: 4.")
     ] = None,
     size: Annotated[str | None, typer.Option(help="Bytes of the whole array; default: 1MiB.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Whose rows to show; default: 0. Roots are 0.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Show the rows of this rank; default: 0. Roots are 0.")] = None,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show this schedule in place of the one that is chosen.")
+        str | None, typer.Option(metavar="NAME", help="Show this schedule instead of the chosen one.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show which schedule a collective is done by, and who sends what to whom."""
+    """Show which schedule a collective takes, and which rank sends what to which."""
     with one_line_errors():
-        from paceline.cli.schedules_command import Asked, show_schedules
+        from paceline.cli.schedules_command import ScheduleOptions, show_schedules
 
-        show_schedules(collective, Asked(workers, size, rank, schedule), as_json=json)
+        show_schedules(collective, ScheduleOptions(workers, size, rank, schedule), as_json=json)
 
 
 @checkpoints.command()
 def inspect(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="A checkpoint's folder, or where they are kept: then the greatest tag."),
+        typer.Argument(metavar="DIR", help="A checkpoint's folder, or the folder of all checkpoints: then the newest."),
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything, and compare checksums.")] = False,
     consolidate: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Save it again below OUT, with all arrays whole in one file.")
+        Path | None, typer.Option(metavar="OUT", help="Save it again in OUT, with all arrays whole in one file.")
     ] = None,
     json: Json = False,
 ) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.address import endpoint
+from paceline.cli.access import endpoint
 from paceline.cli.output import UsageError, say
 
 if TYPE_CHECKING:

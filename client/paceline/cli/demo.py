@@ -19,11 +19,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.embedded import own_coordinator
+from paceline.cli.access import own_coordinator
 from paceline.cli.launcher import Exit, Worker, WorkerSettings
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch
-from paceline.demo.progress import Progress, sparkline
+from paceline.demo.progress import DemoProgress, sparkline
 
 __all__ = [
     "GOOD_ACCURACY",
@@ -104,7 +104,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
     return 1 if wrong else 0
 
 
-def as_result(progress: Progress) -> dict[str, Any]:
+def as_result(progress: DemoProgress) -> dict[str, Any]:
     """The result as `--json` prints it."""
     assert progress.result is not None
     return {
@@ -133,7 +133,7 @@ def faults(result: dict[str, Any], *, kill: bool) -> list[str]:
     return found
 
 
-def _summary(console: Console, progress: Progress, result: dict[str, Any], wrong: list[str]) -> None:
+def _summary(console: Console, progress: DemoProgress, result: dict[str, Any], wrong: list[str]) -> None:
     good = result["accuracy"] >= GOOD_ACCURACY
     console.print(
         f"[bold {'green' if good else 'red'}]{result['accuracy']:.2%}[/] of the held-back fifth recognised "
@@ -165,7 +165,7 @@ class View(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: DemoProgress) -> None:
         """Show a changed state."""
 
     def note(self, text: str) -> None:
@@ -173,10 +173,10 @@ class View(Protocol):
 
 
 class DemoListener:
-    """Folds what workers report to the launcher into the state, and shows it (a `Listener`)."""
+    """Folds what workers report to the launcher into the state, and shows it (a `LaunchListener`)."""
 
     def __init__(self, view: View) -> None:
-        self.progress = Progress()
+        self.progress = DemoProgress()
         self._view = view
 
     def line(self, worker: Worker, stream: str, line: bytes) -> None:
@@ -208,7 +208,7 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, refresh_per_second=10)
-        self._latest: Progress | None = None
+        self._latest: DemoProgress | None = None
         self._next = 0.0
 
     def __enter__(self) -> LiveView:
@@ -222,7 +222,7 @@ class LiveView:
             self._live.update(picture(self._latest, self._console))
         self._live.__exit__(kind, error, trace)
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: DemoProgress) -> None:
         """Draw the state if the last picture is old enough."""
         self._latest, now = progress, time.monotonic()
         if now >= self._next:
@@ -250,7 +250,7 @@ class PlainView:
     ) -> None:
         pass
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: DemoProgress) -> None:
         """Print a line if an epoch has ended and the last line is old enough, or it was the last epoch."""
         now = time.monotonic()
         epochs = len(progress.losses)
@@ -268,7 +268,7 @@ class PlainView:
         self._console.print(Text(text), soft_wrap=True)
 
 
-def picture(progress: Progress, console: Console) -> RenderableType:
+def picture(progress: DemoProgress, console: Console) -> RenderableType:
     """The whole state as a framed picture."""
     unicode = console.encoding.startswith("utf")
     bar = Table.grid(expand=True, padding=(0, 1))
@@ -287,7 +287,7 @@ def picture(progress: Progress, console: Console) -> RenderableType:
     return Panel(Group(bar, facts, _workers(progress)), title="paceline demo", border_style="cyan", width=78)
 
 
-def _workers(progress: Progress) -> Table:
+def _workers(progress: DemoProgress) -> Table:
     table = Table("rank", "pid", "state", "samples", "steps/s", "sent", box=None, padding=(0, 2), header_style="dim")
     for column in table.columns[3:]:
         column.justify = "right"

@@ -1,13 +1,12 @@
-"""`paceline drain`, `restart` and `forget`: what an operator may ask of a job, and what came of it."""
+"""`paceline drain`, `restart` and `forget`: an operator's orders to a job, and their results in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.address import coordinator_address
-from paceline.cli.admin import drain, forget, get_job, restart
-from paceline.cli.members import is_heard, label
+from paceline.cli.access import coordinator_address
+from paceline.cli.admin import drain, forget, get_job, is_heard, label, restart
 from paceline.cli.output import UsageError, print_json, say
 from paceline.errors import PacelineError
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
@@ -18,13 +17,13 @@ __all__ = ["connected", "drain_members", "forget_job", "restart_job"]
 def drain_members(
     coordinator: str | None, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool
 ) -> None:
-    """Has members leave at the end of their step, and says who was told.
+    """Has members leave at the end of their step, and prints which ones were told.
 
     Args:
         coordinator: its address; None for that of this user's one `paceline run`.
         job: name of the job.
         members: ranks in the current view, or member ids.
-        timeout: seconds to try for.
+        timeout: seconds.
         everyone: all members; `members` is empty then.
         as_json: the result as one JSON object on the last line.
 
@@ -41,7 +40,7 @@ def drain_members(
     if everyone and not before:
         raise PacelineError(f"job {job!r} has no member that could leave")
     told = drain(address, job, members, timeout)
-    # Who has come between the two calls is known by the id alone.
+    # A member that joined between the two calls is known by its id alone.
     known = [(member_id, before.get(member_id)) for member_id in told]
     for member_id, status in known:
         who = f"member {member_id}" if status is None else label(status)
@@ -52,17 +51,17 @@ def drain_members(
 
 
 def restart_job(coordinator: str | None, job: str, timeout: float, *, force: bool, as_json: bool) -> None:
-    """Ends a job's line by the operator's word, and says who was taken for dead.
+    """Declares a job's last workers dead, and prints which ones.
 
     Args:
         coordinator: its address; None for that of this user's one `paceline run`.
         job: name of the job.
-        timeout: seconds to try for.
+        timeout: seconds.
         force: also if members are connected and train.
         as_json: the result as one JSON object on the last line.
 
     Raises:
-        UsageError: the address is malformed, or none is named and there is not one to be meant.
+        UsageError: the address is malformed, or none is named and there is none, or several.
         PacelineError: members are alive, no coordinator answers, or it knows no such job.
     """
     address = coordinator_address(coordinator)
@@ -92,11 +91,11 @@ def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bo
     Args:
         coordinator: its address; None for that of this user's one `paceline run`.
         job: name of the job.
-        timeout: seconds to try for.
+        timeout: seconds.
         as_json: the result as one JSON object on the last line.
 
     Raises:
-        UsageError: the address is malformed, or none is named and there is not one to be meant.
+        UsageError: the address is malformed, or none is named and there is none, or several.
         PacelineError: the job is not over, no coordinator answers, or it knows no such job.
     """
     forget(coordinator_address(coordinator), job, timeout)
@@ -106,7 +105,7 @@ def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bo
 
 
 def connected(detail: GetJobResponse) -> list[MemberStatus]:
-    """Members of a live view that are evidently not dead: nobody can swear that they are."""
+    """Members of a live view that the coordinator hears: they cannot be declared dead."""
     if detail.summary.phase != JobPhase.JOB_PHASE_RUNNING:
         return []
     return [status for status in detail.members if status.in_view and is_heard(status, detail.settings)]
@@ -125,7 +124,7 @@ def _as_dict(member_id: str, status: MemberStatus | None) -> dict[str, Any]:
 
 
 def _say(text: str, as_json: bool) -> None:
-    """For people: the result itself on standard output, unless a program reads that."""
+    """Prints a result for people: on standard output, unless a program reads that."""
     if as_json:
         say(text)
     else:

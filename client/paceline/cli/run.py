@@ -10,16 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.cli.address import coordinator_address, endpoint
-from paceline.cli.credentials import worker_credentials
-from paceline.cli.embedded import Served, own_coordinator
-from paceline.cli.launcher import Launcher, Listener, Terms, WorkerSettings, worker_bounds
+from paceline.cli.access import Served, coordinator_address, endpoint, own_coordinator, own_token, worker_credentials
+from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
-from paceline.cli.launcher.cores import allowed_cores
+from paceline.cli.launcher.environment import allowed_cores
 from paceline.cli.launcher.reports import ExitReports
-from paceline.cli.launcher.spares import default_spares, spares_error
+from paceline.cli.launcher.supervision import default_spares, spares_error
 from paceline.cli.output import UsageError, say
-from paceline.cli.own_coordinators import own_token
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
 from paceline.config import Config
 
@@ -124,7 +121,7 @@ def launch(
     command: Sequence[str],
     workers: int,
     settings: WorkerSettings,
-    listener: Listener,
+    listener: LaunchListener,
     *,
     restarts: int = 0,
     spares: int = 0,
@@ -141,7 +138,7 @@ def launch(
         restarts: how often each worker is started again at most; with any, the job is elastic too.
         spares: how many processes wait with their imports done, to be the next workers that are started again.
         alone: no other launcher brings workers for this job.
-        bind: each worker gets its share of the cores, where there is one for each (`launcher.cores`).
+        bind: each worker gets its share of the cores, where there is one for each (`launcher.environment`).
 
     Raises:
         UsageError: a PACELINE_* variable does not hold what it should.

@@ -1,4 +1,4 @@
-"""The options of `paceline run`: Paceline's own, and torchrun's in a panel of their own."""
+"""The options of `paceline run`: Paceline's, and torchrun's in a separate panel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each worker runs.")],
     workers: Annotated[int, typer.Option("-n", "--workers", help="Workers to start here.")] = 1,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, not a Python script.")] = False,
     coordinator: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +50,7 @@ def run(
         ),
     ] = None,
     restarts: Annotated[
-        int, typer.Option(metavar="N", help="Start each worker that fails again, as a new one, so often at most.")
+        int, typer.Option(metavar="N", help="Start each worker that fails again, at most this often.")
     ] = 0,
     spares: Annotated[
         int | None,
@@ -67,11 +67,11 @@ def run(
             "--local-addr",
             envvar="PACELINE_ADVERTISE",
             metavar="HOST",
-            help="Where other hosts reach these workers; default: the address of the way to the coordinator.",
+            help="Where other hosts reach these workers; default: the address of the route to the coordinator.",
         ),
     ] = None,
     bind: Annotated[
-        bool, typer.Option("--bind/--no-bind", help="Each worker has its share of the cores, if there is one for each.")
+        bool, typer.Option("--bind/--no-bind", help="Bind each worker to its share of the cores, if there are enough.")
     ] = True,
     log_dir: Annotated[
         Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Keep each worker's lines in a file here.")
@@ -83,13 +83,13 @@ def run(
             "--redirects",
             rich_help_panel=_OUTPUT,
             metavar="STREAMS",
-            help="Keep lines, and do not show those of 1 (stdout), 2 (stderr), 3 (both); 0:3,1:2 by worker.",
+            help="Keep lines in files, and hide those of 1 (stdout), 2 (stderr), 3 (both); 0:3,1:2 by worker.",
         ),
     ] = None,
     tee: Annotated[
         str | None,
         typer.Option(
-            "-t", "--tee", rich_help_panel=_OUTPUT, metavar="STREAMS", help="Keep lines, and show those all the same."
+            "-t", "--tee", rich_help_panel=_OUTPUT, metavar="STREAMS", help="Keep lines in files, and show these too."
         ),
     ] = None,
     nnodes: Annotated[
@@ -100,11 +100,11 @@ def run(
         _torchrun("--nproc-per-node", metavar="N|cpu|auto", help="Workers to start here; default: 1."),
     ] = None,
     node_rank: Annotated[
-        int | None, _torchrun("--node-rank", metavar="N", help="This launcher's number; default: given out.")
+        int | None, _torchrun("--node-rank", metavar="N", help="This launcher's number; default: assigned.")
     ] = None,
     master_addr: Annotated[
         str | None,
-        _torchrun("--master-addr", metavar="HOST", help="Where rank 0 is reached; default: found out."),
+        _torchrun("--master-addr", metavar="HOST", help="Where other ranks reach rank 0; default: detected."),
     ] = None,
     master_port: Annotated[
         int | None, _torchrun("--master-port", metavar="PORT", help="Where rank 0 listens; default: a free port.")
@@ -114,8 +114,8 @@ def run(
         _torchrun(
             "--rdzv-endpoint",
             metavar="HOST:PORT",
-            help="Where launchers meet: that host's first one serves the coordinator there. Default: --coordinator, or "
-            "on --master-addr at the port after --master-port (29500).",
+            help="Where launchers meet: the first one on that host serves the coordinator. Default: --coordinator, "
+            "or --master-addr at the port after --master-port (29500).",
         ),
     ] = None,
     rdzv_backend: Annotated[
@@ -124,21 +124,21 @@ def run(
     rdzv_id: Annotated[str | None, _torchrun("--rdzv-id", metavar="NAME", help="The same as --job.")] = None,
     max_restarts: Annotated[
         int | None,
-        _torchrun("--max-restarts", metavar="N", help="Start all workers again when one fails, so often at most."),
+        _torchrun("--max-restarts", metavar="N", help="Start all workers again when one fails, at most this often."),
     ] = None,
-    standalone: Annotated[bool, _torchrun("--standalone", help="This launcher alone.")] = False,
+    standalone: Annotated[bool, _torchrun("--standalone", help="Run with this launcher alone.")] = False,
     insecure: Annotated[
         bool,
         _torchrun(
-            "--insecure", help="Meet where whoever reaches the port may join. Default: only with a token or TLS."
+            "--insecure", help="Allow every process that reaches the port to join. Default: only with a token or TLS."
         ),
     ] = False,
 ) -> None:
-    """Start workers that run a script, and answer for how they end.
+    """Start workers that run a script, and wait for them.
 
     With --min below --max, or with --restarts, the others go on when a worker fails.
 
-    With torchrun's flags, all workers end when one fails, or when a node comes or goes, and another world starts.
+    With torchrun's flags, all workers end when one fails or a node joins or leaves, and a new world starts.
     """
     with one_line_errors():
         from paceline.cli.run import run_nodes, run_workers
@@ -199,11 +199,11 @@ _OWN: dict[str, tuple[str, str | None]] = {
     "restarts": ("--restarts", "--max-restarts"),
     "spares": ("--spares", None),
 }
-"""Paceline's ways to say what torchrun's flags say otherwise; None where they have nothing alike."""
+"""Paceline's options, and the flag of torchrun that replaces each; None if there is none."""
 
 
 def _refuse_both(context: typer.Context, flag: str) -> None:
-    """Two ways to run a job are not mixed: in the one workers go on without those that fail, in the other none do."""
+    """Refuse options of both kinds: with Paceline's, workers go on without a failed one; with torchrun's, all end."""
     for name, (own, instead) in _OWN.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

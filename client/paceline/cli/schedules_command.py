@@ -10,12 +10,12 @@ from paceline.collectives.choose import RULES, Choice, choose, format_rules, onl
 from paceline.collectives.rows import Row, format_schedule
 from paceline.collectives.schedules import ROOTED, SCHEDULES, rows_of
 
-__all__ = ["Asked", "Plan", "make_plan", "show_schedules"]
+__all__ = ["ScheduleOptions", "SchedulePlan", "make_plan", "show_schedules"]
 
 _NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)
 
 
-class Asked(NamedTuple):
+class ScheduleOptions(NamedTuple):
     """What the command line says about one collective; None for what it does not say.
 
     Attributes:
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     schedule: str | None = None
 
 
-class Plan(NamedTuple):
+class SchedulePlan(NamedTuple):
     """How a collective is done, for one rank.
 
     Attributes:
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
         return f"{self.chunks} chunk{'s'[: self.chunks != 1]} {size}"
 
 
-def show_schedules(collective: str | None, asked: Asked, *, as_json: bool) -> None:
+def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: bool) -> None:
     """Shows the table of choices; or for a collective which schedule is chosen, and one rank's rows of it.
 
     Raises:
@@ -106,7 +106,7 @@ def show_schedules(collective: str | None, asked: Asked, *, as_json: bool) -> No
     if collective is not None:
         plan = make_plan(collective, asked)
         print_json(plan.as_dict()) if as_json else print(plan.as_text())
-    elif asked != Asked():
+    elif asked != ScheduleOptions():
         raise UsageError(f"-n, --size, --rank and --schedule are about one collective: name one of {_NAMES}")
     elif as_json:
         print_json({"rules": [{"collective": of, **rule._asdict()} for of, rules in RULES.items() for rule in rules]})
@@ -114,7 +114,7 @@ def show_schedules(collective: str | None, asked: Asked, *, as_json: bool) -> No
         print(format_rules())
 
 
-def make_plan(collective: str, asked: Asked) -> Plan:
+def make_plan(collective: str, asked: ScheduleOptions) -> SchedulePlan:
     """How a collective is done; among 4, for 1 MiB and rank 0 where nothing else is asked for.
 
     Raises:
@@ -136,7 +136,7 @@ def make_plan(collective: str, asked: Asked) -> Plan:
     chosen = choose(name, size, world)
     schedule = chosen.schedule if asked.schedule is None else asked.schedule
     chunks = SCHEDULES[name][schedule].chunks(world)
-    return Plan(name, world, size, chosen, schedule, chunks, rank, rows_of(name, schedule, rank, world))
+    return SchedulePlan(name, world, size, chosen, schedule, chunks, rank, rows_of(name, schedule, rank, world))
 
 
 def _row_as_dict(row: Row) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.address import coordinator_address
-from paceline.cli.admin import get_job, list_jobs
-from paceline.cli.members import in_order, seconds, stragglers
+from paceline.cli.access import coordinator_address
+from paceline.cli.admin import get_job, in_order, list_jobs, seconds, stragglers
 from paceline.cli.output import print_json
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, JobSummary, MemberStatus
 

@@ -1,8 +1,8 @@
 """The state of a run of the demo, folded from what its workers report. Pure: all times are arguments.
 
-    Ledger       which samples the committed steps used
-    Recoveries   how long a killed worker and a new one held up the others
-    Progress     everything that is shown
+    Ledger        which samples the committed steps used
+    Recoveries    how long a killed worker and a new one held up the others
+    DemoProgress  everything that is shown
 
 Times are of the monotonic clock, which all processes of one machine share.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Ledger", "Progress", "Recoveries", "Recovery", "WorkerRow", "sparkline"]
+__all__ = ["Ledger", "DemoProgress", "Recoveries", "Recovery", "WorkerRow", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=+*#"
@@ -274,7 +274,7 @@ class WorkerRow:
 
 
 @dataclass(slots=True)
-class Progress:
+class DemoProgress:
     """The state of the run.
 
     Attributes:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 import paceline
 from paceline import nn, optim
 from paceline.session.identity import process_identity
-from paceline.session.launcher import tell_launcher
+from paceline.session.launcher_pipe import tell_launcher
 
-__all__ = ["Digits", "Outcome", "Plan", "Tell", "build_model", "load_digits", "main", "train"]
+__all__ = ["Digits", "DemoResult", "DemoPlan", "Tell", "build_model", "load_digits", "main", "train"]
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Takes a report: its kind ("share", "applied", ...) and its facts."""
@@ -70,7 +70,7 @@ def load_digits() -> Digits:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """What the demo trains, and for how long.
 
     Attributes:
@@ -97,7 +97,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoResult:
     """The result of a run; the same on all ranks but for `seconds`.
 
     Attributes:
@@ -113,7 +113,7 @@ class Outcome:
     seconds: float
 
 
-def build_model(plan: Plan) -> nn.Sequential:
+def build_model(plan: DemoPlan) -> nn.Sequential:
     """An MLP from 64 pixels to 10 classes."""
     rng = np.random.default_rng(plan.seed)
     widths = (64, *plan.hidden, 10)
@@ -123,7 +123,7 @@ def build_model(plan: Plan) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> Outcome:
+def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell) -> DemoResult:
     """Train with the current members of the session.
 
     Raises:
@@ -140,7 +140,7 @@ def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> 
     tell("plan", {"samples": sampler.n, "steps_per_epoch": per_epoch, "total": total})
     session.on_view(lambda: tell("formed", {"generation": session.generation, "world": session.size}))
     killer = _Killer(session, plan, tell)
-    patience = _Patience(plan.workers, total - _LAST_EPOCHS * per_epoch, tell)
+    patience = _SlowDown(plan.workers, total - _LAST_EPOCHS * per_epoch, tell)
     start = time.perf_counter()
 
     for step in session.steps(state, total=total):
@@ -163,7 +163,7 @@ def train(session: paceline.Session, digits: Digits, plan: Plan, tell: Tell) -> 
 
     # All ranks hold the same weights, so each can evaluate alone.
     accuracy = _accuracy(model, digits)
-    return Outcome(accuracy, total, session.size, time.perf_counter() - start)
+    return DemoResult(accuracy, total, session.size, time.perf_counter() - start)
 
 
 def _accuracy(model: nn.Sequential, digits: Digits) -> float:
@@ -173,7 +173,7 @@ def _accuracy(model: nn.Sequential, digits: Digits) -> float:
 class _Killer:
     """Kills the worker of the highest rank once in a job, as `kill -9` would."""
 
-    def __init__(self, session: paceline.Session, plan: Plan, tell: Tell) -> None:
+    def __init__(self, session: paceline.Session, plan: DemoPlan, tell: Tell) -> None:
         self._store = session.store
         self._plan = plan
         self._tell = tell
@@ -192,7 +192,7 @@ class _Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Patience:
+class _SlowDown:
     """Slows down the last steps while a worker is missing, so that its replacement can join before training ends.
 
     A few workers on a fast machine may finish all steps before a new Python process has started.
@@ -222,7 +222,7 @@ def main() -> None:
     digits = load_digits()
     with paceline.join() as session:
         _tell("joined", {"began": began})
-        outcome = train(session, digits, Plan(workers, kill_at_step), _tell)
+        outcome = train(session, digits, DemoPlan(workers, kill_at_step), _tell)
         if session.rank == 0:
             _tell("result", asdict(outcome))
 

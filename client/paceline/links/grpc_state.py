@@ -14,7 +14,7 @@ from paceline_protocol import Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["MAX_PARCEL_BYTES", "MAX_RUNS", "Parcel", "StateDescription", "StateSource", "StateWindow"]
+__all__ = ["MAX_PARCEL_BYTES", "MAX_RUNS", "ServedParcel", "StateDescription", "StateSource", "StateWindow"]
 
 _PIECE_BYTES = 1 << 20
 """Of a description, in one message."""
@@ -36,7 +36,7 @@ _LENT_SECONDS = 10.0
 """For which memory is lent: time to copy a parcel out of it."""
 
 
-class Parcel(Protocol):
+class ServedParcel(Protocol):
     """Copies of some runs of a state."""
 
     crc: int
@@ -69,7 +69,7 @@ class StateSource(Protocol):
     def read(self, tag: Tag, chunk: int) -> bytes:
         """A chunk. Raises PacelineError if that state is not held any more."""
 
-    def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Parcel:
+    def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> ServedParcel:
         """Copies runs: name, first element and count of each. May take time.
 
         Raises PacelineError if that state, or one of them, is not held, or all together are more than `most_bytes`.

@@ -35,7 +35,7 @@ from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.generations import Generations
-from paceline.session.launcher import tell_launcher
+from paceline.session.launcher_pipe import tell_launcher
 from paceline.session.line_side import LineSide
 from paceline.session.mail import CaughtOut, Lost, Mail, ViewCame, Waits
 from paceline.session.membership import Membership

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli.bench.jobs import COLLECTIVES, MEMORIES, PLACES, Job, check_result, given, result_parts
 from paceline.cli.bench.measure import ContenderFailed, Ensemble, Turn, measure
-from paceline.cli.bench.rank import Call, Lacking, PacelineRanks, Ranks, forced, make_call, serve, time_calls
+from paceline.cli.bench.rank import Call, Lacking, PacelineRanks, RankSide, forced, make_call, serve, time_calls
 from paceline.collectives.choose import choose
 from paceline.group import Group
 from paceline.testing import run_ranks
@@ -116,7 +116,7 @@ def test_who_cannot_has_no_turns() -> None:
     assert not [line for line in log if line.startswith("a")]
 
 
-class Alone(Ranks):
+class Alone(RankSide):
     """A rank that does with nobody what it is told to."""
 
     def __init__(self, rank: int, call: Callable[[], object] = lambda: None) -> None:
@@ -138,7 +138,7 @@ class Alone(Ranks):
 
 
 @contextmanager
-def conducted(path: str, ranks: Sequence[Ranks]) -> Iterator[Ensemble]:
+def conducted(path: str, ranks: Sequence[RankSide]) -> Iterator[Ensemble]:
     """Ranks in threads that serve an ensemble over sockets, as processes do."""
     ensemble = Ensemble("them", "gloo", "tcp", schedules=False)
     with socket.socket(socket.AF_UNIX) as listener:

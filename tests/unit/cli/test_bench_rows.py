@@ -7,13 +7,13 @@ import io
 from rich.console import Console
 
 from paceline.cli.bench.command import Table, link_name, tuned_rules
-from paceline.cli.bench.jobs import Job, Row, make_row
+from paceline.cli.bench.jobs import BenchRow, Job, make_row
 from paceline.cli.bench.measure import Measured, Turn
 from paceline.cli.bench.plot import lines_of
 from paceline.collectives.choose import RULES, Rule, choose, dump_rules, parse_rules
 
 
-def row(collective: str, schedule: str | None, size: int, seconds: float, link: str = "shm") -> Row:
+def row(collective: str, schedule: str | None, size: int, seconds: float, link: str = "shm") -> BenchRow:
     return make_row(collective, schedule, link, 4, size, [seconds])
 
 

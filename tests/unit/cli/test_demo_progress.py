@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.demo import as_result, faults, picture
-from paceline.demo.progress import Progress, sparkline
+from paceline.demo.progress import DemoProgress, sparkline
 
 
 def view(rank: int) -> dict[str, Any]:
@@ -31,9 +31,9 @@ PLAN = {"kind": "plan", "samples": 2, "steps_per_epoch": 1, "total": 2}
 RESULT = {"kind": "result", "accuracy": 0.97219, "steps": 2, "seconds": 1.23456, "world_size": 2}
 
 
-def a_run() -> Progress:
+def a_run() -> DemoProgress:
     """Two workers in the first of two steps, each of which is an epoch."""
-    progress = Progress()
+    progress = DemoProgress()
     for index, pid in ((0, 100), (1, 101)):
         progress.told(index, pid, view(1 - index))
         progress.told(index, pid, PLAN)
@@ -74,7 +74,7 @@ def test_ends_show() -> None:
     assert [row.state for row in progress.rows.values()] == ["done", "killed"]
 
 
-def finished() -> Progress:
+def finished() -> DemoProgress:
     progress = a_run()
     progress.told(0, 100, share(2, [1, 0]))
     progress.told(0, 100, applied(2, generation=2))
@@ -175,4 +175,4 @@ def test_the_picture_shows_every_worker() -> None:
 
 def test_the_picture_of_nothing_yet() -> None:
     console = Console(width=100, file=io.StringIO())
-    console.print(picture(Progress(), console))
+    console.print(picture(DemoProgress(), console))

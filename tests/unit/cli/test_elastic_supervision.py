@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from paceline.cli.launcher.outcome import Exit
-from paceline.cli.launcher.supervision import DRAIN_S, KILL_AFTER_S, Supervision, Terms
+from paceline.cli.launcher.supervision import DRAIN_S, KILL_AFTER_S, Exit, Supervision, Terms
 
 
 def supervise(

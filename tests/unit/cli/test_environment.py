@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cli.launcher.environment import WorkerSettings, worker_bounds, worker_environment
-from paceline.cli.launcher.place import Place
+from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds, worker_environment
 
 SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.cli.launcher.lines import LineSplitter
+from paceline.cli.launcher.worker import LineSplitter
 
 
 def test_whole_lines_come_out_at_once_and_the_rest_waits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline._rpc import duration
-from paceline.cli.members import in_order, label, stragglers
+from paceline.cli.admin import in_order, label, stragglers
 from paceline.cli.orders import connected
 from pacelinepb.v1 import admin_pb2, session_pb2
 

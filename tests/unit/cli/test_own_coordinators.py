@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import own_coordinators
-from paceline.cli.address import coordinator_address
-from paceline.cli.credentials import own_credentials
+from paceline.cli import access
+from paceline.cli.access import coordinator_address, own_addresses, own_credentials, own_token, published
 from paceline.cli.output import UsageError
-from paceline.cli.own_coordinators import own_addresses, own_token, published
 from paceline.session.flight import flight_directory
 from paceline.token_source import TokenSource
 
@@ -26,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    own_coordinators._say_once.cache_clear()
+    access._say_once.cache_clear()
     return tmp_path / f"paceline-{os.geteuid()}" / "coordinators"
 
 
@@ -106,8 +104,8 @@ def test_a_file_that_somebody_else_may_have_made_is_not_used(
         path.chmod(0o604 if planted == "open" else 0o600)
     if planted == "another's":
         monkeypatch.setattr("pacelinepb.private_files.os.geteuid", lambda: 12345)
-        monkeypatch.setattr(own_coordinators, "check_own", lambda *_: None)
-        monkeypatch.setattr(own_coordinators, "_folder", lambda: folder)
+        monkeypatch.setattr(access, "check_own", lambda *_: None)
+        monkeypatch.setattr(access, "_folder", lambda: folder)
     held = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

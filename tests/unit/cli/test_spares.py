@@ -6,9 +6,7 @@ import textwrap
 
 import pytest
 
-from paceline.cli.launcher.outcome import Exit
-from paceline.cli.launcher.spares import SpareSchedule, default_spares, spares_error
-from paceline.cli.launcher.supervision import Supervision, Terms
+from paceline.cli.launcher.supervision import Exit, SpareSchedule, Supervision, Terms, default_spares, spares_error
 from paceline.cli.warm import Import, Source, find_imports
 
 SCRIPT, MODULE, PROGRAM = ["train.py", "x"], ["-m", "train"], ["--", "train"]

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from paceline.cli.launcher.outcome import Exit, in_order_of_blame, shell_code
-from paceline.cli.launcher.supervision import KILL_AFTER_S, Supervision
+from paceline.cli.launcher.supervision import KILL_AFTER_S, Exit, Supervision, in_order_of_blame, shell_code
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.bench.jobs import MEMORIES, Job, Row, make_row, plan, size_text
+from paceline.cli.bench.jobs import MEMORIES, BenchRow, Job, make_row, plan, size_text
 from paceline.cli.bench.measure import (
     BETWEEN_PROCESSES,
     BUDGET_S,
@@ -36,11 +36,11 @@ from paceline.cli.bench.plot import check_plot, lines_of, plot
 from paceline.cli.output import UsageError, print_json, say
 from paceline.collectives.choose import RULES, Rule, Rules, dump_rules, format_rules
 
-__all__ = ["Asked", "Table", "link_name", "run_bench", "tuned_rules"]
+__all__ = ["BenchOptions", "Table", "link_name", "run_bench", "tuned_rules"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchOptions:
     """What the command line says.
 
     Attributes:
@@ -79,7 +79,7 @@ class Asked:
         return self.tune or self.tune_out is not None
 
 
-def run_bench(asked: Asked) -> int:
+def run_bench(asked: BenchOptions) -> int:
     """Measures a collective, or all of them, at each size, in all implementations and over all links in turn.
 
     Returns:
@@ -107,7 +107,7 @@ def run_bench(asked: Asked) -> int:
     return 0
 
 
-def _jobs(asked: Asked) -> list[Job]:
+def _jobs(asked: BenchOptions) -> list[Job]:
     if asked.tunes and (asked.schedule is not None or asked.vs is not None or len(_links(asked)) > 1):
         raise UsageError("--tune measures all schedules over one kind of link: leave out --schedule and --vs")
     if asked.memory not in MEMORIES:
@@ -125,7 +125,7 @@ def _jobs(asked: Asked) -> list[Job]:
         raise UsageError(str(error)) from None
 
 
-def _links(asked: Asked) -> list[str]:
+def _links(asked: BenchOptions) -> list[str]:
     if asked.links is None:
         return list(BETWEEN_PROCESSES[: 1 if asked.tunes else None])
     if not asked.links:
@@ -133,7 +133,7 @@ def _links(asked: Asked) -> list[str]:
     return _words(asked.links)
 
 
-def _recipes(asked: Asked) -> list[Recipe]:
+def _recipes(asked: BenchOptions) -> list[Recipe]:
     recipes = []
     for link in _links(asked):
         if link not in LINKS:
@@ -150,7 +150,7 @@ def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(","))) if text else []
 
 
-def _tell(asked: Asked, table: Table) -> None:
+def _tell(asked: BenchOptions, table: Table) -> None:
     by_schedule = asked.schedule is not None or asked.tunes
     result: dict[str, Any] = {"rows": [_as_dict(row, by_schedule) for row in table.rows]}
     if table.notes:
@@ -168,11 +168,11 @@ def _tell(asked: Asked, table: Table) -> None:
         print_json(result)
 
 
-def _measured(rows: list[Row]) -> list[str]:
+def _measured(rows: list[BenchRow]) -> list[str]:
     return list(dict.fromkeys(row.collective for row in rows))
 
 
-def _as_dict(row: Row, by_schedule: bool) -> dict[str, object]:
+def _as_dict(row: BenchRow, by_schedule: bool) -> dict[str, object]:
     """The keys that scripts rely on, and "schedule" only where it tells rows apart."""
     return {key: value for key, value in row.as_dict().items() if by_schedule or key != "schedule"}
 
@@ -190,7 +190,7 @@ class Table:
     """
 
     def __init__(self, console: RichConsole, world: int) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[BenchRow] = []
         self.notes: list[str] = []
         self._console = console
         self._world = world
@@ -209,7 +209,7 @@ class Table:
         self.rows.append(row)
         self._show(row)
 
-    def _show(self, row: Row) -> None:
+    def _show(self, row: BenchRow) -> None:
         if len(self.rows) == 1:
             head = f"{'collective':<15}{'impl':<10}{'schedule':<19}{'link':<9}{'W':>2}{'size':>10}"
             head += f"{'median us':>11}{'p10 us':>10}{'p99 us':>11}{'bus GB/s':>10}"
@@ -233,7 +233,7 @@ def link_name(kinds: Sequence[str]) -> str:
     return "+".join(sorted(kinds, key=lambda kind: LINKS.index(kind) if kind in LINKS else len(LINKS)))
 
 
-def tuned_rules(rows: Iterable[Row], table: Rules = RULES) -> Rules:
+def tuned_rules(rows: Iterable[BenchRow], table: Rules = RULES) -> Rules:
     """A table of rules in which the fastest schedule for each collective and size comes before the rules of `table`.
 
     Rules hold up to the world size that was measured, and up to the largest size at which a schedule was the fastest.
@@ -243,7 +243,7 @@ def tuned_rules(rows: Iterable[Row], table: Rules = RULES) -> Rules:
         rows: of one world size and one kind of link, each schedule at each size.
         table: the rules for all else.
     """
-    best: dict[tuple[str, int], Row] = {}
+    best: dict[tuple[str, int], BenchRow] = {}
     for row in rows:
         key = (row.collective, row.bytes)
         if row.schedule is not None and (key not in best or row.median_us < best[key].median_us):
@@ -257,7 +257,7 @@ def tuned_rules(rows: Iterable[Row], table: Rules = RULES) -> Rules:
     return tuned
 
 
-def _rule(row: Row) -> Rule:
+def _rule(row: BenchRow) -> Rule:
     """A rule from the largest of the sizes in a row at which one schedule was the fastest."""
     assert row.schedule is not None
     return Rule(

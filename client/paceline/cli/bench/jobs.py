@@ -25,7 +25,7 @@ __all__ = [
     "ROOT",
     "SEPARATE",
     "Job",
-    "Row",
+    "BenchRow",
     "bus_bandwidth",
     "bus_factor",
     "check_result",
@@ -95,7 +95,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One result. The field names are the contract of `--json`.
 
     Attributes:
@@ -319,10 +319,10 @@ def make_row(
     size: int,
     seconds: Sequence[float],
     impl: str = "paceline",
-) -> Row:
+) -> BenchRow:
     """A row from the times of all measured calls."""
     p10, median, p99 = (float(value) for value in np.percentile(np.asarray(seconds), (10, 50, 99)))
-    return Row(
+    return BenchRow(
         collective=collective,
         schedule=schedule,
         impl=impl,

@@ -27,7 +27,7 @@ import numpy as np
 
 from paceline.cli.bench.jobs import Job
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.outcome import shell_code
+from paceline.cli.launcher.supervision import shell_code
 from paceline.config import LINKS as BETWEEN_PROCESSES
 
 __all__ = [

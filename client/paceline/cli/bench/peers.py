@@ -8,7 +8,7 @@ Gloo's ranks make torch.distributed's own calls on float32 tensors, with one thr
 Paceline's ranks have. They number themselves in a file beside the conductor's socket, over which they also find each
 other. Open MPI's ranks make mpi4py's calls on NumPy's arrays. mpirun gets three options: --oversubscribe allows more
 ranks than processors, and then has them yield while they wait, as is Open MPI's default for such a number; with
---bind-to none ranks bind themselves to the share of the cores that all implementations' ranks have (`launcher.cores`);
+--bind-to none ranks bind themselves to the share of the cores that the ranks of all implementations have;
 root needs --allow-run-as-root. All else is the default.
 """
 
@@ -25,9 +25,9 @@ from typing import Any
 
 from paceline.cli.bench.jobs import ROOT
 from paceline.cli.bench.measure import ONE_THREAD, SOCKET, Recipe, clean_environment, tied
-from paceline.cli.bench.rank import Call, Lacking, Ranks, arrays_of, serve
+from paceline.cli.bench.rank import Call, Lacking, RankSide, arrays_of, serve
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.cores import allowed_cores, share_of_cores
+from paceline.cli.launcher.environment import allowed_cores, share_of_cores
 from paceline.cli.output import UsageError
 
 __all__ = ["PEERS", "GlooRanks", "OpenMpiRanks", "check_peer", "main", "mpirun_command", "peer_recipe"]
@@ -77,8 +77,8 @@ def _has_mpirun() -> bool:
     return "Open MPI" in said.stdout
 
 
-class GlooRanks(Ranks):
-    """A rank of torch.distributed's default process group (`rank.Ranks`).
+class GlooRanks(RankSide):
+    """A rank of torch.distributed's default process group (`rank.RankSide`).
 
     Args:
         torch: PyTorch, which only processes of this contender load.
@@ -141,8 +141,8 @@ class GlooRanks(Ranks):
         return Call(calls[collective], result, in_place)
 
 
-class OpenMpiRanks(Ranks):
-    """A rank of MPI_COMM_WORLD (`rank.Ranks`)."""
+class OpenMpiRanks(RankSide):
+    """A rank of MPI_COMM_WORLD (`rank.RankSide`)."""
 
     def __init__(self) -> None:
         from mpi4py import MPI  # starts MPI, which only a rank may do

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cli.bench.jobs import Row, bus_bandwidth, size_text
+from paceline.cli.bench.jobs import BenchRow, bus_bandwidth, size_text
 from paceline.cli.output import UsageError
 
 __all__ = ["Lines", "check_plot", "lines_of", "plot"]
@@ -35,7 +35,7 @@ def check_plot(file: Path) -> None:
         raise UsageError(f"there is no folder {file.absolute().parent} for --plot")
 
 
-def lines_of(rows: Iterable[Row], *, by_schedule: bool) -> Lines:
+def lines_of(rows: Iterable[BenchRow], *, by_schedule: bool) -> Lines:
     """The lines of all panels. A barrier has no bandwidth, and so no panel.
 
     Args:

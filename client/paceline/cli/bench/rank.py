@@ -39,7 +39,7 @@ __all__ = [
     "Call",
     "Lacking",
     "PacelineRanks",
-    "Ranks",
+    "RankSide",
     "arrays_of",
     "forced",
     "main",
@@ -107,7 +107,7 @@ def arrays_of(
     return x, x if in_place or collective == "broadcast" else full(gets.get(collective, n), 0.0)
 
 
-class Ranks(abc.ABC):
+class RankSide(abc.ABC):
     """One rank of an implementation.
 
     Attributes:
@@ -147,7 +147,7 @@ class Ranks(abc.ABC):
         return None
 
 
-def serve(path: str, name: str, ranks: Ranks) -> None:
+def serve(path: str, name: str, ranks: RankSide) -> None:
     """Does what the conductor orders until it orders the end, or is gone.
 
     Args:
@@ -205,7 +205,7 @@ def time_calls(barrier: Callable[[], object], call: Callable[[], object], count:
 class _Job:
     """A collective at a size, its arrays made and one call done."""
 
-    def __init__(self, ranks: Ranks, collective: str, size: int, place: str) -> None:
+    def __init__(self, ranks: RankSide, collective: str, size: int, place: str) -> None:
         self._ranks, self._collective, self._size = ranks, collective, size
         self._call = ranks.make_call(collective, size, place)
         try:
@@ -273,8 +273,8 @@ def _shift(group: Group, x: Array, out: Array) -> None:
     group.recv((group.rank - 1) % group.size, out=out)
 
 
-class PacelineRanks(Ranks):
-    """A rank of a group (`rank.Ranks`).
+class PacelineRanks(RankSide):
+    """A rank of a group (`rank.RankSide`).
 
     Args:
         group: the group.

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from paceline.cli.launcher.outcome import Exit
+from paceline.cli.launcher.supervision import Exit
 from paceline.cli.launcher.worker import Worker
 
 __all__ = ["Console", "LogFiles", "prefixed"]
@@ -71,7 +71,7 @@ class LogFiles:
 
 
 class Console:
-    """Shows what a launcher sees as lines of text (`Listener`).
+    """Shows what a launcher sees as lines of text (`LaunchListener`).
 
     Args:
         logs: where lines are kept too.

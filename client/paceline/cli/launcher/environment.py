@@ -1,20 +1,112 @@
-"""What a worker finds in its environment. Pure: takes one mapping, returns another."""
+"""What a worker finds when it starts: its environment, its place in a fixed world, and the cores it may use.
+
+Pure, but for asking the system which cores there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from paceline.cli.launcher.place import Place, torch_variables
-from paceline.session.launcher import LAUNCHER_FD
+from paceline.session.launcher_pipe import LAUNCHER_FD
 
-__all__ = ["WorkerSettings", "worker_bounds", "worker_environment"]
+__all__ = [
+    "Place",
+    "WorkerSettings",
+    "allowed_cores",
+    "share_of_cores",
+    "torch_variables",
+    "worker_bounds",
+    "worker_environment",
+]
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _RANKS = ("PACELINE_RANK", "PACELINE_WORLD_SIZE")
 
 _BOUNDS = ("PACELINE_MIN_WORKERS", "PACELINE_MAX_WORKERS")
+
+
+def share_of_cores(index: int, workers: int, cores: Collection[int]) -> set[int] | None:
+    """The cores for one of a launcher's workers; None for all of them, where workers outnumber cores or are alone.
+
+    A neighbour's wake-up would else be run on the core that has woken it, where it waits for its turn: a small
+    collective takes several times longer then.
+
+    Args:
+        index: of the worker, from 0.
+        workers: how many share the cores.
+        cores: those that there are.
+    """
+    if workers < 2 or workers > len(cores):
+        return None
+    ordered = sorted(cores)
+    return set(ordered[index * len(ordered) // workers : (index + 1) * len(ordered) // workers])
+
+
+def allowed_cores() -> set[int]:
+    """The cores that this process may use; none known where the system does not tell."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One launcher (torchrun's node) among those of a world of fixed size.
+
+    Attributes:
+        workers: how many it starts.
+        world_size: how many all launchers start together.
+        first_rank: of its first worker; the others' follow.
+        node: its number among the launchers.
+        nodes: how many launchers there are.
+        master_addr: where rank 0 is reached.
+        master_port: a port there that is free for rank 0 to listen at.
+        run_id: name of the run.
+        restart: how often the world was started again after failures.
+        max_restarts: how often that is done at most.
+    """
+
+    workers: int
+    world_size: int
+    first_rank: int
+    node: int
+    nodes: int
+    master_addr: str
+    master_port: int
+    run_id: str
+    restart: int = 0
+    max_restarts: int = 0
+
+
+def torch_variables(place: Place, index: int) -> dict[str, str]:
+    """What `torchrun` sets for a worker (environment variables of torch.distributed.run), and scripts read.
+
+    Args:
+        place: of the launcher.
+        index: of the worker among those of its launcher, from 0.
+    """
+    rank, world_size = str(place.first_rank + index), str(place.world_size)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(index),
+        "LOCAL_WORLD_SIZE": str(place.workers),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        # The launcher has no store of torch's: rank 0 opens the one at MASTER_PORT.
+        _AGENT_STORE: "False",
+    }
 
 
 @dataclass(frozen=True, slots=True)

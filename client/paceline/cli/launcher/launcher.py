@@ -13,15 +13,12 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
-from paceline.cli.launcher.cores import allowed_cores, share_of_cores
-from paceline.cli.launcher.environment import WorkerSettings, worker_environment
-from paceline.cli.launcher.outcome import Exit, in_order_of_blame
-from paceline.cli.launcher.spares import SpareSchedule
-from paceline.cli.launcher.supervision import Supervision, Terms
+from paceline.cli.launcher.environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
+from paceline.cli.launcher.supervision import Exit, SpareSchedule, Supervision, Terms, in_order_of_blame
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
-__all__ = ["Launcher", "Listener"]
+__all__ = ["Launcher", "LaunchListener"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end the workers; SIGUSR2 is passed on to them."""
@@ -33,7 +30,7 @@ _POLL_S = 0.05
 """How often to look for ended workers where the system has no pidfd."""
 
 
-class Listener(Protocol):
+class LaunchListener(Protocol):
     """Whoever shows what the launcher sees. All calls come from the launcher's thread and must not block it."""
 
     def line(self, worker: Worker, stream: str, line: bytes) -> None:
@@ -69,7 +66,7 @@ class Launcher:
         command: Sequence[str],
         terms: Terms,
         settings: WorkerSettings,
-        listener: Listener,
+        listener: LaunchListener,
         *,
         grace: float,
         report_exit: Callable[[ProcessIdentity, int], None],

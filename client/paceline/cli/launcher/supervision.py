@@ -1,21 +1,243 @@
-"""When workers are to be stopped or started again, and what the launcher's exit code is. Pure: time is an argument."""
+"""What to do when a worker ends: stop the others, start it again, or give up. Pure: time is an argument.
+
+Exit           how a process ended, in words and as an exit code
+Restarts       which worker is started again and when, and which is given up
+SpareSchedule  how many warm processes wait, and when the next one is started
+Supervision    when workers are stopped, and the launcher's exit code
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from paceline.cli.launcher.outcome import Exit, shell_code
-from paceline.cli.launcher.restarts import Restarts
+__all__ = [
+    "AT_ONCE_S",
+    "DRAIN_S",
+    "Exit",
+    "GIVE_UP_AFTER",
+    "KILL_AFTER_S",
+    "Restart",
+    "Restarts",
+    "SETTLED_S",
+    "SpareSchedule",
+    "Supervision",
+    "Terms",
+    "default_spares",
+    "in_order_of_blame",
+    "shell_code",
+    "spares_error",
+]
 
-__all__ = ["DRAIN_S", "KILL_AFTER_S", "Supervision", "Terms"]
+AT_ONCE_S = 5.0
+"""A worker that fails sooner than this, and in no view yet, has died at once: what kills it is in its start."""
+
+GIVE_UP_AFTER = 3
+"""So many deaths at once in a row: the next start would end in the same way."""
+
+SETTLED_S = 60.0
+"""A worker that has lived for this long was well: when it fails, it is started again as if it were the first time."""
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0
+"""Before a restart, doubled each time up to the longest."""
+
+_PAUSE_S = 0.5
+"""After a worker was started: it has the cores to itself while it joins, and the warm-up comes after that."""
+
+_SPARE_FIRST_DELAY_S, _SPARE_LONGEST_DELAY_S = 1.0, 60.0
+"""Of spares: between a failed one and the next, doubled each time up to the longest."""
 
 KILL_AFTER_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
 DRAIN_S = 30.0
 """The same when the launcher of an elastic job is told to end: its workers leave at the end of their step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The end of one worker.
+
+    Attributes:
+        label: the worker as the user knows it: "rank 2", or "worker #2" if it never had a rank.
+        pid: its process id.
+        returncode: its exit code, or the negated number of the signal that killed it.
+        follows: it failed over the failure of another member, and said so.
+        slot: which of the launcher's workers it was, counted from 0; those who are started in its place share it.
+        joined: it had been in a view.
+    """
+
+    label: str
+    pid: int
+    returncode: int
+    follows: bool = False
+    slot: int = 0
+    joined: bool = False
+
+    @property
+    def how(self) -> str:
+        """Completes "rank 2 ..."."""
+        if self.returncode >= 0:
+            return f"ended with exit code {self.returncode}"
+        try:
+            name = signal.Signals(-self.returncode).name
+        except ValueError:
+            name = f"signal {-self.returncode}"
+        return f"was killed by {name}"
+
+    def __str__(self) -> str:
+        return f"{self.label} (pid {self.pid}) {self.how}"
+
+
+def shell_code(returncode: int) -> int:
+    """The exit code as a shell gives it: 128 + signal for a process that a signal killed."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def in_order_of_blame(exits: Sequence[Exit]) -> list[Exit]:
+    """Exits that were seen at the same moment, the likely cause first.
+
+    A kill comes out of nowhere; a failing exit code within the same few milliseconds is most likely a peer's error
+    over that kill.
+    """
+    return sorted(exits, key=lambda end: (end.follows, end.returncode >= 0, end.returncode == 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What is to be done about a failed worker.
+
+    Attributes:
+        text: one sentence for people; it tells of the failure too.
+        at: when to start a new worker in its place; None for never.
+    """
+
+    text: str
+    at: float | None = None
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of one worker, which one process after another may fill."""
+
+    began: float = 0.0
+    used: int = 0
+    """Restarts so far."""
+    delay: float = _FIRST_DELAY_S
+    """Before the next one."""
+    at_once: int = 0
+    """Deaths at once in a row."""
+
+
+class Restarts:
+    """Decides for the workers of one launcher, each for itself.
+
+    A worker that fails is started again as a new worker after a pause, which doubles from 0.1 s to 10 s: a cause that
+    lasts (a full disk, a port in use) is not to be met a hundred times a second. It begins anew with a worker that has
+    lived for a minute.
+
+    Args:
+        limit: how often each worker is started again at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._slots: dict[int, _Slot] = {}
+
+    def began(self, slot: int, now: float) -> None:
+        """A worker was started."""
+        self._slots.setdefault(slot, _Slot()).began = now
+
+    def left(self, slot: int) -> int:
+        """How often a worker may still be started again."""
+        return self._limit - (self._slots[slot].used if slot in self._slots else 0)
+
+    def failed(self, end: Exit, now: float) -> Restart:
+        """A worker has failed."""
+        slot = self._slots.setdefault(end.slot, _Slot(now))
+        lived = now - slot.began
+        slot.at_once = slot.at_once + 1 if lived < AT_ONCE_S and not end.joined else 0
+        if not self._limit:
+            return Restart(str(end))
+        if slot.at_once >= GIVE_UP_AFTER:
+            return Restart(
+                f"giving up {end.label}: it failed {slot.at_once} times in a row within {AT_ONCE_S:g} s, before "
+                f"it was in a view; the last one (pid {end.pid}) {end.how}"
+            )
+        if slot.used >= self._limit:
+            used_up = "its only restart is" if self._limit == 1 else f"its {self._limit} restarts are"
+            return Restart(f"{end}; {used_up} used up")
+        if lived >= SETTLED_S:
+            slot.delay = _FIRST_DELAY_S
+        slot.used += 1
+        delay, slot.delay = slot.delay, min(2 * slot.delay, _LONGEST_DELAY_S)
+        text = (
+            f"restarting {end.label} (pid {end.pid} {end.how}) as a new worker in {delay:g} s, "
+            f"{slot.used} of {self._limit}"
+        )
+        return Restart(text, now + delay)
+
+
+def default_spares(command: Sequence[str], restarts: int) -> int:
+    """How many spares a launcher keeps where nobody has said: one if it is of use.
+
+    Args:
+        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
+        restarts: how often each worker is started again at most.
+    """
+    return 0 if spares_error(command, restarts, 1) else 1
+
+
+def spares_error(command: Sequence[str], restarts: int, spares: int) -> str:
+    """Why there cannot be so many spares; empty if there can."""
+    if spares < 0:
+        return f"--spares must be 0 or more, not {spares}"
+    if spares and not restarts:
+        return f"--spares {spares} is for workers that are started again: give --restarts too"
+    if spares and command[0] == "--":
+        return f"--spares {spares} does not go with --no-python: only Python's imports can be done early"
+    return ""
+
+
+class SpareSchedule:
+    """Decides when one launcher starts spares.
+
+    A spare that dies before it is needed is replaced after a pause, which doubles from 1 s to 60 s: what killed it
+    (no memory, say) may kill the next one too. The pause is short again once a spare has become a worker.
+
+    Args:
+        limit: how many spares there are at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._next_at = 0.0
+        self._delay = _SPARE_FIRST_DELAY_S
+
+    def worker_started(self, now: float, from_spare: bool) -> None:
+        """A worker was started."""
+        self._next_at = max(self._next_at, now + _PAUSE_S)
+        if from_spare:
+            self._delay = _SPARE_FIRST_DELAY_S
+
+    def failed(self, now: float) -> None:
+        """A spare died, or could not be started."""
+        self._next_at = max(self._next_at, now + self._delay)
+        self._delay = min(2 * self._delay, _SPARE_LONGEST_DELAY_S)
+
+    def wanted(self, restartable: int) -> int:
+        """How many spares are of use: no more than there are workers that may be started again."""
+        return min(self._limit, restartable)
+
+    def due_at(self, spares: int, restartable: int) -> float | None:
+        """The time at which to start the next spare; None if there are enough.
+
+        Args:
+            spares: how many there are.
+            restartable: how many workers may be started again.
+        """
+        return self._next_at if spares < self.wanted(restartable) else None
 
 
 @dataclass(frozen=True, slots=True)

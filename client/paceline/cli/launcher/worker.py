@@ -1,4 +1,4 @@
-"""One child process with its pipes: output in two streams, and its news for the launcher."""
+"""One child process with its pipes: its output in lines of two streams, and its reports to the launcher."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.launcher.lines import LineSplitter
-from paceline.cli.launcher.outcome import Exit
+from paceline.cli.launcher.supervision import Exit
 from paceline.session.identity import process_identity
 
-__all__ = ["NEWS", "Worker"]
+__all__ = ["LineSplitter", "NEWS", "Worker"]
+
+_MAX_LINE_BYTES = 64 << 10
+"""A longer line is passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
 
 NEWS = "news"
 """Name of the stream on which a worker tells its launcher of views, beside "stdout" and "stderr"."""
@@ -24,6 +26,31 @@ NEWS = "news"
 _SHIM = Path(__file__).with_name("shim.py")
 
 _READ_BYTES = 64 << 10  # what a pipe holds by default
+
+
+class LineSplitter:
+    """Cuts a stream of bytes at its newlines; what follows the last one waits for the rest of its line.
+
+    Args:
+        max_line_bytes: a line that grows beyond this is passed on as it stands.
+    """
+
+    def __init__(self, max_line_bytes: int = _MAX_LINE_BYTES) -> None:
+        self._limit = max_line_bytes
+        self._partial = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Takes the next bytes; returns the lines that they complete, without their ends."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > self._limit:
+            lines.append(self._partial)
+            self._partial = b""
+        return [line.removesuffix(b"\r") for line in lines]
+
+    def finish(self) -> list[bytes]:
+        """The stream has ended: returns the last line if it had no end."""
+        last, self._partial = self._partial, b""
+        return [last] if last else []
 
 
 class Worker:

@@ -4,15 +4,12 @@ A world is fixed before its workers start, so that scripts find RANK, WORLD_SIZE
 worker fails, or a node comes or goes, all workers are stopped and another world is started.
 
     flags.py    PURE: what the flags mean, and what is refused
-    streams.py  PURE: -r and -t, whose lines are kept and whose are shown
     meeting.py  where launchers meet: one of them serves a coordinator there, unless there is one
-    nodes.py    the launchers as members of a job: who makes up a world, who waits for the next one
     world.py    one world as a launcher sees it, and how it hears that it is over
     rounds.py   one world after another
 """
 
-from paceline.cli.torchrun.flags import Flags, Plan, read_flags, token_of
+from paceline.cli.torchrun.flags import Flags, Plan, Streams, read_flags, read_streams, token_of
 from paceline.cli.torchrun.rounds import Workers, run_worlds
-from paceline.cli.torchrun.streams import Streams, read_streams
 
 __all__ = ["Flags", "Plan", "Streams", "Workers", "read_flags", "read_streams", "run_worlds", "token_of"]

@@ -1,4 +1,4 @@
-"""What torchrun's flags mean here, and what is refused. Pure: nothing is looked up but what is handed in."""
+"""The meaning of torchrun's flags here, and which are refused; -r and -t say whose lines are kept and shown. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 
 from paceline._address import Endpoint, parse_endpoint
 
-__all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "read_flags", "token_of"]
+__all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "Streams", "read_flags", "read_streams", "token_of"]
+
+_STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
+"""torchrun's numbers for them."""
 
 DEFAULT_MASTER_PORT = 29500
 """torchrun's; launchers meet at the port after it."""
@@ -18,6 +21,43 @@ _MEETING_PORT = 29400
 
 _MAX_RUN_ID_BYTES = 120
 """A job's name has 128 at most (session.proto), and launchers meet under it with a few more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """What becomes of lines.
+
+    Attributes:
+        kept: True if any are asked to be kept: the log files then have all.
+        hidden: pairs of a worker's index and "stdout" or "stderr": kept, but not shown.
+    """
+
+    kept: bool = False
+    hidden: frozenset[tuple[int, str]] = frozenset()
+
+
+def read_streams(redirects: str | None, tee: str | None, workers: int) -> Streams:
+    """Reads the two flags: 0 to 3 for all workers, or WORKER:0 to 3 with commas. What is shown by -t is not hidden.
+
+    Raises:
+        ValueError: one of them is neither.
+    """
+    hidden, shown = _pairs("-r/--redirects", redirects, workers), _pairs("-t/--tee", tee, workers)
+    return Streams(bool(hidden or shown), frozenset(hidden - shown))
+
+
+def _pairs(flag: str, text: str | None, workers: int) -> set[tuple[int, str]]:
+    if text is None:
+        return set()
+    if text in _STREAMS:
+        return {(index, stream) for index in range(workers) for stream in _STREAMS[text]}
+    found = set()
+    for item in text.split(","):
+        index, colon, number = item.partition(":")
+        if not (colon and index.isascii() and index.isdigit() and number in _STREAMS):
+            raise ValueError(f"{flag} is 0 (none), 1 (stdout), 2 (stderr), 3 (both), or 0:3,1:2,..., not {text!r}")
+        found |= {(int(index), stream) for stream in _STREAMS[number]}
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

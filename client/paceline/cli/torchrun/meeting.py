@@ -11,9 +11,7 @@ from collections.abc import Iterator
 
 from paceline._address import Endpoint, knock
 from paceline._loop import loop_thread
-from paceline.cli.credentials import worker_credentials
-from paceline.cli.embedded import embedded_coordinator, own_coordinator
-from paceline.cli.own_coordinators import own_addresses, own_token
+from paceline.cli.access import embedded_coordinator, own_addresses, own_coordinator, own_token, worker_credentials
 from paceline.errors import CoordinatorUnreachable
 
 __all__ = ["coordinator_at", "free_port", "is_here"]
