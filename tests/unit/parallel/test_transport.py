@@ -20,7 +20,7 @@ class FarBucket:
     """Its memory is a list that only the transport reads. It has no home for gradients: they are copied at `pack`."""
 
     divisible = False
-    passenger = np.empty(0)
+    piggyback = np.empty(0)
     nbytes = 1 << 20
 
     def __init__(self, parameters: Mapping[str, Parameter], log: list[str]) -> None:
