@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline import checkpoint
 from paceline.checkpoint import folder as folders
 from paceline.checkpoint.folder import MANIFEST, is_there, publish
-from paceline.checkpoint.part import CHUNK_BYTES, PieceEntry, Part
+from paceline.checkpoint.part import CHUNK_BYTES, Part, PieceEntry
 from paceline.checkpoint.reading import Reader
 from paceline.cli.app import app
 from paceline.errors import CheckpointDamaged, CheckpointFailed
