@@ -122,7 +122,7 @@ class _Question:
         except RuntimeError as error:  # this user or container may have no more of them
             self._threads -= 1
             if not self._threads:
-                self._settle(OSError(f"no thread is left to ask: {error}"))
+                self._answer_with(OSError(f"no thread is left to ask: {error}"))
 
     def _run(self, began: float) -> None:
         found: Found | BaseException
@@ -135,9 +135,9 @@ class _Question:
         with _lock:
             self._threads -= 1
             if not (self.answer.done() or (silence and self._threads)):
-                self._settle(found)
+                self._answer_with(found)
 
-    def _settle(self, found: Found | BaseException) -> None:
+    def _answer_with(self, found: Found | BaseException) -> None:
         del _under_way[self._host]
         if isinstance(found, BaseException):
             self.answer.set_exception(found)

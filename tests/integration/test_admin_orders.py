@@ -13,6 +13,7 @@ import pytest
 from paceline_server._grpc import aio
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.sqlite import SqliteStorage
+from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
@@ -197,7 +198,8 @@ def test_a_store_ends_with_its_job(tmp_path: Path) -> None:
     """In memory, on the disk, and at a restart; a job of that name that comes later finds none of its keys."""
 
     async def store(session: RawSession, channel: aio.Channel, value: bytes) -> None:
-        await StoreServiceStub(channel).Set([store_pb2.SetRequest(caller=session.caller, key="k", value=[value])])
+        request = store_pb2.SetRequest(caller=session.caller, key="k", value=cut(value))
+        await StoreServiceStub(channel).Set(in_messages(request))
 
     async def find(session: RawSession, channel: aio.Channel) -> bytes:
         request = store_pb2.GetRequest(caller=session.caller, key="k", timeout=duration(0))

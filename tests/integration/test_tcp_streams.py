@@ -68,7 +68,7 @@ for _ in range(rounds):
         if me == 1 or both:
             into.recv(late(), theirs[begin : begin + FRAME])
             into.release()
-    out.settle(late())
+    out.await_release(late())
     if not both:
         (out.send if me else lambda *_: into.recv(late()))(frame(b"x"), late())
     print(json.dumps({"rate": total / (time.perf_counter() - start)}), flush=True)

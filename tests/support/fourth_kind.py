@@ -42,8 +42,8 @@ class _ThreadsOutgoing(Outgoing):
         self.frames += 1
         self.sent_bytes += len(frame.payload)
 
-    def settle(self, deadline: float) -> None:
-        self._pipe.settle(deadline, self._fault)
+    def await_release(self, deadline: float) -> None:
+        self._pipe.await_release(deadline, self._fault)
 
     def recall(self) -> None:
         self._pipe.recall()

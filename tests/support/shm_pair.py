@@ -66,8 +66,8 @@ class ShmLink(Link):
     def await_mark(self, deadline: float) -> Frame | int:
         return self._incoming.await_mark(deadline)
 
-    def settle(self, deadline: float) -> None:
-        self._outgoing.settle(deadline)
+    def await_release(self, deadline: float) -> None:
+        self._outgoing.await_release(deadline)
 
     def recall(self) -> None:
         self._outgoing.recall()

@@ -158,8 +158,8 @@ class HalvesLink(Link):
     def lend(self, frame: Frame, deadline: float) -> None:
         self.out.lend(frame, deadline)
 
-    def settle(self, deadline: float) -> None:
-        self.out.settle(deadline)
+    def await_release(self, deadline: float) -> None:
+        self.out.await_release(deadline)
 
     def recall(self) -> None:
         self.out.recall()

@@ -164,7 +164,7 @@ class Engine:
             for base_lo, out_lo, n in program.keep:
                 out[out_lo : out_lo + n] = base[base_lo : base_lo + n]
         if exchange.lent:
-            self._settle(deadline)
+            self._await_release(deadline)
 
     def run_empty(self, call: CollectiveCall, program: Program) -> None:
         """Runs a program whose frames carry no array, as a barrier does.
@@ -206,11 +206,11 @@ class Engine:
         ):
             self._refuse(call, peer, part + call.phase * PHASE, nbytes, frame)
 
-    def _settle(self, deadline: float) -> None:
+    def _await_release(self, deadline: float) -> None:
         """Waits until no other rank reads this rank's arrays."""
         for peer in sorted(self._exchange.lent):
             self._at = _wait_for(Do.SEND, peer, _SETTLING)
-            self._exchange.settle(peer, deadline)
+            self._exchange.await_release(peer, deadline)
 
     def sign(
         self, kind: str, detail: str = "", dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None

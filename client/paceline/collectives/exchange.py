@@ -195,13 +195,13 @@ class Exchange:
             self.releasing = peer if self.releasing is None else self.releasing
             raise
 
-    def settle(self, peer: int, deadline: float) -> None:
+    def await_release(self, peer: int, deadline: float) -> None:
         """Waits until a rank has released all that was lent to it.
 
         Raises:
             Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
         """
-        self._patiently(self._links[peer].settle, deadline)
+        self._patiently(self._links[peer].await_release, deadline)
         self.lent.discard(peer)
 
     def recall(self) -> None:

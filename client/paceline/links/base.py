@@ -12,8 +12,9 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 4. A failure wakes a blocked call within 100 ms (I7), and every later call raises at once.
 5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
-7. What was lent is the receiver's to read until it releases it, and the sender's again once `settle` or `recall` has
-   returned. Whether something was recalled while it was read, `release` tells. A link that cannot lend sends copies.
+7. What was lent is the receiver's to read until it releases it, and the sender's again once `await_release` or `recall`
+   has returned. `release` tells the receiver whether something was recalled while it was read. A link that cannot lend
+   sends copies.
 8. A mark is the number of an operation, each above the one before: cheaper to tell than an empty frame. Up to `MARKS`
    of them wait to be read. Frames of earlier operations come before a mark. A link that has no marks says so, and
    tells nothing.
@@ -124,9 +125,9 @@ class Link(abc.ABC):
         """
 
     def lend(self, frame: Frame, deadline: float) -> None:
-        """Sends a frame whose payload the other side may read where it lies, until `settle` or `recall` returns.
+        """Sends a frame whose payload the other side may read where it lies.
 
-        For payloads of `LEND_BYTES` or more.
+        It may do so until `await_release` or `recall` returns. For payloads of `LEND_BYTES` or more.
 
         Raises:
             LinkTimeout, LinkEnded, PacelineError: as `send`.
@@ -156,7 +157,7 @@ class Link(abc.ABC):
         """
         return self.recv(deadline)
 
-    def settle(self, deadline: float) -> None:
+    def await_release(self, deadline: float) -> None:
         """Waits until the other side has released all that was lent.
 
         Raises:

@@ -212,7 +212,7 @@ def rule_6_threads(pair: LinkPair) -> None:
 
 
 def rule_7_lend(pair: LinkPair) -> None:
-    """What was lent stays as it was until `settle` or `recall` has returned; a failure wakes `settle` within 100 ms."""
+    """What was lent stays as it was until `await_release` or `recall` has returned; failing ends the wait in 100 ms."""
     for size, make in itertools.product((100, 1 << 18), (pair.empty, _anywhere)):
         buffer = make(size)
         buffer[:] = b"b" * size
@@ -222,26 +222,26 @@ def rule_7_lend(pair: LinkPair) -> None:
         frame = pair.b.recv(monotonic() + _LONG)
         if _settled(pair.a):
             buffer[:] = b"a" * size
-        assert bytes(frame.payload) == b"b" * size, "settle returned while the other side still reads"
+        assert bytes(frame.payload) == b"b" * size, "await_release returned while the other side still reads"
         pair.b.release()
-        pair.a.settle(monotonic() + _LONG)
-        pair.a.settle(0.0)
+        pair.a.await_release(monotonic() + _LONG)
+        pair.a.await_release(0.0)
         place = memoryview(bytearray(size))
         pair.a.lend(_frame(pair, 1, 2, b"", buffer), monotonic() + _LONG)
         frame = pair.b.recv(monotonic() + _LONG, place)
         assert bytes(frame.payload) == bytes(buffer), "what was put into place is something else"
         if frame.payload is not place:
             pair.b.release()
-        pair.a.settle(monotonic() + _LONG)  # what was put into place needs no release
+        pair.a.await_release(monotonic() + _LONG)  # what was put into place needs no release
     lent = pair.empty(1 << 18)
     lent[:] = b"b" * len(lent)
     pair.a.lend(_frame(pair, 1, 1, b"", lent), monotonic() + _LONG)
-    settling = _Blocked(lambda: pair.a.settle(monotonic() + _LONG))
+    settling = _Blocked(lambda: pair.a.await_release(monotonic() + _LONG))
     copied = settling.over.wait(0.02)
     frame = pair.b.recv(monotonic() + _LONG)
     pair.fault_a.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
-    assert settling.over.wait(_PROMPT), f"a blocked settle was not woken within {_PROMPT} s"
-    assert copied or isinstance(settling.error, PacelineError), f"a blocked settle was woken with {settling.error!r}"
+    assert settling.over.wait(_PROMPT), f"a blocked await_release was not woken within {_PROMPT} s"
+    assert copied or isinstance(settling.error, PacelineError), f"await_release was woken with {settling.error!r}"
     recall = _Blocked(pair.a.recall)
     if recall.over.wait(0.02):
         lent[:] = b"a" * len(lent)
@@ -353,7 +353,7 @@ def _nothing_comes(link: Link, seconds: float = 0.02) -> None:
 def _settled(link: Link) -> bool:
     """True if all that the link has lent is the caller's again."""
     try:
-        link.settle(monotonic() + 0.02)
+        link.await_release(monotonic() + 0.02)
     except LinkTimeout:
         return False
     return True

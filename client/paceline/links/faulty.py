@@ -96,8 +96,8 @@ class _FaultyLink(Link):
         if passed is not None:
             self._link.lend(passed, deadline)
 
-    def settle(self, deadline: float) -> None:
-        self._link.settle(deadline)
+    def await_release(self, deadline: float) -> None:
+        self._link.await_release(deadline)
 
     def recall(self) -> None:
         self._link.recall()

@@ -69,8 +69,8 @@ class GrpcOutgoing(Outgoing):
         """See `Outgoing.lend`."""
         self.send(frame, deadline)
 
-    def settle(self, deadline: float) -> None:
-        """See `Outgoing.settle`: nothing is lent."""
+    def await_release(self, deadline: float) -> None:
+        """See `Outgoing.await_release`: nothing is lent."""
 
     def recall(self) -> None:
         """See `Outgoing.recall`: nothing is lent."""

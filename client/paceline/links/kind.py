@@ -69,15 +69,15 @@ class Outgoing(abc.ABC):
 
     @abc.abstractmethod
     def lend(self, frame: Frame, deadline: float) -> None:
-        """As `send`, but the payload may be read until `settle` or `recall` has returned (`Link.lend`)."""
+        """As `send`, but the payload may be read until `await_release` or `recall` has returned (`Link.lend`)."""
 
     def mark(self, number: int) -> bool:
         """See `Link.mark`."""
         return False
 
     @abc.abstractmethod
-    def settle(self, deadline: float) -> None:
-        """Waits until the peer no longer reads what was lent (`Link.settle`)."""
+    def await_release(self, deadline: float) -> None:
+        """Waits until the peer no longer reads what was lent (`Link.await_release`)."""
 
     @abc.abstractmethod
     def recall(self) -> None:

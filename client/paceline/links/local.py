@@ -3,7 +3,7 @@
 A switchboard stands in for the coordinator: the first suspicion of any rank is the verdict for all.
 
 A link is a `Pipe` each way, which passes frames by reference. A lent frame stays its sender's memory. It counts as lent
-from `put` until the reader's `release`; `settle` and `recall` give it back to the sender.
+from `put` until the reader's `release`; `await_release` and `recall` give it back to the sender.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pipe:
                 return
         raise self._error(fault)
 
-    def settle(self, deadline: float, fault: Fault) -> None:
+    def await_release(self, deadline: float, fault: Fault) -> None:
         """Waits until the reader has released all that was lent."""
         with self._lock:
             while self._lent and self._end is None and not fault.failed:
@@ -169,9 +169,9 @@ class LocalLink(Link):
         self.bytes_sent += len(frame.payload)
         self._outgoing.put(frame, deadline, self._fault, lent=True)
 
-    def settle(self, deadline: float) -> None:
-        """Waits until the other side has released all (`Link.settle`)."""
-        self._outgoing.settle(deadline, self._fault)
+    def await_release(self, deadline: float) -> None:
+        """Waits until the other side has released all (`Link.await_release`)."""
+        self._outgoing.await_release(deadline, self._fault)
 
     def recall(self) -> None:
         """Takes back what was lent (`Link.recall`)."""

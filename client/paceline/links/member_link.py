@@ -86,14 +86,14 @@ class MemberLink(Link):
         finally:
             self._done_sending()
 
-    def settle(self, deadline: float) -> None:
-        """See `Link.settle`."""
+    def await_release(self, deadline: float) -> None:
+        """See `Link.await_release`."""
         self._sending = True
         try:
             if self._out is not None:  # else nothing was lent
                 if self._shut:
                     raise self._error(None)
-                self._out.settle(deadline)
+                self._out.await_release(deadline)
         finally:
             self._done_sending()
 

@@ -292,17 +292,18 @@ class ShardedDriver:
         if self._pass is not None and self._pass.whole.is_dead:
             self._drop_pass()
 
-    def take_gradient(self, mirror: Mirror) -> None:
-        """Takes over a gradient that autograd has left; of the outermost driver."""
-        with self._running_pass() as running:
-            mirror.take_gradient(running.whole.factor)
-
 
 def _observe(runner: UnitRunner) -> None:
     """Has autograd tell of every gradient that it leaves in a parameter of these units."""
     for source in runner.sources.values():
         assert isinstance(source, Mirror)
-        source.watch(lambda mirror: _driver_of(_owner_of(mirror).outermost).take_gradient(mirror))
+        source.watch(_take)
+
+
+def _take(mirror: Mirror) -> None:
+    """Takes a gradient that autograd has left, in the pass of the outermost driver."""
+    with _driver_of(_owner_of(mirror).outermost)._running_pass() as running:
+        mirror.take_gradient(running.whole.factor)
 
 
 def _need(mirror: Mirror) -> None:

@@ -130,8 +130,8 @@ class Forgetful(Broken):
 class Lending(Forgetful):
     """As good as the link that it wraps."""
 
-    def settle(self, deadline: float) -> None:
-        self.link.settle(deadline)
+    def await_release(self, deadline: float) -> None:
+        self.link.await_release(deadline)
 
     def recall(self) -> None:
         self.link.recall()

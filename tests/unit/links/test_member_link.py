@@ -55,7 +55,7 @@ class Out(Outgoing):
     def lend(self, frame: Frame, deadline: float) -> None:
         self.at.hold()
 
-    def settle(self, deadline: float) -> None:
+    def await_release(self, deadline: float) -> None:
         self.at.hold()
 
     def recall(self) -> None:
@@ -111,7 +111,7 @@ def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back() -> None:
         link.release()
 
 
-@pytest.mark.parametrize("call", ["send", "lend", "settle", "recall", "recv", "release"])
+@pytest.mark.parametrize("call", ["send", "lend", "await_release", "recall", "recv", "release"])
 def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     out, into, loop = Waiting(), Waiting(), loop_thread().loop
     at = into if call in ("recv", "release") else out
@@ -123,7 +123,7 @@ def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     calls: dict[str, Callable[[], object]] = {
         "send": lambda: link.send(FRAME, later),
         "lend": lambda: link.lend(FRAME, later),
-        "settle": lambda: link.settle(later),
+        "await_release": lambda: link.await_release(later),
         "recall": link.recall,
         "recv": lambda: link.recv(later),
         "release": link.release,
@@ -223,7 +223,7 @@ def test_what_is_lent_is_not_settled_by_a_link_that_is_shut() -> None:
     link.send_by(Out(Waiting()))
     link.shut()
     with pytest.raises(LinkEnded, match="closed"):
-        link.settle(monotonic() + 10.0)
+        link.await_release(monotonic() + 10.0)
 
 
 def test_whoever_takes_back_what_it_lent_waits_for_a_close_that_does_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,20 +27,20 @@ def both() -> Iterator[Halves]:
         yield made
 
 
-@pytest.mark.parametrize("call", ["send", "settle", "recv"])
+@pytest.mark.parametrize("call", ["send", "await_release", "recv"])
 @pytest.mark.parametrize("how", ["fault", "end"])
 def test_whoever_is_blocked_is_woken(call: str, how: str) -> None:
     arena = Arena()
     x = in_arena(arena, MIB, 1)
     with halves(arena) as both:
-        if call == "settle":
+        if call == "await_release":
             both.outgoing.lend(frame(x.data), soon())
         if call == "send":
             for part in range(SLOTS):
                 both.outgoing.send(frame(b"", part), soon())
         blocked = {
             "send": lambda: both.outgoing.send(frame(), soon()),
-            "settle": lambda: both.outgoing.settle(soon()),
+            "await_release": lambda: both.outgoing.await_release(soon()),
             "recv": lambda: both.incoming.recv(soon()),
         }[call]
         caught: list[tuple[BaseException, float]] = []

@@ -140,7 +140,7 @@ def test_what_comes_back_is_what_was_sent() -> None:
             assert got.part == part
             assert got.payload == payload
             pair.incoming.release()
-        pair.outgoing.settle(later())
+        pair.outgoing.await_release(later())
         assert pair.peer.wait(10) == 0
 
 
@@ -189,11 +189,11 @@ def test_a_reader_killed_with_what_it_was_lent_ends_the_writers_wait() -> None:
         assert pair.peer.stdout is not None
         assert pair.peer.stdout.readline() == "held\n"
         with pytest.raises(LinkTimeout):
-            pair.outgoing.settle(monotonic() + 0.01)
+            pair.outgoing.await_release(monotonic() + 0.01)
         killer = threading.Thread(target=pair.kill)
         killer.start()
         with pytest.raises(LinkEnded, match="rank 1 is gone"):
-            pair.outgoing.settle(later())
+            pair.outgoing.await_release(later())
         killer.join()
         pair.outgoing.recall()
 

@@ -109,7 +109,7 @@ def test_whatever_is_sent_or_lent_comes_as_it_was(steps: list[tuple[int, bool, i
         with pytest.raises(LinkTimeout):
             both.incoming.recv(0.0)
         both.incoming.release()
-        both.outgoing.settle(0.0)
+        both.outgoing.await_release(0.0)
 
 
 def test_slots_are_used_again_many_times(both: Halves) -> None:
@@ -195,9 +195,9 @@ def test_what_is_lent_from_the_arena_is_not_copied() -> None:
             x[:] = 2
             assert got.payload == bytes([2]) * MIB, "it was copied"
             with pytest.raises(LinkTimeout, match="still reads"):
-                both.outgoing.settle(0.0)
+                both.outgoing.await_release(0.0)
             both.incoming.release()
-            both.outgoing.settle(0.0)
+            both.outgoing.await_release(0.0)
         both.outgoing.send(frame(x.data), soon())
         x[:] = 3
         assert both.incoming.recv(0.0).payload == bytes([2]) * MIB, "what is sent is copied"
@@ -206,7 +206,7 @@ def test_what_is_lent_from_the_arena_is_not_copied() -> None:
 def test_what_lies_elsewhere_is_copied_and_settled_at_once(both: Halves) -> None:
     x = bytearray(MIB)
     both.outgoing.lend(frame(memoryview(x)), soon())
-    both.outgoing.settle(0.0)
+    both.outgoing.await_release(0.0)
     x[:] = b"x" * MIB
     assert both.incoming.recv(0.0).payload == bytes(MIB)
 
@@ -221,7 +221,7 @@ def test_a_segment_that_is_gone_is_let_go_of_by_the_peer() -> None:
             got = both.incoming.recv(0.0)
             assert got.payload == bytes([value]) * MIB
             both.incoming.release()
-            both.outgoing.settle(0.0)
+            both.outgoing.await_release(0.0)
             assert len(both.incoming._segments._segments) == 1
             del x, got
         with pytest.raises(LinkTimeout):
@@ -235,7 +235,7 @@ def test_a_segment_that_cannot_be_handed_over_now_is_copied_from(monkeypatch: py
     with halves(arena) as both:
         both.outgoing._sock.close()
         both.outgoing.lend(frame(x.data), soon())
-        both.outgoing.settle(0.0)
+        both.outgoing.await_release(0.0)
         assert both.incoming.recv(0.0).payload == bytes([1]) * MIB
 
 

@@ -48,7 +48,7 @@ def test_recall_leaves_alone_what_was_released_or_copied() -> None:
     with lending() as (both, x):
         both.incoming.recv(0.0)
         both.incoming.release()
-        both.outgoing.settle(0.0)
+        both.outgoing.await_release(0.0)
         both.outgoing.send(frame(x.data), soon())
         both.outgoing.recall()
         assert both.incoming.recv(0.0).payload == bytes([1]) * MIB

@@ -95,7 +95,7 @@ def test_random_frames_arrive_as_they_were(streams: int, sizes: list[int], seed:
             got = way.into.recv(soon(), chance.choice([None, into, memoryview(bytearray(7))]))
             assert got == frame
             way.into.release()
-        way.out.settle(soon())
+        way.out.await_release(soon())
         assert way.out.frames == len(frames)
         assert way.out.sent_bytes == sum(sizes)
 
@@ -235,7 +235,7 @@ def test_taking_back_while_the_reader_reads(streams: int, credentials: Credentia
         assert b"a" not in bytes(got)
 
 
-@pytest.mark.parametrize("blocked", ["recv", "send", "settle", "flush"])
+@pytest.mark.parametrize("blocked", ["recv", "send", "await_release", "flush"])
 def test_a_failure_wakes_within_100_ms(blocked: str, credentials: Credentials) -> None:
     with one_way(2, credentials) as way:
         frame = memoryview(bytearray(_MIB))
@@ -244,7 +244,7 @@ def test_a_failure_wakes_within_100_ms(blocked: str, credentials: Credentials) -
         calls: dict[str, Callable[[], object]] = {
             "recv": lambda: way.into.recv(soon()),
             "send": lambda: way.out.send(data(frame), soon()),
-            "settle": lambda: way.out.settle(soon()),
+            "await_release": lambda: way.out.await_release(soon()),
             "flush": lambda: way.out.flush(soon()),
         }
         thread, raised = _in_thread(calls[blocked])
@@ -277,7 +277,7 @@ def test_a_broken_connection_ends_the_way_out() -> None:
     with one_way() as way:
         frame = memoryview(bytearray(_MIB))
         _fill(way.out, frame)
-        thread, raised = _in_thread(lambda: way.out.settle(soon()))
+        thread, raised = _in_thread(lambda: way.out.await_release(soon()))
         for lane in way.into._lanes:
             lane.stream.shut()
             lane.stream.sock.close()  # with bytes unread: a reset

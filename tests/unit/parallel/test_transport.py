@@ -20,7 +20,7 @@ class FarBucket:
     """Its memory is a list that only the transport reads. It has no home for gradients: they are copied at `pack`."""
 
     divisible = False
-    passenger = np.empty(0)
+    piggyback = np.empty(0)
     nbytes = 1 << 20
 
     def __init__(self, parameters: Mapping[str, Parameter], log: list[str]) -> None:
@@ -76,7 +76,7 @@ class FarWork:
 class FarTransport:
     """Sums with one other rank."""
 
-    size, barred = 2, ""
+    size, ban_reason = 2, ""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -85,7 +85,7 @@ class FarTransport:
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> FarBucket:
         return FarBucket(parameters, self.log)
 
-    def board(self) -> None:
+    def take_piggyback(self) -> None:
         return None
 
     def start(self, bucket: FarBucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Any:

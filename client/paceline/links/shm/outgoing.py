@@ -129,8 +129,8 @@ class ShmOutgoing(Outgoing):
         self._tell(MARK)
         return True
 
-    def settle(self, deadline: float) -> None:
-        """See `Outgoing.settle`."""
+    def await_release(self, deadline: float) -> None:
+        """See `Outgoing.await_release`."""
         while self._released < self._lent_until:
             self._await_release(deadline, "still reads what it was lent")
 

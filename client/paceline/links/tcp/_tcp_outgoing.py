@@ -83,8 +83,8 @@ class TcpOutgoing(Outgoing):
         """See `Outgoing.lend`."""
         self._put(frame, deadline, lent=True)
 
-    def settle(self, deadline: float) -> None:
-        """See `Outgoing.settle`: waits until the kernel has what was lent."""
+    def await_release(self, deadline: float) -> None:
+        """See `Outgoing.await_release`: waits until the kernel has what was lent."""
         if self._lent:
             self._wait(lambda: not self._lent, deadline)
 
