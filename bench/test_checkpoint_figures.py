@@ -13,9 +13,9 @@ import pytest
 
 from paceline import checkpoint
 from paceline.checkpoint import Tag
-from paceline.checkpoint.background import PartWriter
 from paceline.checkpoint.folder import discard, open_folder
 from paceline.checkpoint.pieces import pieces_of
+from paceline.checkpoint.writing import PartWriter
 from paceline.testing import coordinator
 from support.processes import workers
 

@@ -13,8 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from paceline import checkpoint
-from paceline.checkpoint.index import index_of
-from paceline.checkpoint.part import Part
+from paceline.checkpoint.part import Part, index_of
 from paceline.checkpoint.reading import Reader
 from paceline.checkpoint.tree import join, split
 from paceline.errors import CheckpointDamaged

@@ -23,8 +23,8 @@ from paceline.credentials import IN_THE_CLEAR
 from paceline.elastic.session import CoordinatedSession
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
+from paceline.session.identity import JoinRequest
 from paceline.session.member import MemberConnection
-from paceline.session.membership import Membership
 from paceline_protocol import MemberState, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
@@ -78,7 +78,7 @@ class _Whereabouts:
     def __init__(self, name: str) -> None:
         self.address = Endpoint(name, 1)
 
-    async def settle(self, timeout: float, say: Any) -> None:
+    async def open_door(self, timeout: float, say: Any) -> None:
         pass
 
     async def renew(self, timeout: float, leave: Any) -> bool:
@@ -299,7 +299,7 @@ class Process:
 
     def _train(self) -> None:
         world = self.world
-        wanted = Membership("job", world.settings.min_workers, world.settings.max_workers, self.rank)
+        wanted = JoinRequest("job", world.settings.min_workers, world.settings.max_workers, self.rank)
         self.connection = Connection(
             Endpoint(COORDINATOR, 1),
             wanted,

@@ -22,7 +22,7 @@ from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
 from paceline import _rpc, _wait
 from paceline.elastic import coordination, recovery, saver, session, steps, waiting
 from paceline.links import fault
-from paceline.session import control, generations, line_side, mail, member, membership, view
+from paceline.session import control, generations, identity, line_messages, member, view
 from paceline_protocol import Process as Identity
 from paceline_server import dispatcher, timers
 from paceline_server.errors import Refused
@@ -191,7 +191,10 @@ def installed(world: World) -> Iterator[None]:
     stub = SimpleNamespace(ReportExit=calls.report_exit)
     chance = SimpleNamespace(Random=lambda: world.rng, uniform=world.rng.uniform)
     names: list[tuple[Any, str, Any]] = [
-        *((module, "time", time) for module in (fault, waiting, recovery, saver, line_side, control, member, session)),
+        *(
+            (module, "time", time)
+            for module in (fault, waiting, recovery, saver, line_messages, control, member, session)
+        ),
         (_wait.Latch, "wait", _wait_for),
         (_wait.Latch, "set", _set),
         (waiting, "random", chance),
@@ -199,7 +202,7 @@ def installed(world: World) -> Iterator[None]:
         (control, "open_stream", calls.open_stream),
         (control, "CoordinatorChannel", _Channel),
         (control, "check_tls", _nothing),
-        (mail, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
+        (line_messages, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
         (saver, "threading", SimpleNamespace(Thread=_Thread)),
         (saver, "checkpoint", world.files),
         (saver, "is_there", world.files.is_there),
@@ -218,9 +221,9 @@ def installed(world: World) -> Iterator[None]:
         (member, "tell_launcher", lambda *_: None),
         (view, "_fetch_pages", calls.fetch_pages),
         (view, "time", time),
-        (line_side, "SessionServiceStub", lambda _: stub),
-        (line_side, "is_gone", calls.is_gone),
-        (membership, "process_identity", lambda: _process().identity()),
+        (line_messages, "SessionServiceStub", lambda _: stub),
+        (line_messages, "is_gone", calls.is_gone),
+        (identity, "process_identity", lambda: _process().identity()),
         (generations, "GrpcMesh", Mesh),
         (coordination, "GrpcMesh", Mesh),
         (coordination, "take_state", peers.take_state),

@@ -16,9 +16,9 @@ from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST,
 from paceline.elastic import attempts
 from paceline.elastic.saver import Saver
 from paceline.elastic.training_loop import TrainingLoop
-from paceline.session import line_side
+from paceline.session import line_messages
 from paceline.session.generations import Generations
-from paceline.session.mail import Letter, ViewCame
+from paceline.session.line_messages import Letter, ViewCame
 from paceline_protocol import _lineage
 from paceline_protocol._silence import Stragglers
 from paceline_protocol.coordinator import JobState, ViewStored
@@ -27,13 +27,13 @@ from paceline_server.keeper import Keeper
 
 def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a job of fixed size never gets its replacement in."""
-    honest = line_side.LineSide._learn_members
+    honest = line_messages.LineMessages._learn_members
 
     async def learn(side: Any, running: Any) -> None:
         running.ClearField("ended")
         await honest(side, running)
 
-    monkeypatch.setattr(line_side.LineSide, "_learn_members", learn)
+    monkeypatch.setattr(line_messages.LineMessages, "_learn_members", learn)
     assert found(400, FIXED).startswith("liveness")
 
 

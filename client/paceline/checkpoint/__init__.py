@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from paceline.checkpoint.keep import Checkpoint, load, save, tags
 from paceline.checkpoint.pieces import Shard
-from paceline.checkpoint.sharded_loading import load_sharded
-from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
+from paceline.checkpoint.sharded import ShardedSaver, load_sharded, save_sharded
 from paceline_protocol import Tag
 
 __all__ = [

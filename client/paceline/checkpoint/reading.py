@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.folder import check_sizes, read_manifest
-from paceline.checkpoint.index import index_of
-from paceline.checkpoint.part import CHUNK_BYTES, Part
+from paceline.checkpoint.part import CHUNK_BYTES, Part, index_of
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import join
 from paceline.errors import CheckpointDamaged, SizeMismatch

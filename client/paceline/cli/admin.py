@@ -15,7 +15,7 @@ from paceline._rpc import CHANNEL_OPTIONS, error_from_status
 from paceline.cli.access import own_credentials
 from paceline.credentials import Credentials
 from paceline.errors import CoordinatorUnreachable
-from paceline.session.handshake import check_tls
+from paceline.session.connection import check_tls
 from pacelinepb.v1.admin_pb2 import (
     DrainMembersRequest,
     ForgetJobRequest,

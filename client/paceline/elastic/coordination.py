@@ -16,7 +16,7 @@ from paceline.group import Group
 from paceline.links.base import Mesh, Peer
 from paceline.links.grpc_mesh import GrpcMesh
 from paceline.links.local import LocalMesh, next_meshes
-from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Tried, ViewCame
+from paceline.session.line_messages import CatchUpAsked, JobDone, MayGo, MemberInbox, Tried, ViewCame
 from paceline.session.member import MemberConnection
 from paceline_protocol import WHOLE, Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
@@ -30,14 +30,14 @@ class JobCoordinator(abc.ABC):
     Attributes:
         job: name of the job.
         group: the session's group.
-        mail: messages from the coordinator.
+        inbox: messages from the coordinator.
         offered: the state that other members may fetch.
         config: timeouts.
     """
 
     job: str
     group: Group
-    mail: Mail
+    inbox: MemberInbox
     offered: OfferedState
     config: Config
 
@@ -60,7 +60,7 @@ class JobCoordinator(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, step: int) -> None:
-        """Tells the coordinator that all steps are done; the answer arrives in `mail`."""
+        """Tells the coordinator that all steps are done; the answer arrives in `inbox`."""
 
     @abc.abstractmethod
     def move(self, mesh: Mesh) -> None:
@@ -88,7 +88,7 @@ class JobCoordinator(abc.ABC):
 
     @abc.abstractmethod
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Starts to test whether this member and each of these can connect; a `Tried` in `mail` has the result.
+        """Starts to test whether this member and each of these can connect; a `Tried` in `inbox` has the result.
 
         It gives up a test that is under way.
         """
@@ -108,7 +108,7 @@ class RemoteCoordinator(JobCoordinator):
     def __init__(self, connection: MemberConnection, config: Config) -> None:
         self.job = connection.job
         self.group = connection.group
-        self.mail = connection.mail
+        self.inbox = connection.inbox
         self.offered = OfferedState()
         self.config = config
         self._connection = connection
@@ -180,7 +180,7 @@ class RemoteCoordinator(JobCoordinator):
                 self._trying.cancel()  # the line has other members now
             self._trying = asyncio.current_task()
             troubles = await out_of_reach(self.job, members, self._connection.knocker, *self._how)
-            self.mail.put(Tried(members, troubles))
+            self.inbox.put(Tried(members, troubles))
 
         self._connection.begin(ask)
 
@@ -195,7 +195,7 @@ class NullCoordinator(JobCoordinator):
     def __init__(self, job: str, group: Group, config: Config) -> None:
         self.job = job
         self.group = group
-        self.mail = Mail()
+        self.inbox = MemberInbox()
         self.offered = OfferedState()
         self.config = config
 
@@ -210,24 +210,24 @@ class NullCoordinator(JobCoordinator):
     def meet(self, meet: Meet) -> None:
         """See `JobCoordinator.meet`."""
         if meet.leaving:
-            self.mail.put(MayGo(last=True))
+            self.inbox.put(MayGo(last=True))
             return
         if meet.stored:
             assert meet.tag is not None
-            self.mail.put(CatchUpAsked(meet.generation, meet.tag, [], WHOLE, b""))
+            self.inbox.put(CatchUpAsked(meet.generation, meet.tag, [], WHOLE, b""))
             return
         mesh = self.group.mesh
         assert isinstance(mesh, LocalMesh)
         (following,) = next_meshes([mesh])
         following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
-        self.mail.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
+        self.inbox.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
 
     def go_on(self) -> None:
         """See `JobCoordinator.go_on`; does nothing, since no message is ever repeated."""
 
     def finish(self, step: int) -> None:
         """See `JobCoordinator.finish`."""
-        self.mail.put(JobDone(step))
+        self.inbox.put(JobDone(step))
 
     def move(self, mesh: Mesh) -> None:
         """See `JobCoordinator.move`."""

@@ -20,8 +20,8 @@ from paceline.credentials import Credentials
 from paceline.elastic.session import CoordinatedSession, Session, SoloSession
 from paceline.elastic.torchrun_world import join_torchruns_world
 from paceline.errors import InvalidRank, InvalidWorldSize
+from paceline.session.identity import JoinRequest
 from paceline.session.member import MemberConnection
-from paceline.session.membership import Membership
 
 __all__ = ["connect", "join", "rules_of"]
 
@@ -132,7 +132,7 @@ def rules_of(config: Config) -> Rules:
 
 def connect(
     coordinator: Endpoint,
-    wanted: Membership,
+    wanted: JoinRequest,
     config: Config,
     *,
     advertise: str | None = None,
@@ -180,7 +180,7 @@ def _membership(
     rank: int | None,
     world_size: int | None,
     rules: Rules,
-) -> Membership:
+) -> JoinRequest:
     for name, value in (("world_size", world_size), ("min_workers", min_workers), ("max_workers", max_workers)):
         if value is not None and not _is_whole(value):
             raise InvalidWorldSize(f"{name} must be a whole number, not {value!r}")
@@ -195,11 +195,11 @@ def _membership(
             raise InvalidWorldSize(f"world_size must be at least 1, not {world_size}")
         if not 0 <= rank < world_size:
             raise InvalidRank(f"rank {rank} is outside a world of {world_size}")
-        return Membership(job, world_size, world_size, rank, rules)
+        return JoinRequest(job, world_size, world_size, rank, rules)
     least = 1 if min_workers is None else min_workers
     most = least if max_workers is None else max_workers
     if least < 1:
         raise InvalidWorldSize(f"min_workers must be at least 1, not {least}")
     if most < least:
         raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
-    return Membership(job, least, most, None, rules)
+    return JoinRequest(job, least, most, None, rules)

@@ -242,8 +242,8 @@ class StateRecovery:
             else:
                 return rest
         self.read_a_checkpoint = True
-        mail = self._coordinator.mail
-        return self._saver.read(order.base, plan, lambda: mail.asks or bool(mail.draining))
+        inbox = self._coordinator.inbox
+        return self._saver.read(order.base, plan, lambda: inbox.asks or bool(inbox.draining))
 
     def _from_others(self, order: Take) -> Any:
         donors = [holder.peer for holder in self._holders]

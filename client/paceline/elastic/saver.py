@@ -23,7 +23,7 @@ import numpy as np
 from paceline import checkpoint
 from paceline.checkpoint.folder import fingerprint, is_there
 from paceline.checkpoint.keep import save_once
-from paceline.checkpoint.sharded_saving import ShardedSaver, save_sharded
+from paceline.checkpoint.sharded import ShardedSaver, save_sharded
 from paceline.elastic.parts import trains
 from paceline.elastic.reshard_plan import ReshardPlan
 from paceline.elastic.state import TrainState

@@ -29,7 +29,7 @@ from paceline.elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_ente
 from paceline.elastic.waiting import MeetingWait, await_finish
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline.links.fault import Suspicion
-from paceline.session import mail as letters
+from paceline.session import line_messages as letters
 from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -122,7 +122,7 @@ class TrainingLoop:
             raise error
         while not self.done:
             ready = self._member.phase is Phase.READY
-            letter = self._coordinator.mail.get(
+            letter = self._coordinator.inbox.get(
                 0.0 if ready else SLICE
             )  # a view may have come while the generation went on
             if letter is not None:
@@ -140,8 +140,8 @@ class TrainingLoop:
             StepOrderError: the state has changed since the step before.
         """
         self.guard.begin()
-        if self._coordinator.mail.draining and not self._member.leaving:
-            _log.info("leaving after this step: %s", self._coordinator.mail.draining)
+        if self._coordinator.inbox.draining and not self._member.leaving:
+            _log.info("leaving after this step: %s", self._coordinator.inbox.draining)
         number, group = self._state.step + 1, self._coordinator.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
@@ -180,7 +180,7 @@ class TrainingLoop:
             self._failed(step.cause, meet=not over)
         elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
-            self._member.leaving = bool(self._coordinator.mail.draining)
+            self._member.leaving = bool(self._coordinator.inbox.draining)
             self._say(self._member.meet())
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class TrainingLoop:
 
     def drain(self, reason: str) -> None:
         """Makes this member leave after its present step."""
-        self._coordinator.mail.draining = reason
+        self._coordinator.inbox.draining = reason
 
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
@@ -266,7 +266,7 @@ class TrainingLoop:
                         number = self._state.step
                         _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
                     self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
-                raise Dismissed(self._coordinator.mail.draining or "this worker was drained")
+                raise Dismissed(self._coordinator.inbox.draining or "this worker was drained")
             case letters.JobDone(step):
                 self._job_done(step)
             case letters.CaughtOut():
@@ -383,14 +383,14 @@ class TrainingLoop:
     # Around a step ----------------------------------------------------------------------------------------------------
 
     def _flags(self) -> StepFlag:
-        mail, flags = self._coordinator.mail, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
-        if not mail.connected:
+        inbox, flags = self._coordinator.inbox, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
+        if not inbox.connected:
             return flags
         if (
-            mail.summoned == self._member.generation or self._meeting_wait.went_on
+            inbox.summoned == self._member.generation or self._meeting_wait.went_on
         ):  # again for a meeting that did not happen
             flags |= StepFlag.JOIN
-        if mail.draining:
+        if inbox.draining:
             flags |= StepFlag.LEAVE
         return flags
 

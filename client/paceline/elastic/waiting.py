@@ -17,7 +17,7 @@ from paceline.elastic.coordination import JobCoordinator
 from paceline.errors import Dismissed
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
-from paceline.session.mail import JobDone, Letter, Lost, News
+from paceline.session.line_messages import JobDone, Letter, Lost, News
 from paceline_protocol import Meet, MemberState, Phase
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -93,19 +93,19 @@ class MeetingWait:
         """
         if self._member.phase is not Phase.MEETING:
             return
-        now, mail = time.monotonic(), self._coordinator.mail
-        if mail.draining and not (self._member.generation or self._member.brings_state):
-            raise Dismissed(mail.draining)  # nobody waits for it
+        now, inbox = time.monotonic(), self._coordinator.inbox
+        if inbox.draining and not (self._member.generation or self._member.brings_state):
+            raise Dismissed(inbox.draining)  # nobody waits for it
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
-        if mail.draining and not self._member.leaving:
+        if inbox.draining and not self._member.leaving:
             self._member.leaving = True
             self._say(self._member.meet(unproven=self._reach is not None))
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S
             _log.warning("%s; for %.0f s now", reason, now - self._waits_since)
-        self._away_since = None if mail.connected else self._away_since or now
+        self._away_since = None if inbox.connected else self._away_since or now
         if self.planned and not self._coordinator.group.mesh.fault.failed:
             self._watch_planned_meeting(now, reason)
 
@@ -153,7 +153,7 @@ def await_finish(coordinator: JobCoordinator) -> Letter | None:
     """
     deadline = time.monotonic() + coordinator.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
-        letter = coordinator.mail.get(min(left, SLICE))
+        letter = coordinator.inbox.get(min(left, SLICE))
         if isinstance(letter, JobDone):
             return None
         if isinstance(letter, Lost):

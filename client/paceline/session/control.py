@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from paceline import errors
 from paceline._address import is_refused, parse_endpoint
@@ -19,14 +19,11 @@ from paceline._grpc import aio, grpc
 from paceline._rpc import backoff, duration, error_from_status, is_transient
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline.session.channel import CoordinatorChannel
-from paceline.session.handshake import check_tls
-from paceline.session.listener import Listener
-from paceline.session.stream import SessionStream, open_stream
+from paceline.session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["ControlStream"]
+__all__ = ["ControlStream", "ControlListener"]
 
 _log = logging.getLogger("paceline.session")
 
@@ -60,7 +57,7 @@ class ControlStream:
         target: str,
         register: pb.Register,
         config: Config,
-        listener: Listener,
+        listener: ControlListener,
         progress: Callable[[], pb.Heartbeat],
         credentials: Credentials,
         coordinator_returns: bool = True,
@@ -443,3 +440,53 @@ def heartbeat(operation: int, since: float, inside: bool, step: int, step_at: fl
         step=step,
         step_since=duration(max(0.0, now - step_at)),
     )
+
+
+class ControlListener(Protocol):
+    """Handles events of a control stream, on the loop thread; the methods must not block."""
+
+    def on_registered(self) -> None:
+        """`registered` is there, or has changed: after each connection, and when a line has ended."""
+
+    def on_waiting(self, reason: str) -> None:
+        """There is no view yet, for this reason."""
+
+    def on_view(self, view: pb.ViewFormed) -> None:
+        """A view has formed."""
+
+    def on_verdict(self, verdict: pb.Verdict) -> None:
+        """The generation is void."""
+
+    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
+        """A barrier was passed, or failed."""
+
+    def on_ended(self, error: errors.PacelineError) -> None:
+        """The session is over for good."""
+
+    def on_closed(self) -> None:
+        """The coordinator has shut down for good, which ends the session: it need not be told of leaving."""
+
+    def on_broken(self, error: BaseException) -> None:
+        """The session has failed unexpectedly: this member cannot go on."""
+
+    def on_reconnected(self) -> None:
+        """A broken stream was resumed: requests without an answer must be sent again."""
+
+    def on_disconnected(self) -> None:
+        """The stream broke."""
+
+    def on_new_session(self) -> None:
+        """The old session had ended; this worker is a new member now, in no view."""
+
+    async def on_away(self, timeout: float) -> str:
+        """Returns this member's new address, "host:port", before it is introduced again; empty if it is unchanged.
+
+        Args:
+            timeout: seconds to wait for a new address if the old one has gone.
+
+        Raises:
+            CoordinatorUnreachable, LinkUnavailable: there is no address yet.
+        """
+
+    def on_line(self, message: pb.SessionResponse) -> None:
+        """A message about the line arrived: running, summons, catch_up, misfit, drain, dismissed or finished."""

@@ -1,4 +1,4 @@
-"""Which process on which machine: what tells one incarnation of a worker from the next."""
+"""The identity of a process, which tells one incarnation of a worker from the next, and what it asks of its job."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import socket
 from pathlib import Path
 
+from paceline._rpc import duration
+from paceline.collectives.choose import RULES, Rules, rules_digest
+from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["is_gone", "process_identity"]
+__all__ = ["is_gone", "JoinRequest", "process_identity"]
 
 _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1 (proc(5))
 
@@ -77,3 +80,39 @@ def _start_ticks(pid: int) -> int:
     # The command's name (field 2) is in parentheses and may hold anything, spaces and parentheses too.
     after_name = stat.rpartition(")")[2].split()
     return int(after_name[_START_TIME_FIELD - 3])
+
+
+class JoinRequest:
+    """What a worker asks of its job: the bounds of the world, or a rank of its own.
+
+    Attributes:
+        rules: how its members choose among schedules.
+    """
+
+    def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None, rules: Rules = RULES) -> None:
+        self.job = job
+        self.min_workers = min_workers
+        self.max_workers = max_workers
+        self.rank = rank
+        self.rules = rules
+
+    def register(self, address: str, failure_timeout: float) -> pb.Register:
+        """The request that opens a session of this process.
+
+        Args:
+            address: where peers reach it.
+            failure_timeout: seconds after which it wants silent members to be taken for lost.
+        """
+        return pb.Register(
+            job=self.job,
+            protocol_version=PROTOCOL_VERSION,
+            process=process_identity(),
+            address=address,
+            settings=pb.JobSettings(
+                min_workers=self.min_workers,
+                max_workers=self.max_workers,
+                failure_timeout=duration(failure_timeout),
+                tuning=rules_digest(self.rules),
+            ),
+            rank=self.rank,
+        )

@@ -35,13 +35,11 @@ from paceline.session.barrier import Barriers
 from paceline.session.control import ControlStream, heartbeat
 from paceline.session.flight import FlightLog, flight_directory
 from paceline.session.generations import Generations
+from paceline.session.identity import JoinRequest
 from paceline.session.launcher_pipe import tell_launcher
-from paceline.session.line_side import LineSide
-from paceline.session.mail import CaughtOut, Lost, Mail, ViewCame, Waits
-from paceline.session.membership import Membership
-from paceline.session.sockets import Sockets
+from paceline.session.line_messages import CaughtOut, LineMessages, Lost, MemberInbox, ViewCame, Waits
 from paceline.session.store import CoordinatorStore
-from paceline.session.whereabouts import Whereabouts
+from paceline.session.whereabouts import Sockets, Whereabouts
 from paceline_protocol import Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
@@ -83,7 +81,7 @@ class MemberConnection:
         credentials: the same.
         group: from the end of `open` on, as is `store`.
         store: the job's key-value store.
-        mail: what the coordinator says, for the training thread.
+        inbox: what the coordinator says, for the training thread.
         line: what the training thread says.
     """
 
@@ -93,7 +91,7 @@ class MemberConnection:
     def __init__(
         self,
         coordinator: Endpoint,
-        wanted: Membership,
+        wanted: JoinRequest,
         advertise: str | None,
         config: Config,
         thread: LoopThread,
@@ -121,8 +119,8 @@ class MemberConnection:
         self._flight: FlightLog | None = None
         self._sockets = Sockets(self._start)
         self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
-        self.mail = Mail()
-        self.line = LineSide(wanted.job, config, thread, self.mail, self._start, self._stand_by)
+        self.inbox = MemberInbox()
+        self.line = LineMessages(wanted.job, config, thread, self.inbox, self._start, self._stand_by)
         self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
 
@@ -198,7 +196,7 @@ class MemberConnection:
         Args:
             cause: this member's own error in words, for the others; empty for an orderly end.
         """
-        self.mail.put(Lost(errors.SessionClosed("this member has left the job")))
+        self.inbox.put(Lost(errors.SessionClosed("this member has left the job")))
         mesh = self._generations.mesh
         # A coordinator that lives in a member of a generation that has failed may be what has failed.
         doubted = not self._coordinator_returns and mesh is not None and mesh.fault.failed
@@ -278,7 +276,7 @@ class MemberConnection:
         self._opened = time.monotonic()
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         unanswered = self._reason
-        await self._whereabouts.settle(timeout, self._on_trouble)
+        await self._whereabouts.open_door(timeout, self._on_trouble)
         self._reason = unanswered
         self._sockets.dial([self._coordinator])
         register = self._wanted.register(str(self._whereabouts.address), self._config.failure_timeout)
@@ -295,7 +293,7 @@ class MemberConnection:
         await self._control.open(max(0.0, self._opened + timeout - time.monotonic()))
 
     def on_registered(self) -> None:
-        """See `Listener`."""
+        """See `ControlListener`."""
         assert self._control is not None
         registered = self._control.registered
         assert registered is not None
@@ -315,35 +313,35 @@ class MemberConnection:
         self._sockets.forget()
 
     def on_waiting(self, reason: str) -> None:
-        """See `Listener`."""
+        """See `ControlListener`."""
         if reason == self._reason:
             return
-        self.mail.put(Waits(reason))
+        self.inbox.put(Waits(reason))
         _log.info("job %r: %s", self.job, reason)
         self._reason = reason
         if time.monotonic() - self._opened > _PATIENT:
             self._tell_waiting()
 
     def on_view(self, view: pb.ViewFormed) -> None:
-        """See `Listener`."""
+        """See `ControlListener`."""
         self.line.forget_meeting()
         self._generations.formed(view.generation)
         self._start(self._adopt(view))
 
     def on_verdict(self, verdict: pb.Verdict) -> None:
-        """See `Listener`."""
+        """See `ControlListener`."""
         word = read_verdict(verdict)
         if not self._generations.settle(word):
             self._fail_join(error_of(word))
 
     def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """See `Listener`."""
+        """See `ControlListener`."""
         self._barriers.answer(call, failed)
 
     def on_ended(self, error: errors.PacelineError) -> None:
-        """See `Listener`: the coordinator has ended the session, or it cannot be reached any more."""
+        """See `ControlListener`: the coordinator has ended the session, or it cannot be reached any more."""
         self._barriers.fail(error)
-        self.mail.put(Lost(error))
+        self.inbox.put(Lost(error))
         if not self._joined.done():
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
@@ -354,18 +352,18 @@ class MemberConnection:
             self._generations.session_ended(str(error))
 
     def on_closed(self) -> None:
-        """See `Listener`: the group goes on along its links; what needs the coordinator is refused from now on."""
+        """See `ControlListener`: the group continues along its links; calls that need the coordinator are refused."""
         text = f"the coordinator at {self._coordinator} has ended for good, with the process that it was in"
         error = errors.OrphanedError(text if self._joined.done() else f"{text}; before that: {self._reason}")
         self._barriers.fail(error)
-        self.mail.put(Lost(error))
+        self.inbox.put(Lost(error))
         self._fail_join(error)
         if self._generations.mesh is not None:
             self.store.close()
             _log.info("job %r: %s; collectives go on without it", self.job, text)
 
     def on_broken(self, error: BaseException) -> None:
-        """See `Listener`: the others are told, and whatever this member waits in ends with the error."""
+        """See `ControlListener`: the others are told, and whatever this member waits in ends with the error."""
         self._end_with(error)
 
     def _end_with(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
@@ -373,13 +371,13 @@ class MemberConnection:
             return
         self._broken = True
         self._generations.broke(error, view)
-        self.mail.put(Lost(error))
+        self.inbox.put(Lost(error))
         self._barriers.fail(error)
         self._fail_join(error)
 
     def on_reconnected(self) -> None:
-        """See `Listener`: what may have been lost with the old stream goes out again."""
-        self.mail.connected = True
+        """See `ControlListener`: what may have been lost with the old stream goes out again."""
+        self.inbox.connected = True
         self.line.say_again()
         if self.line.went_on and self.mesh.peers:
             # The others may wait in the meeting still, and this member for them in its step: now all of them can meet.
@@ -391,25 +389,25 @@ class MemberConnection:
         self._generations.report_again()
 
     def on_disconnected(self) -> None:
-        """See `Listener`."""
-        self.mail.connected, self.mail.summoned = False, 0
+        """See `ControlListener`."""
+        self.inbox.connected, self.inbox.summoned = False, 0
         self._generations.coordinator_away()
 
     def on_new_session(self) -> None:
-        """See `Listener`: nobody accepts what this member sends in its old generation."""
+        """See `ControlListener`: nobody accepts what this member sends in its old generation."""
         self.line.forget_meeting()
         if self._generations.mesh is not None:
             text = "the session has ended: this member was taken for lost while it could not be reached"
             self._generations.outdate(text)
-            self.mail.put(CaughtOut())
+            self.inbox.put(CaughtOut())
 
     async def on_away(self, timeout: float) -> str:
-        """See `Listener`: an address that has gone does not come back while somebody waits for it."""
+        """See `ControlListener`: an address that has gone does not come back while somebody waits for it."""
         moved = await self._whereabouts.renew(timeout, self._generations.cut_off)
         return str(self._whereabouts.address) if moved else ""
 
     def on_line(self, message: pb.SessionResponse) -> None:
-        """See `Listener`."""
+        """See `ControlListener`."""
         self.line.hear(message)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -469,7 +467,7 @@ class MemberConnection:
         self._generations.coming = mesh
         base = Tag(view.base.generation, view.base.step) if view.HasField("base") else None
         newcomers = frozenset(view.newcomers)
-        self.mail.put(ViewCame(view.generation, view.rank, base, newcomers, mesh, member_id, view.lost))
+        self.inbox.put(ViewCame(view.generation, view.rank, base, newcomers, mesh, member_id, view.lost))
 
     def _enter(self, mesh: GrpcMesh | NoMesh) -> None:
         """`join` is over: this is where the group begins."""

@@ -17,7 +17,7 @@ from paceline._grpc import aio, grpc
 from paceline._loop import LoopThread
 from paceline._rpc import backoff, duration, error_from_status, is_transient
 from paceline.config import checked_timeout
-from paceline.session.channel import CoordinatorChannel
+from paceline.session.connection import CoordinatorChannel
 from pacelinepb.pieces import MESSAGE_BYTES, cut, in_messages
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc

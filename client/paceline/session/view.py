@@ -13,7 +13,7 @@ from paceline import errors
 from paceline._grpc import aio, grpc, untyped
 from paceline._rpc import backoff, error_from_status, is_transient
 from paceline.links.base import Peer
-from paceline.session.channel import CoordinatorChannel
+from paceline.session.connection import CoordinatorChannel
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["MemberLists", "read_peer"]

@@ -1,7 +1,8 @@
-"""Where one member is reached: found when it joins, and again when the address that it had is this machine's no more.
+"""The address of a member: found when it joins, and again when this machine no longer has it; and its sockets.
 
-A container that is connected to its network again, or a host with another lease, comes back with another address. Its
-door is opened there, and the member introduces itself anew: nobody looks for it there otherwise.
+A container that is connected to its network again, or a host with another lease, comes back with another address. The
+member opens its door there and introduces itself anew, because nobody would look for it there otherwise. `Sockets` tells
+`_fork` which connections belong to the session, by the IP addresses that the kernel knows them by.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from paceline._address import Endpoint, listening_host, reachable_endpoint
+from paceline._fork import protect
+from paceline._lookup import look_up_all
 from paceline.errors import CoordinatorUnreachable
 from paceline.links.grpc_door import Door
-from paceline.session.sockets import Sockets
 
-__all__ = ["Whereabouts", "is_here"]
+__all__ = ["is_here", "Sockets", "Whereabouts"]
 
 _log = logging.getLogger("paceline.session")
 
 
 class Whereabouts:
-    """Of one member; on the loop.
+    """The address of one member; on the loop.
 
     Args:
-        coordinator: its address.
+        coordinator: the coordinator's address.
         advertise: host or host:port at which peers reach this worker; None to find it.
-        door: what is opened there.
-        sockets: are told of the door's port.
+        door: the door that is opened at the address.
+        sockets: get the door's port.
     """
 
     def __init__(self, coordinator: Endpoint, advertise: str | None, door: Door, sockets: Sockets) -> None:
@@ -40,11 +43,11 @@ class Whereabouts:
 
     @property
     def address(self) -> Endpoint:
-        """Where peers reach this worker; from the end of `settle` on."""
+        """The address at which peers reach this worker; known once `open_door` has returned."""
         assert self._address is not None
         return self._address
 
-    async def settle(self, timeout: float, say: Callable[[str], None]) -> None:
+    async def open_door(self, timeout: float, say: Callable[[str], None]) -> None:
         """Finds the address and opens the door there; arguments and errors as for `reachable_endpoint`.
 
         Raises:
@@ -57,19 +60,19 @@ class Whereabouts:
     async def renew(self, timeout: float, leave: Callable[[str], None]) -> bool:
         """Finds another address if the one before has gone, and opens the door there.
 
-        What was told to advertise stays: it may be an address of another machine, and the door is open to all.
+        An advertised address stays: it may be of another machine, and the door listens on all interfaces then.
 
         Args:
             timeout: seconds to wait for it.
-            leave: is told, in a sentence, that links to the old address are of no use, before they break off; not if
-                there is no other address to be had.
+            leave: called with a sentence before links to the old address break off; not called if there is no other
+                address.
 
         Returns:
-            Whether the address is another one now.
+            True if the address has changed.
 
         Raises:
-            CoordinatorUnreachable: none leads to the coordinator yet.
-            LinkUnavailable: it cannot be bound.
+            CoordinatorUnreachable: no address leads to the coordinator yet.
+            LinkUnavailable: the new address cannot be bound.
         """
         if self._advertise or is_here(self.address.host):
             return False
@@ -90,10 +93,7 @@ class Whereabouts:
 
 
 def is_here(host: str) -> bool:
-    """False if it is an IP address that no interface of this machine has.
-
-    Names are taken at their word: what they stand for is not known here. So is whatever cannot be told.
-    """
+    """False if this is an IP address that no interface of this machine has; True for names, and if unknown."""
     try:
         ((family, kind, protocol, _, target), *_) = socket.getaddrinfo(
             host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
@@ -106,3 +106,45 @@ def is_here(host: str) -> bool:
     except OSError as error:
         return error.errno != errno.EADDRNOTAVAIL
     return True
+
+
+class Sockets:
+    """The sockets of one session; on the loop.
+
+    Args:
+        start: starts a coroutine in the background; it is cancelled before `forget`.
+    """
+
+    def __init__(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self._start = start
+        self._listening_port = 0
+        self._dialled: list[Endpoint] = []
+        self._addresses: dict[str, set[str]] = {}  # of names
+
+    def listen(self, port: int) -> None:
+        """Notes the port that peers dial."""
+        self._listening_port = port
+
+    def dial(self, endpoints: Iterable[Endpoint]) -> None:
+        """Notes the endpoints that the session dials from now on, in place of earlier ones.
+
+        The addresses of names follow when they have been looked up: a view must not wait for a slow resolver.
+        """
+        self._dialled = list(endpoints)
+        self._tell()
+        if names := {endpoint.host for endpoint in self._dialled if endpoint.ip is None}:
+            self._start(self._learn(names))
+
+    def forget(self) -> None:
+        """Forgets all, because the session is over."""
+        protect(id(self), listening_port=0, dialled=set())
+
+    async def _learn(self, names: set[str]) -> None:
+        found = await look_up_all(names)
+        self._addresses.update({name: addresses for name, addresses in found.items() if addresses})
+        self._tell()
+
+    def _tell(self) -> None:
+        known = [(self._addresses.get(e.host, set()) if e.ip is None else {e.ip}, e.port) for e in self._dialled]
+        dialled = {(address, port) for addresses, port in known for address in addresses}
+        protect(id(self), listening_port=self._listening_port, dialled=dialled)

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.checkpoint import Tag, background
-from paceline.checkpoint.background import PartWriter
+from paceline.checkpoint import Tag, writing
 from paceline.checkpoint.folder import open_folder, publish
 from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.reading import Reader
-from paceline.checkpoint.writing import write_part
+from paceline.checkpoint.writing import PartWriter, write_part
 from paceline.errors import StepOrderError
 
 TAG = Tag(1, 1)
@@ -26,13 +25,13 @@ TAG = Tag(1, 1)
 def test_what_changes_after_settle_is_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, so that the memory of the first copy is used again."""
     writer, changed = PartWriter(), threading.Event()
-    write = background.write_part
+    write = writing.write_part
 
     def late(*args: Any) -> Any:
         changed.wait()
         return write(*args)
 
-    monkeypatch.setattr(background, "write_part", late)
+    monkeypatch.setattr(writing, "write_part", late)
     memories = []
     for attempt in ("a", "b"):
         arrays = {"x": np.arange(1_000), "y": np.ones(7, np.float16), "none": np.empty(0)}

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.checkpoint.index import index_of
-from paceline.checkpoint.part import Part, entry_of
+from paceline.checkpoint.part import Part, entry_of, index_of
 from paceline.checkpoint.pieces import Shard, pieces_of
 
 DTYPES = st.sampled_from([np.bool_, np.uint8, np.int16, ml_dtypes.bfloat16, np.float32, np.complex128])

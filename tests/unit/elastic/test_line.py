@@ -16,7 +16,7 @@ from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.fault import Suspicion
 from paceline.links.local import local_meshes
-from paceline.session.mail import CaughtOut, Tried, ViewCame
+from paceline.session.line_messages import CaughtOut, Tried, ViewCame
 from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -38,7 +38,7 @@ class TwoPort(NullCoordinator):
         self.said.append(meet)
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        self.mail.put(Tried(members, []))
+        self.inbox.put(Tried(members, []))
 
     def finish(self, step: int) -> None:
         raise AssertionError("nothing is done here")

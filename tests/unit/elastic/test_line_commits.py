@@ -18,7 +18,7 @@ from paceline.elastic.steps import make_loop, run_steps
 from paceline.group import Group
 from paceline.links.base import Peer
 from paceline.links.local import next_meshes
-from paceline.session.mail import ViewCame
+from paceline.session.line_messages import ViewCame
 from paceline_protocol import Meet, Tag
 from support.parts import local_mesh, world_of
 
@@ -43,7 +43,7 @@ class NewcomersPort(NullCoordinator):
         self.came_in = True
         (mesh,) = next_meshes([local_mesh(self.group.mesh)])
         mesh.generation = 5
-        self.mail.put(ViewCame(5, 0, BASE, frozenset([0]), mesh, self.member_id))
+        self.inbox.put(ViewCame(5, 0, BASE, frozenset([0]), mesh, self.member_id))
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         assert tag == BASE

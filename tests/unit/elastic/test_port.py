@@ -13,7 +13,7 @@ from paceline.config import Config
 from paceline.elastic import coordination
 from paceline.elastic.coordination import RemoteCoordinator
 from paceline.links.base import Peer
-from paceline.session.mail import Mail, Tried
+from paceline.session.line_messages import MemberInbox, Tried
 from paceline_protocol import Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -26,7 +26,7 @@ class Connection:
     job, group, member_id, credentials, knocker = "job", None, "m9", None, None
 
     def __init__(self) -> None:
-        self.mail = Mail()
+        self.inbox = MemberInbox()
         self.said: list[pb.Meet] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.line = SimpleNamespace(meet=self.said.append)
@@ -46,7 +46,7 @@ def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> N
 def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members end one after the other, each a list of its own: tries that nobody waits for must not pile up."""
 
-    async def try_both() -> Mail:
+    async def try_both() -> MemberInbox:
         began = asyncio.Event()
 
         async def out_of_reach(_job: str, members: Sequence[Peer], *_: object) -> list[str]:
@@ -63,8 +63,8 @@ def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> 
         of_port.try_to_reach([ONE])
         await asyncio.wait(connection.tasks, timeout=5)
         assert [task.cancelled() for task in connection.tasks] == [True, False]
-        return connection.mail
+        return connection.inbox
 
-    mail = asyncio.run(try_both())
-    assert mail.get(0) == Tried([ONE], [])
-    assert mail.get(0) is None
+    inbox = asyncio.run(try_both())
+    assert inbox.get(0) == Tried([ONE], [])
+    assert inbox.get(0) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import checkpoint
-from paceline.checkpoint import background, sharded_saving
+from paceline.checkpoint import sharded, writing
 from paceline.elastic import saver as saver_module
 from paceline.elastic.saver import JointSaver
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, PeerLost, SizeMismatch
@@ -96,8 +96,8 @@ def test_what_is_published_any_world_goes_on_with(
     world_of: Any, tmp_path: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published: list[int] = []
-    real = sharded_saving.publish
-    monkeypatch.setattr(sharded_saving, "publish", lambda *a: published.append(1) or real(*a))  # type: ignore[func-returns-value]
+    real = sharded.publish
+    monkeypatch.setattr(sharded, "publish", lambda *a: published.append(1) or real(*a))  # type: ignore[func-returns-value]
     world = world_of(name, size, tmp_path, 2)
     world.train(3)  # what is copied is of step 2, and step 3 changes the state behind it
     world.write()
@@ -129,13 +129,13 @@ def test_nothing_is_due(world_of: Any, tmp_path: Path) -> None:
 
 
 def test_slow_disk_holds_up_nobody(world_of: Any, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    go_on, real = threading.Event(), background.write_part
+    go_on, real = threading.Event(), writing.write_part
 
     def slow(directory: Path, tag: Tag, attempt: str, number: int, *rest: Any) -> Any:
         assert number == 0 or go_on.wait(10)
         return real(directory, tag, attempt, number, *rest)
 
-    monkeypatch.setattr(background, "write_part", slow)
+    monkeypatch.setattr(writing, "write_part", slow)
     world = world_of("full", 2, tmp_path, 1)
     world.train(4)  # rank 0 has written its part of the state of step 1 long since, and waits for nobody
     assert checkpoint.tags(tmp_path) == []
@@ -185,14 +185,14 @@ def test_one_that_was_begun_is_dropped_in_the_next_generation(world_of: Any, tmp
 
 
 def test_disk_that_refuses_one(world_of: Any, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    real, full = background.write_part, [True]
+    real, full = writing.write_part, [True]
 
     def refuse(directory: Path, tag: Tag, attempt: str, number: int, *rest: Any) -> Any:
         if full[0] and number == 1:
             raise OSError("no space")
         return real(directory, tag, attempt, number, *rest)
 
-    monkeypatch.setattr(background, "write_part", refuse)
+    monkeypatch.setattr(writing, "write_part", refuse)
     world = world_of("full", 2, tmp_path, 2)
     world.train(3)
     world.write()

@@ -36,9 +36,9 @@ class Scene:
         plan = SimpleNamespace(wanted=["run"])
         offered = SimpleNamespace(withdraw=lambda: self._note("withdraw"))
         config = SimpleNamespace(failure_timeout=3.0)
-        mail = SimpleNamespace(asks=False, draining="")
+        inbox = SimpleNamespace(asks=False, draining="")
         port: Any = SimpleNamespace(
-            take=self._take, take_shards=self._take_shards, offered=offered, config=config, mail=mail
+            take=self._take, take_shards=self._take_shards, offered=offered, config=config, inbox=inbox
         )
         state: Any = SimpleNamespace(
             spreads=True,

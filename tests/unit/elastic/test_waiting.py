@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def member(draining: str = "", generation: int = 1, said: list[Meet] | None = None) -> waiting.MeetingWait:
     port: Any = SimpleNamespace(
-        mail=SimpleNamespace(draining=draining, connected=True),
+        inbox=SimpleNamespace(draining=draining, connected=True),
         group=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0))),
         config=Config(step_timeout=60.0, failure_timeout=3.0),
     )
@@ -158,7 +158,7 @@ def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
         port.group.mesh.fault.suspect(lost)
     port.go_on = lambda: went_on.append(clock.now)
     waits.planned, waits._member.holds_base = True, True
-    port.mail.connected = False
+    port.inbox.connected = False
     for _ in range(8):
         waits.look_around()
         clock.now += 0.5

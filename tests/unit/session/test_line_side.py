@@ -12,8 +12,7 @@ import pytest
 from paceline import errors
 from paceline.config import Config
 from paceline.links.base import Peer
-from paceline.session.line_side import LineSide
-from paceline.session.mail import Letter, Mail, Runs
+from paceline.session.line_messages import Letter, LineMessages, MemberInbox, Runs
 from pacelinepb.v1 import session_pb2 as pb
 
 PEERS = [Peer(rank, f"m{rank}", "host", "host:1", 1, "") for rank in range(2)]
@@ -34,12 +33,12 @@ class Lists:
 
 def heard(lists: Lists) -> list[Letter | None]:
     """The letters that follow from the news of a line with two members, of which rank 0 has ended."""
-    mail = Mail()
+    inbox = MemberInbox()
 
     async def hear() -> None:
         begun: list[Coroutine[Any, Any, None]] = []
         nothing: Any = None
-        side: Any = LineSide("job", Config(), nothing, mail, begun.append, lambda _: None)
+        side: Any = LineMessages("job", Config(), nothing, inbox, begun.append, lambda _: None)
         side.members = lists
         side.control = SimpleNamespace(channel=None)
         side.hear(pb.SessionResponse(running=pb.Running(generation=7, world_size=2, pages=1, ended=[0])))
@@ -48,7 +47,7 @@ def heard(lists: Lists) -> list[Letter | None]:
 
     asyncio.run(hear())
     letters: list[Letter | None] = []
-    while (letter := mail.get(0.0)) is not None:
+    while (letter := inbox.get(0.0)) is not None:
         letters.append(letter)
     return letters
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paceline._address import Endpoint
-from paceline.session import sockets
-from paceline.session.sockets import Sockets
+from paceline.session.whereabouts import Sockets
 
 
 def test_names_follow_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,8 +23,8 @@ def test_names_follow_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def protect(key: int, *, listening_port: int, dialled: set[tuple[str, int]]) -> None:
         told.append((listening_port, dialled))
 
-    monkeypatch.setattr(sockets, "look_up_all", look_up_all)
-    monkeypatch.setattr(sockets, "protect", protect)
+    monkeypatch.setattr(whereabouts, "look_up_all", look_up_all)
+    monkeypatch.setattr(whereabouts, "protect", protect)
     started: list[Coroutine[Any, Any, None]] = []
     mine = Sockets(started.append)
     mine.listen(7)
@@ -45,5 +44,5 @@ def test_names_follow_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_addresses_alone_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", None)
-    monkeypatch.setattr(sockets, "protect", lambda *_, **__: None)
+    monkeypatch.setattr(whereabouts, "protect", lambda *_, **__: None)
     Sockets(lambda _: pytest.fail("nothing is to be looked up")).dial([Endpoint("10.0.0.2", 2)])

@@ -43,7 +43,7 @@ from paceline.errors import (
 from paceline.group import Group
 from paceline.links.fault import Fault, Suspicion
 from paceline.links.nowhere import NoMesh
-from paceline.session.membership import Membership
+from paceline.session.identity import JoinRequest
 from paceline.torch._compiling import never_traced
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from paceline.torch.backend._operation import Operation, raising_torch_errors, seconds_of
@@ -188,7 +188,7 @@ class Reconfigurable(ProcessGroup):
     ) -> None:
         """Joins the job of this generation, at the first member's coordinator."""
         config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
-        wanted = Membership(_job_name(uuid, handles), len(handles), len(handles), rank, rules_of(config))
+        wanted = JoinRequest(_job_name(uuid, handles), len(handles), len(handles), rank, rules_of(config))
         address = handles[0].address
         connection = connect(address, wanted, config, advertise=self._advertise, coordinator_returns=False)
         self._joining = connection.give_up

@@ -1,42 +1,226 @@
-"""The event-loop side of a training line: sends the training thread's messages, and receives the coordinator's.
+"""Messages about a training line between a member's training thread and the coordinator.
 
-Messages are lost if the stream breaks, so the last one about a meeting and about the end is sent again after a
-reconnect. What the coordinator sends is put into the mail; nothing is decided here.
+The coordinator's messages arrive on the event loop and wait in the `MemberInbox` until the training thread reads them;
+nothing is decided here. Requests to stop (`summoned`, `draining`) are plain values that the training thread reads when
+it begins a step. What the training thread says about a meeting and about the end is sent again after a reconnect, since
+messages are lost if the stream breaks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import queue
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from paceline import errors
 from paceline._grpc import aio
 from paceline._loop import LoopThread
 from paceline.config import Config
+from paceline.links.base import Mesh, Peer
 from paceline.session.control import ControlStream
 from paceline.session.identity import is_gone
-from paceline.session.mail import CatchUpAsked, JobDone, Mail, MayGo, Misfits, NoSeat, Runs, StateGone
 from paceline.session.view import MemberLists, read_peer
 from paceline_protocol import WHOLE, Share, Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 
-__all__ = ["LineSide"]
+__all__ = [
+    "CatchUpAsked",
+    "CaughtOut",
+    "JobDone",
+    "Letter",
+    "LineMessages",
+    "Lost",
+    "MemberInbox",
+    "MayGo",
+    "Misfits",
+    "NoSeat",
+    "Runs",
+    "StateGone",
+    "ViewCame",
+    "Waits",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCame:
+    """Says that a view has formed with this member.
+
+    Attributes:
+        generation: its number.
+        rank: this member's.
+        base: the state it starts from, None if its members have yet to compare.
+        newcomers: ranks that do not hold that state.
+        mesh: the links to its members; None if the member list could not be fetched any more.
+        member_id: this worker's member id in the view; it may have a new one since.
+        lost: a sentence about steps that were trained before and are lost; empty if there are none.
+    """
+
+    generation: int
+    rank: int
+    base: Tag | None
+    newcomers: frozenset[int]
+    mesh: Mesh | None
+    member_id: str
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpAsked:
+    """Orders this member, which lags behind, to take a state from the members that hold it.
+
+    Attributes:
+        generation: the generation that the meeting follows.
+        base: tag of the state.
+        holders: the members that hold it, with their shares of it.
+        share: the share to take of a sharded state.
+        fingerprint: of the whole state, where the tag alone does not identify it.
+    """
+
+    generation: int
+    base: Tag
+    holders: Sequence[tuple[Peer, tuple[Share, ...]]]
+    share: Share
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """Says that this member trains something else than the line; `donor` has the line's manifest."""
+
+    donor: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class MayGo:
+    """Lets this member leave, as it asked. `last`: no other member goes on."""
+
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NoSeat:
+    """Says that the next view has no place for this member, which becomes a candidate."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateGone:
+    """Says that parts of the sharded state are lost, so that this member's part is of no use."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """Says that the job is done, with its last step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtOut:
+    """Says that this member's session had ended unnoticed, and that it has a new one, as a newcomer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Says that training runs without this worker.
+
+    Attributes:
+        generation: its latest generation.
+        members: its members that have not ended; None until the list has been fetched.
+    """
+
+    generation: int
+    members: Sequence[Peer] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The result of testing whether this worker and the members of a line can connect.
+
+    Attributes:
+        members: the members that were tested.
+        troubles: one text for each member that cannot connect to this worker, or it to that, with the reason.
+    """
+
+    members: Sequence[Peer]
+    troubles: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Says what the coordinator waits for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Says that the session is over for good, or that this member cannot go on."""
+
+    error: BaseException
+
+
+News: TypeAlias = Runs | Tried | Waits
+"""Letters that only inform, and ask this member for nothing."""
+
+Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
+
+
+class MemberInbox:
+    """The letters of one session.
+
+    Attributes:
+        summoned: generation in which this member is to ask for a meeting, 0 for none.
+        draining: why this member should leave; empty if it should not.
+        connected: False while the coordinator cannot be reached.
+    """
+
+    def __init__(self) -> None:
+        self.summoned = 0
+        self.draining = ""
+        self.connected = True
+        self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+        self._put = self._got = 0  # letters that ask; each number is one thread's to write
+
+    def put(self, letter: Letter) -> None:
+        """Adds a letter; on the loop, or from any thread if it says that the session is over."""
+        self._put += not isinstance(letter, News)
+        self._letters.put(letter)
+
+    @property
+    def asks(self) -> bool:
+        """True if there is an unread letter that is not merely news."""
+        return self._put != self._got
+
+    def get(self, timeout: float) -> Letter | None:
+        """The next letter; None if none came in so many seconds."""
+        try:
+            letter = self._letters.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self._got += not isinstance(letter, News)
+        return letter
+
 
 _log = logging.getLogger("paceline.session")
 
 
-class LineSide:
+class LineMessages:
     """Connects one member's training thread with the coordinator, for everything that concerns the line.
 
     Args:
         job: name of the job.
         config: timeouts.
         thread: the loop.
-        mail: receives the coordinator's messages.
+        inbox: receives the coordinator's messages.
         start: starts a coroutine on the loop that ends with the session.
         stand_by: makes `join` return without a view; called with the reason.
 
@@ -55,7 +239,7 @@ class LineSide:
         job: str,
         config: Config,
         thread: LoopThread,
-        mail: Mail,
+        inbox: MemberInbox,
         start: Callable[[Coroutine[Any, Any, None]], None],
         stand_by: Callable[[str], None],
     ) -> None:
@@ -65,7 +249,7 @@ class LineSide:
         self._job = job
         self._config = config
         self._thread = thread
-        self._mail = mail
+        self._inbox = inbox
         self._start = start
         self._stand_by = stand_by
         self._meet: pb.SessionRequest | None = None  # what was said last about a meeting, until a view has formed
@@ -126,7 +310,7 @@ class LineSide:
         self.control.send_again([said for said in (self._meet, self._finish) if said is not None])
 
     def hear(self, message: pb.SessionResponse) -> None:
-        """Handles a message of the coordinator about the line; see `Listener.on_line`."""
+        """Handles a message of the coordinator about the line; see `ControlListener.on_line`."""
         match message.WhichOneof("event"):
             case "running":
                 text = (
@@ -137,30 +321,30 @@ class LineSide:
                 self._start(self._learn_members(message.running))
                 self._stand_by(text)
             case "summons":
-                self._mail.summoned = message.summons.generation
+                self._inbox.summoned = message.summons.generation
             case "catch_up":
                 order = message.catch_up
                 base = Tag(order.base.generation, order.base.step)
                 holders = [(read_peer(each.member), tuple(map(_share, each.shares))) for each in order.holders]
                 share = _share(order.share) if order.HasField("share") else WHOLE
-                self._mail.put(CatchUpAsked(order.generation, base, holders, share, order.fingerprint))
+                self._inbox.put(CatchUpAsked(order.generation, base, holders, share, order.fingerprint))
             case "misfit":
-                self._mail.put(Misfits(read_peer(message.misfit.donor)))
+                self._inbox.put(Misfits(read_peer(message.misfit.donor)))
             case "drain":
-                self._mail.draining = message.drain.reason or "somebody asked for it"
+                self._inbox.draining = message.drain.reason or "somebody asked for it"
             case "dismissed":
-                self._mail.put(MayGo(message.dismissed.last))
+                self._inbox.put(MayGo(message.dismissed.last))
             case "spare":
-                self._mail.put(NoSeat(message.spare.reason))
+                self._inbox.put(NoSeat(message.spare.reason))
             case "state_lost":
-                self._mail.put(StateGone(message.state_lost.reason))
+                self._inbox.put(StateGone(message.state_lost.reason))
             case "missing":
                 gone = [process for process in message.missing.processes if is_gone(process)]
                 if gone:
                     self._start(self._report_gone(gone))
             case "finished":
                 self._finish = None
-                self._mail.put(JobDone(message.finished.step))
+                self._inbox.put(JobDone(message.finished.step))
                 self._stand_by(f"job {self._job!r} is done: its last step was {message.finished.step}")
 
     async def _report_gone(self, processes: list[pb.ProcessIdentity]) -> None:
@@ -176,7 +360,7 @@ class LineSide:
 
     async def _learn_members(self, running: pb.Running) -> None:
         """Tells the training thread which members of the line it must be able to reach: all that have not ended."""
-        self._mail.put(Runs(running.generation, None))
+        self._inbox.put(Runs(running.generation, None))
         view = pb.ViewFormed(
             generation=running.generation,
             world_size=running.world_size,
@@ -192,7 +376,9 @@ class LineSide:
                     return
             else:
                 if running is self._running:
-                    self._mail.put(Runs(running.generation, [peer for peer in peers if peer.rank not in running.ended]))
+                    self._inbox.put(
+                        Runs(running.generation, [peer for peer in peers if peer.rank not in running.ended])
+                    )
                 return
 
 
