@@ -1,8 +1,8 @@
 """The address of a member: found when it joins, and again when this machine no longer has it; and its sockets.
 
 A container that is connected to its network again, or a host with another lease, comes back with another address. The
-member opens its door there and introduces itself anew, because nobody would look for it there otherwise. `Sockets` tells
-`_fork` which connections belong to the session, by the IP addresses that the kernel knows them by.
+member opens its door there and introduces itself anew, because nobody would look for it there otherwise. `Sockets`
+tells `_fork` which connections belong to the session, by the IP addresses that the kernel knows them by.
 """
 
 from __future__ import annotations

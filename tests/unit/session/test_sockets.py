@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline._address import Endpoint
+from paceline.session import whereabouts
 from paceline.session.whereabouts import Sockets
 
 

@@ -71,8 +71,8 @@ class _World:
         monkeypatch.setattr(whereabouts, "reachable_endpoint", reachable)
         monkeypatch.setattr(whereabouts, "is_here", lambda host: host in self.here)
 
-    def settle(self) -> None:
-        asyncio.run(self.member.settle(0.0, lambda _: None))
+    def open_door(self) -> None:
+        asyncio.run(self.member.open_door(0.0, lambda _: None))
 
     def renew(self) -> bool:
         moved: bool = asyncio.run(self.member.renew(0.0, self.left.append))
@@ -82,7 +82,7 @@ class _World:
 def test_an_address_that_is_still_there_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another one leads to the coordinator now: peers know this one, and it works."""
     world = _World(monkeypatch)
-    world.settle()
+    world.open_door()
     world.way = "10.0.0.2"
     assert not world.renew()
     assert str(world.member.address) == "10.0.0.1:5001"
@@ -93,7 +93,7 @@ def test_one_that_has_gone_is_exchanged_for_the_one_that_leads_to_the_coordinato
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = _World(monkeypatch)
-    world.settle()
+    world.open_door()
     world.here = {"10.0.0.2"}
     world.way = "10.0.0.2"
     assert world.renew()
@@ -107,7 +107,7 @@ def test_one_that_has_gone_is_exchanged_for_the_one_that_leads_to_the_coordinato
 @pytest.mark.parametrize("way", [CoordinatorUnreachable("no route"), ValueError("a link-local address")])
 def test_without_a_way_to_the_coordinator_nothing_is_moved(way: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch)
-    world.settle()
+    world.open_door()
     world.here, world.way = set(), way
     with pytest.raises(CoordinatorUnreachable, match=str(way)):
         world.renew()
@@ -119,7 +119,7 @@ def test_without_a_way_to_the_coordinator_nothing_is_moved(way: Exception, monke
 
 def test_as_long_as_the_new_address_cannot_be_bound_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch)
-    world.settle()
+    world.open_door()
     world.here, world.way, world.door.is_taken = {"10.0.0.2"}, "10.0.0.2", True
     with pytest.raises(LinkUnavailable):
         world.renew()
@@ -131,7 +131,7 @@ def test_as_long_as_the_new_address_cannot_be_bound_nothing_is_given_up(monkeypa
 
 def test_what_was_told_to_advertise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch, advertise="10.9.9.9")
-    world.settle()
+    world.open_door()
     world.here = set()
     assert not world.renew()
     assert world.member.address.host == "10.9.9.9"
