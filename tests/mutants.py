@@ -56,7 +56,7 @@ MUTANTS = (
     # What one job may take from the others.
     Mutant(
         "one takes all that is free",
-        f"{SERVER}/budget.py",
+        f"{SERVER}/limits.py",
         "if self.held(who) + most > self.total - self.used - most:",
         "if most > self.total - self.used:",
         ("unit/server/test_budget.py",),
@@ -70,14 +70,14 @@ MUTANTS = (
     ),
     Mutant(
         "what comes of a request is not counted",
-        f"{SERVER}/services/paced.py",
+        f"{SERVER}/services/calls.py",
         "call.take_message(len(message))",
         "pass",
         ("security/test_budgets.py",),
     ),
     Mutant(
         "a request that is refused half way keeps its room until it is read",
-        f"{SERVER}/services/paced.py",
+        f"{SERVER}/services/calls.py",
         "call.give_back()",
         "pass",
         ("security/test_budgets.py",),

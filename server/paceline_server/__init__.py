@@ -8,9 +8,8 @@ only the coordinator needs: storage, tokens, budgets. It never imports `paceline
 from __future__ import annotations
 
 from paceline_server import _grpc  # noqa: F401  # before anything else loads grpc: see there
-from paceline_server.app import Coordinator
+from paceline_server.app import Coordinator, serve
 from paceline_server.listening import PortInUse
-from paceline_server.serve import serve
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import StateUnusable
 

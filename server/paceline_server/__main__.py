@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from paceline_server.serve import serve
+from paceline_server.app import serve
 from paceline_server.settings import ServerSettings, token_settings
 
 

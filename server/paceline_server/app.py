@@ -1,7 +1,7 @@
-"""The coordinator as an object: it wires storage, jobs, services, health and reflection to a gRPC server.
+"""The coordinator: it wires storage, jobs, services, health and reflection to a gRPC server.
 
-It runs on whatever event loop starts it and installs no signal handlers, so that a worker or a launcher can embed it;
-`serve` is for a process of its own.
+`Coordinator` runs on whatever event loop starts it and installs no signal handlers, so that a worker or a launcher can
+embed it. `serve` runs one in a process of its own, until SIGTERM or Ctrl-C; then it drains.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
+from collections.abc import Callable
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline_server._grpc import aio
-from paceline_server.budget import Budget
 from paceline_server.dispatcher import Dispatcher, Observer
+from paceline_server.limits import Budget, payer
 from paceline_server.listening import listen
-from paceline_server.security.certificate_files import CertificateKeeper
-from paceline_server.security.exposure import exposure
-from paceline_server.security.payer import payer
-from paceline_server.security.tls import TlsPaths
+from paceline_server.process_limits import raise_file_limit, share_one_heap
+from paceline_server.security.tls import CertificateKeeper, TlsPaths
 from paceline_server.security.token_file import TokenKeeper
-from paceline_server.security.tokens import Tokens
+from paceline_server.security.tokens import Tokens, exposure
 from paceline_server.services.admin import AdminHandlers
 from paceline_server.services.authenticate import AuthenticationInterceptor
-from paceline_server.services.calls import OpenCalls
-from paceline_server.services.paced import PacingInterceptor
+from paceline_server.services.calls import OpenCalls, PacingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
 from paceline_server.services.store import StoreHandlers
@@ -38,7 +37,7 @@ from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -208,3 +207,54 @@ async def _token_keeper(settings: ServerSettings) -> TokenKeeper | None:
     if settings.token is not None:
         return TokenKeeper(Tokens.single(settings.token))
     return None if settings.token_file is None else await TokenKeeper.of_file(settings.token_file)
+
+
+def serve(settings: ServerSettings, announce: Callable[[str], None] | None = None, grace: float = 1.0) -> None:
+    """Serves until SIGTERM or SIGINT; a second one cuts the drain short. One that comes while it starts ends that.
+
+    Args:
+        settings: the coordinator's settings.
+        announce: called with "host:port" once the coordinator listens.
+        grace: seconds for calls in progress to end.
+
+    Raises:
+        PortInUse: somebody listens at the address already.
+        StateUnusable: the state file cannot be used.
+        TlsUnusable, TokensUnusable: of the files that the settings name.
+        OSError: the address cannot be listened at for another reason.
+    """
+    share_one_heap()
+    raise_file_limit()
+    asyncio.run(_serve(settings, announce, grace))
+
+
+async def _serve(settings: ServerSettings, announce: Callable[[str], None] | None, grace: float) -> None:
+    coordinator = Coordinator(settings)
+    asked = [asyncio.Event(), asyncio.Event()]
+
+    def on_signal() -> None:
+        next((event for event in asked if not event.is_set()), asked[-1]).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.create_task(coordinator.start())
+    told = asyncio.create_task(asked[0].wait())
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # it may be a file or a resolver that hangs
+        starting.cancel()
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            return
+    address = starting.result()
+    if announce is not None:
+        announce(address)
+    await told
+    stopping = asyncio.create_task(coordinator.stop(grace))
+    again = asyncio.create_task(asked[1].wait())
+    await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if stopping.done():
+        stopping.result()
+    else:
+        stopping.cancel()

@@ -1,8 +1,8 @@
-"""The shell around the memberships: it owns the clock, the streams and the jobs, and decides nothing.
+"""The shell around the jobs' memberships: it owns the clock, the streams and the jobs, and decides nothing.
 
 Everything runs on one event loop, so nothing is locked. An event goes to its job's `Membership`; the effects that come
 back are performed here, in order, without awaiting anything: pushes go to queues, writes to the storage's thread
-(`keeper`). `timers` sees to it that no deadline is missed.
+(`keeper`). `timers` makes sure that no deadline is missed.
 """
 
 from __future__ import annotations
@@ -44,19 +44,17 @@ from paceline_protocol.coordinator import (
     was_this_member,
 )
 from paceline_server import wire
-from paceline_server.budget import Budget
 from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
-from paceline_server.job import Job
-from paceline_server.keeper import Keeper
-from paceline_server.keyvalue import KeyValues
+from paceline_server.keeper import Job, Keeper
+from paceline_server.key_values import KeyValues, Storeroom
 from paceline_server.knock import Knocks
+from paceline_server.limits import Budget
 from paceline_server.pages import ViewPages
-from paceline_server.pushes import to_message
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import JobForgotten, Storage
-from paceline_server.storeroom import Storeroom
 from paceline_server.streams import SessionStream
 from paceline_server.timers import Timers
+from paceline_server.wire import to_message
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["Dispatcher", "Job", "Observer"]

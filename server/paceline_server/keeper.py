@@ -6,11 +6,14 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from paceline_protocol.coordinator import (
+    Abandonment,
     Event,
     FinishStored,
     ForgetView,
+    Membership,
     StoreEnding,
     StoreFailed,
     StoreFinished,
@@ -19,7 +22,8 @@ from paceline_protocol.coordinator import (
     StoreView,
     ViewStored,
 )
-from paceline_server.job import Job
+from paceline_server.key_values import Storeroom
+from paceline_server.pages import ViewPages
 from paceline_server.storage.base import (
     Change,
     EndingStored,
@@ -34,12 +38,30 @@ from paceline_server.storage.base import (
     ViewFormed,
 )
 
-__all__ = ["Keeper", "Kept"]
+__all__ = ["Job", "Keeper"]
 
 _log = logging.getLogger(__name__)
 
 Kept = StoreView | ForgetView | StoreVerdict | StoreEnding | StoreFinished | StoreReached
 """Effects that are performed here."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One job: what decides about it, and what the shell needs beside."""
+
+    membership: Membership
+    store: Storeroom
+    abandonment: Abandonment
+    door_secret: bytes = field(repr=False)
+    """By which its members know each other, 32 bytes. New in each line; the same after a restart of the coordinator."""
+    reason: str = ""
+    """The policy's sentence as it was last logged."""
+    timer: asyncio.TimerHandle | None = None
+    failed: bool = False
+    """A bug has ended its sessions: nothing is decided about it any more."""
+    pages: ViewPages | None = None
+    """The member list of the last view that was pushed or asked for."""
 
 
 class Keeper:

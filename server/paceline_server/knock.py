@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from paceline_server.apart import start_apart
+from paceline_server.blocking_calls import start_apart
 
 __all__ = ["Knocks", "is_refused"]
 

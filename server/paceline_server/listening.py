@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from paceline_server._grpc import aio, grpc
-from paceline_server.apart import call_apart
+from paceline_server.blocking_calls import call_apart
 
 __all__ = ["PortInUse", "listen"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_protocol import ProtocolSettings
-from paceline_server.memory import usable_bytes
+from paceline_server.process_limits import usable_bytes
 from pacelinepb.pieces import MESSAGE_BYTES
 
 __all__ = ["ServerSettings", "token_settings"]

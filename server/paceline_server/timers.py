@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from paceline_protocol.coordinator import Event, Ticked, Wakefulness
-from paceline_server.job import Job
+from paceline_server.keeper import Job
 
 __all__ = ["Timers"]
 

@@ -1,6 +1,7 @@
-"""Between protobuf messages and the model: what comes in is checked here, once, before anything acts on it (I9).
+"""Converts protobuf messages to the protocol's events, and its effects to messages.
 
-Refuses whatever the .proto comments call a MUST; decides nothing.
+Messages that come in are checked here, once, before anything acts on them (I9): whatever the .proto comments call a
+MUST. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,22 @@ from collections.abc import Iterable
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_protocol import WHOLE, JobSettings, Meet, Process, Progress, Report, Seat, Share, Tag, Verdict
+from paceline_protocol.coordinator import (
+    FailBarrier,
+    PassBarrier,
+    PushCatchUp,
+    PushDismissed,
+    PushDrain,
+    PushFinished,
+    PushMisfit,
+    PushMissing,
+    PushSpare,
+    PushStateLost,
+    PushSummons,
+    PushVerdict,
+    PushWaiting,
+)
+from paceline_server import wire
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
 from pacelinepb import PROTOCOL_VERSION
@@ -24,6 +41,7 @@ __all__ = [
     "check_version",
     "cut",
     "from_duration",
+    "Push",
     "read_job_name",
     "read_meet",
     "read_process",
@@ -31,6 +49,7 @@ __all__ = [
     "read_report",
     "read_settings",
     "to_duration",
+    "to_message",
     "token_hash",
     "write_member",
     "write_process",
@@ -316,3 +335,61 @@ def write_verdict(verdict: Verdict) -> pb.Verdict:
         operation=verdict.operation,
         text=verdict.text,
     )
+
+
+Push = (
+    FailBarrier
+    | PassBarrier
+    | PushCatchUp
+    | PushDismissed
+    | PushDrain
+    | PushFinished
+    | PushMisfit
+    | PushMissing
+    | PushSpare
+    | PushStateLost
+    | PushSummons
+    | PushVerdict
+    | PushWaiting
+)
+"""Effects that are one message to one member."""
+
+
+def to_message(effect: Push) -> pb.SessionResponse:
+    """The message."""
+    match effect:
+        case PassBarrier(_, call):
+            return pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call))
+        case FailBarrier(_, call, reason, text, culprits):
+            failed = pb.BarrierFailed(call=call, reason=reason, text=text, culprits=culprits)
+            return pb.SessionResponse(barrier_failed=failed)
+        case PushWaiting(_, sentence):
+            return pb.SessionResponse(waiting=pb.Waiting(reason=sentence))
+        case PushVerdict(_, verdict):
+            return pb.SessionResponse(verdict=wire.write_verdict(verdict))
+        case PushSummons(_, generation):
+            return pb.SessionResponse(summons=pb.Summons(generation=generation))
+        case PushCatchUp(_, generation, base, donors, share, fingerprint):
+            holders = [pb.Holder(member=wire.write_member(seat), shares=wire.write_shares(has)) for seat, has in donors]
+            order = pb.CatchUp(
+                generation=generation, base=wire.write_tag(base), holders=holders, fingerprint=fingerprint
+            )
+            if share is not None:
+                order.share.CopyFrom(*wire.write_shares([share]))
+            return pb.SessionResponse(catch_up=order)
+        case PushMisfit(_, donor):
+            return pb.SessionResponse(misfit=pb.Misfit(donor=wire.write_member(donor)))
+        case PushMissing(_, processes):
+            missing = pb.Missing(processes=[wire.write_process(process) for process in processes])
+            return pb.SessionResponse(missing=missing)
+        case PushDrain(_, why):
+            return pb.SessionResponse(drain=pb.Drain(reason=why))
+        case PushDismissed(_, last):
+            return pb.SessionResponse(dismissed=pb.Dismissed(last=last))
+        case PushSpare(_, generation):
+            why = f"generation {generation} has no seat for it"
+            return pb.SessionResponse(spare=pb.Spare(reason=why, generation=generation))
+        case PushStateLost(_, why):
+            return pb.SessionResponse(state_lost=pb.StateLost(reason=why))
+        case PushFinished(_, step):
+            return pb.SessionResponse(finished=pb.Finished(step=step))

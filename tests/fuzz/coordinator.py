@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 from fuzz.wire import pack_chunks, unpack_chunks
 from paceline_protocol import Ending, Seat, Verdict, View
 from paceline_server import wire
-from paceline_server.budget import Budget
 from paceline_server.errors import Refused
-from paceline_server.keyvalue import KeyValues
+from paceline_server.key_values import KeyValues
+from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
 from paceline_server.storage import schema
 from paceline_server.storage.base import (

@@ -13,9 +13,8 @@ import pytest
 from grpc.aio._server import Server
 
 from paceline_server import Coordinator, ServerSettings
-from paceline_server.security import certificate_files
-from paceline_server.security.certificate_files import CertificateKeeper
-from paceline_server.security.tls import TlsPaths, TlsUnusable
+from paceline_server.security import tls
+from paceline_server.security.tls import CertificateKeeper, TlsPaths, TlsUnusable
 from paceline_server.storage.memory import MemoryStorage
 from support.certificates import make_folder
 from support.coordinator import run
@@ -82,7 +81,7 @@ def test_an_end_that_comes_while_it_starts_leaves_nothing_open(tmp_path: Path, m
         with pytest.raises(asyncio.CancelledError):
             await starting
 
-    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    monkeypatch.setattr(tls, "LOOK_S", 0.01)
     run(main)
     assert storage.closed == 1
     wait_for_no_watcher()
@@ -93,7 +92,7 @@ def test_an_end_that_comes_while_it_starts_leaves_nothing_open(tmp_path: Path, m
 def test_whatever_a_look_at_certificates_raises_the_next_one_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    monkeypatch.setattr(tls, "LOOK_S", 0.01)
     paths = TlsPaths.of(ServerSettings(**make_folder(tmp_path / "tls").server()))
     assert paths is not None
     first, looks, enough = paths.read(), [0], threading.Event()

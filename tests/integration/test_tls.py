@@ -31,7 +31,7 @@ from paceline.links.grpc_door import Door
 from paceline.links.grpc_knock import Knocker
 from paceline.testing import coordinator
 from paceline_server import ServerSettings
-from paceline_server.security import certificate_files
+from paceline_server.security import tls
 from paceline_server.security.tls import TlsPaths
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
@@ -137,7 +137,7 @@ def test_a_certificate_that_is_made_anew_needs_no_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New connections get it, those that are there stay; a slip in the files leaves the last one in force."""
-    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
+    monkeypatch.setattr(tls, "LOOK_S", 0.01)
     folder = make_folder(tmp_path / "tls")
     ca, cert, key = (folder.path / name for name in ("ca.pem", "coordinator.pem", "coordinator.key"))
 
@@ -172,8 +172,8 @@ def test_certificate_files_that_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A look that hangs holds nobody up; at the start it has an end, and names the files."""
-    monkeypatch.setattr(certificate_files, "LOOK_S", 0.01)
-    monkeypatch.setattr(certificate_files, "FIRST_S", 0.2)
+    monkeypatch.setattr(tls, "LOOK_S", 0.01)
+    monkeypatch.setattr(tls, "FIRST_S", 0.2)
     folder = make_folder(tmp_path / "tls")
     cert = folder.path / "coordinator.pem"
     with coordinator(**folder.server()) as address, hanging(cert), join(address, folder.credentials):

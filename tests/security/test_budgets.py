@@ -15,7 +15,7 @@ import paceline_server.app
 from paceline import errors
 from paceline_server import Coordinator
 from paceline_server._grpc import aio
-from paceline_server.budget import Budget
+from paceline_server.limits import Budget
 from paceline_server.services.calls import CALL_BYTES
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Change, KeySet

@@ -12,7 +12,7 @@ import pytest
 from paceline_protocol.coordinator import Event, Membership, Ticked
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
-from paceline_server.storeroom import Storeroom
+from paceline_server.key_values import Storeroom
 from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub

@@ -29,7 +29,7 @@ from paceline_protocol.coordinator import (
 )
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import Refused
-from paceline_server.job import Job
+from paceline_server.keeper import Job
 from paceline_server.services.session import SessionHandlers
 from paceline_server.settings import ServerSettings
 

@@ -31,8 +31,7 @@ from paceline_protocol import (
     _seating,
 )
 from paceline_protocol.coordinator import JobState, Session, StoreView, ViewStored
-from paceline_server.job import Job
-from paceline_server.keeper import Keeper, Kept
+from paceline_server.keeper import Job, Keeper, Kept
 
 HARSH = Shape(members=(2, 4), steps=(4, 8), faults=(3, 9))
 FEW = replace(HARSH, members=(2, 3), faults=(5, 9))

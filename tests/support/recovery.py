@@ -30,8 +30,8 @@ from paceline_protocol.coordinator import (
     ViewStored,
 )
 from paceline_server.pages import ViewPages
-from paceline_server.pushes import Push, to_message
 from paceline_server.settings import ServerSettings
+from paceline_server.wire import Push, to_message
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

@@ -48,7 +48,7 @@ _COORDINATOR = """
 import json, sys
 from pathlib import Path
 from paceline_server import ServerSettings
-from paceline_server.serve import serve
+from paceline_server.app import serve
 
 settings = json.loads(sys.argv[1])
 settings |= {name: Path(text) for name, text in settings.items() if isinstance(text, str)}

@@ -35,9 +35,9 @@ def run_coordinator(
             reach the address, need neither, and that is not wanted (`insecure`).
         OSError: the port is in use, or the state file cannot be used.
     """
+    from paceline_server.app import serve
     from paceline_server.security.tls import TlsUnusable
     from paceline_server.security.tokens import TokensUnusable
-    from paceline_server.serve import serve
     from paceline_server.settings import ServerSettings, token_settings
 
     where = endpoint(listen)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from paceline_server.apart import call_apart, start_apart
+from paceline_server.blocking_calls import call_apart, start_apart
 from paceline_server.security.tokens import Tokens, TokensUnusable
 from pacelinepb.private_files import FileTooOpen, read_private
 

@@ -1,4 +1,4 @@
-"""Reads the file of tokens, and says what a caller with a token may do. Pure.
+"""Reads the file of tokens, says what a caller with a token may do, and warns if others can reach an address. Pure.
 
 Tokens are kept as SHA-256 digests only, and a caller's token is compared with every one of them in constant time: the
 time shows neither which one matches nor its length.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
+from paceline_server.settings import ServerSettings
 
-__all__ = ["MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Grant", "Role", "Tokens", "TokensUnusable"]
+__all__ = ["exposure", "Grant", "MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Role", "Tokens", "TokensUnusable"]
 
 MIN_TOKEN_CHARACTERS = 16
 """A shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
@@ -184,3 +186,28 @@ def _check(token: str, what: str) -> None:
         )
     if not all("!" <= character <= "~" for character in token):
         raise TokensUnusable(f"{what} has characters other than printable ASCII")
+
+
+def exposure(settings: ServerSettings) -> str | None:
+    """A warning if others can reach this coordinator without a token or can read what is sent; None if not."""
+    host, _, _ = settings.listen.rpartition(":")
+    if _is_loopback(host.strip("[]")):
+        return None
+    if not settings.wants_token and settings.tls_ca is None:
+        return (
+            f"whoever reaches {settings.listen} may join, read and stop every job: nobody is authenticated. Set "
+            "PACELINE_TOKEN or --token-file, and --tls-cert and --tls-key (paceline certs makes them)"
+        )
+    if settings.tls_cert is None:
+        return (
+            f"the token can be read on the wire to {settings.listen}: nothing is encrypted. Set --tls-cert and "
+            "--tls-key (paceline certs makes them)"
+        )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

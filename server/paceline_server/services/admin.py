@@ -8,8 +8,9 @@ from typing import Any
 from paceline_protocol.coordinator import DrainAsked, Membership, RestartAsked, Session, Standing, spares
 from paceline_server import wire
 from paceline_server._grpc import aio
-from paceline_server.dispatcher import Dispatcher, Job
+from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import LimitMet, NotFound
+from paceline_server.keeper import Job
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceServicer

@@ -1,20 +1,36 @@
-"""What open calls take of the coordinator's memory, counted for the payer of each.
+"""Serves calls at a pace, and within its payer's share of the coordinator's memory.
 
-A call costs `CALL_BYTES` from its first moment, which covers one message that is not complete yet: grpc holds it before
-any handler sees it. Further messages of a request, and the answer, are counted as they come.
+*Pace.* grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes. So
+unary handlers are served as streams: the request is read here, within a time limit. A call waits for its turn before
+anything of it is read, also one that will be refused for want of a token: a refusal costs as much as an answer.
 
-Calls that last leave their payer room for one that does not: a key that a thousand calls wait for can be set.
+*Memory.* A call costs `CALL_BYTES` from its first moment, which covers one message that is not complete yet: grpc holds
+it before any handler sees it. Further messages of a request, and the answer, are counted as they come. Calls that last
+leave their payer room for one that does not: a key that a thousand calls wait for can still be set.
+
+A long request comes as several messages (`pacelinepb.pieces`). Its handler gets it whole, as if it were one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from paceline_server.budget import Budget
-from paceline_server.errors import NoRoom
+from google.protobuf.message import Message
 
-__all__ = ["CALL_BYTES", "OpenCall", "OpenCalls"]
+from paceline_server._grpc import EOF, aio, grpc
+from paceline_server.errors import LimitMet, NoRoom
+from paceline_server.limits import Budget, Pacers
+from paceline_server.services.authenticate import authorization_of
+from paceline_server.services.probes import PROBE, Probes
+from paceline_server.services.refusals import refuse
+from paceline_server.settings import ServerSettings
+from pacelinepb.v1 import store_pb2
+
+__all__ = ["CALL_BYTES", "OpenCall", "OpenCalls", "PacingInterceptor"]
 
 CALL_BYTES = 48 << 10
 """Of an open call, whatever it does: a `Get` that waits takes some 27 KB, and grpc may have 16 KiB unread."""
@@ -102,3 +118,161 @@ class OpenCall:
             NoRoom: there is no room for it.
         """
         self.take(_TIMES * size)
+
+
+_Serve = Callable[[Any, "aio.ServicerContext[Any, Any]", OpenCall], Awaitable[None]]
+_Read = Callable[["aio.ServicerContext[Any, Any]", OpenCall], Awaitable[Any]]
+
+_STORE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
+
+_LONG = frozenset(f"/{_STORE.full_name}/{method.name}" for method in _STORE.methods if method.client_streaming)
+"""Calls whose request may come as several messages."""
+
+_LASTING = frozenset(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait"))
+"""Calls with one answer that wait for others, as streams do."""
+
+_MOST_PAYERS = 20_000
+"""Payers whose pace is remembered: each takes 0.3 KB."""
+
+
+class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Paces calls by payer, but for probes. Messages of a session's stream are paced where they are read.
+
+    Args:
+        settings: the rates, and how long a request may be and may take to come in.
+        calls: the open calls.
+        payer_of: gives the payer of a call, from its `authorization` and its peer.
+    """
+
+    def __init__(self, settings: ServerSettings, calls: OpenCalls, payer_of: Callable[[str | None, str], str]) -> None:
+        self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_PAYERS)
+        self._settings = settings
+        self._calls = calls
+        self._payer_of = payer_of
+        self._probes = Probes()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Makes calls wait for their turn."""
+        handler = await continuation(handler_call_details)
+        if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
+            return handler
+        method, authorization = handler_call_details.method, authorization_of(handler_call_details)
+        lasts = handler.unary_unary is None or method in _LASTING
+        is_long, parse = method in _LONG, handler.request_deserializer
+        read = self._merged(parse) if is_long else _message
+        if handler.unary_unary is not None:
+            serve = self._answering(handler.unary_unary, read)
+        elif handler.unary_stream is not None:
+            serve = self._reading(handler.unary_stream, read)
+        else:
+            assert handler.stream_stream is not None, "no service here has such a method"
+            serve = _streaming(handler.stream_stream)
+
+        async def probe(_: object, context: aio.ServicerContext[Any, Any]) -> None:
+            await self._probes.serve(handler.unary_unary, context)
+
+        async def count(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            payer = self._payer_of(authorization, context.peer())
+            try:
+                with self._calls.one(payer, lasts) as call:
+                    await self._turn(payer)
+                    await serve(requests, context, call)
+            except NoRoom as refused:
+                await refuse(context, refused)
+
+        async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            try:
+                await (probe if method == PROBE else count)(requests, context)
+            except aio.AbortError as ended:
+                # grpc keeps the exception with the call, and its traceback refers to the call: a cycle, which would
+                # keep the request in memory until the garbage collector runs.
+                ended.__context__ = None
+                raise ended.with_traceback(None) from None
+
+        paced: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+            handle, None if is_long else parse, handler.response_serializer
+        )
+        return paced
+
+    def _answering(self, inner: Any, read: _Read) -> _Serve:
+        async def answer(request: Any, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
+            response = await inner(request, context)
+            call.take_message(len(response) if isinstance(response, bytes) else response.ByteSize())
+            await context.write(response)
+
+        return self._reading_for(answer, read)
+
+    def _reading(self, inner: Any, read: _Read) -> _Serve:
+        """For a handler that takes one request and writes its answers to the context."""
+        return self._reading_for(lambda request, context, _: inner(request, context), read)
+
+    def _reading_for(self, inner: Callable[[Any, Any, OpenCall], Awaitable[None]], read: _Read) -> _Serve:
+        patience = self._settings.first_message_time
+
+        async def serve(_: object, context: aio.ServicerContext[Any, Any], call: OpenCall) -> None:
+            request: object = EOF
+            try:
+                async with asyncio.timeout(patience):
+                    request = await read(context, call)
+            except TimeoutError:
+                text = f"the request did not come in within {patience:g} s; other callers need its room"
+                await refuse(context, NoRoom(text))  # a worker that was cut off or stopped makes the call again
+            if request is EOF:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
+            await inner(request, context, call)
+
+        return serve
+
+    def _merged(self, parse: Any) -> _Read:
+        """Reads a request that may come as several messages. Protobuf merges messages whose bytes are joined."""
+        most = self._settings.longest_request
+
+        async def read(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:
+            data: list[bytes] = []
+            size = 0
+            while (message := await context.read()) is not EOF:
+                size += len(message)
+                if size > most:
+                    await refuse(context, LimitMet(f"a request of this call has at most {most:,} bytes"))
+                try:
+                    call.take_message(len(message))
+                except NoRoom:
+                    data.clear()
+                    call.give_back()
+                    while await context.read() is not EOF:  # or grpc's client reports that a write failed, and not why
+                        await self._turn(call.payer)
+                    raise
+                data.append(message)
+                await self._turn(call.payer)
+            return parse(b"".join(data)) if data else EOF
+
+        return read
+
+    async def _turn(self, payer: str) -> None:
+        """Waits if the payer calls, or sends messages of requests, faster than it may."""
+        if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
+            await asyncio.sleep(delay)
+
+
+async def _message(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:
+    """A request that is one message."""
+    request: Any = await context.read()
+    call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
+    return request
+
+
+def _streaming(inner: Any) -> _Serve:
+    """For a handler of a stream: it reads and writes through the context, or takes requests and yields answers."""
+
+    async def serve(requests: Any, context: aio.ServicerContext[Any, Any], _: OpenCall) -> None:
+        await inner(requests, context)
+
+    async def generate(requests: Any, context: aio.ServicerContext[Any, Any], _: OpenCall) -> None:
+        async for answer in inner(requests, context):
+            await context.write(answer)
+
+    return generate if inspect.isasyncgenfunction(inner) else serve

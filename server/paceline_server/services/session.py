@@ -10,7 +10,7 @@ from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest, TimedOut
-from paceline_server.pacing import Pacer
+from paceline_server.limits import Pacer
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
 

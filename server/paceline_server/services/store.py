@@ -7,8 +7,9 @@ from typing import Any
 
 from paceline_server import wire
 from paceline_server._grpc import aio, grpc
-from paceline_server.dispatcher import Dispatcher, Job
+from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest, LimitMet
+from paceline_server.keeper import Job
 from paceline_server.storage.base import Change
 from pacelinepb.v1 import store_pb2 as pb
 

@@ -57,7 +57,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
 def test_a_coordinator_is_told_how_long_to_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServerSettings] = []
     monkeypatch.setattr(
-        importlib.import_module("paceline_server.serve"), "serve", lambda settings, announce: served.append(settings)
+        importlib.import_module("paceline_server.app"), "serve", lambda settings, announce: served.append(settings)
     )
     monkeypatch.setattr(logging.getLogger("paceline_server.app"), "setLevel", lambda level: None)
     for arguments in ([], ["--settle-time", "7.5"]):

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_server.budget import Budget
 from paceline_server.errors import NoRoom
-from paceline_server.memory import usable_bytes
-from paceline_server.security.payer import payer
+from paceline_server.limits import Budget, payer
+from paceline_server.process_limits import usable_bytes
 from paceline_server.security.tokens import Tokens
 from paceline_server.services.calls import CALL_BYTES, OpenCalls
 

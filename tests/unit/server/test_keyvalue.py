@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
-from paceline_server.budget import Budget
 from paceline_server.errors import BadRequest, LimitMet, SessionEnded, TimedOut
-from paceline_server.keyvalue import KeyValues
+from paceline_server.key_values import KeyValues, Storeroom
+from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import KeyDeleted, KeySet
-from paceline_server.storeroom import Storeroom
 from support.coordinator import run
 
 

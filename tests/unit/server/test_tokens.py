@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.security import token_file
-from paceline_server.security.exposure import exposure
 from paceline_server.security.token_file import TokenKeeper, read_tokens
-from paceline_server.security.tokens import MAX_TOKENS, Grant, Role, Tokens, TokensUnusable
+from paceline_server.security.tokens import MAX_TOKENS, Grant, Role, Tokens, TokensUnusable, exposure
 from paceline_server.services.authenticate import JOB_OF, LIST_JOBS, role_for
 from paceline_server.settings import ServerSettings, token_settings
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2

@@ -1,22 +1,27 @@
-"""The key-value store of one job: values, limits, and answers to repeated calls. Pure: no waiting, no disk.
+"""The key-value store of one job, and the calls that wait for keys.
 
-A call that changes by what is there (`add`, `compare_set`) may be repeated by a client that lost the answer; the last
-few answers of each member are kept, so that a repeat is answered as the first was and changes nothing. No value is kept
-with them: a repeat has the one that it wanted to set, or lost to.
+`KeyValues` is pure: values, limits, and answers to repeated calls. A call that changes a value depending on the
+present one (`add`, `compare_set`) may be repeated by a client that lost the answer; the last few answers of each member
+are kept, so that a repeat is answered as the first call was and changes nothing. No value is kept with them: a repeat
+has the one that it wanted to set, or lost to.
+
+The shell around it keeps a future for each call that waits, filed under its key and under its member: a write to the
+key wakes it, and so does the end of the member's session or of the coordinator. Nothing polls.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 
-from paceline_server.budget import Budget
-from paceline_server.errors import BadRequest, LimitMet
+from paceline_server.errors import BadRequest, LimitMet, Refused, TimedOut
+from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Change, KeyDeleted, KeySet
 
-__all__ = ["KeyValues"]
+__all__ = ["KeyValues", "Storeroom"]
 
 _INTEGER = re.compile(rb"-?[0-9]{1,19}", re.ASCII)
 _INT64 = 1 << 63
@@ -148,3 +153,83 @@ class KeyValues:
 
 def _size(key: str, value: bytes) -> int:
     return _KEY_BYTES + len(key.encode()) + len(value)
+
+
+_NAMED = 10
+"""Missing keys that a refusal names, at most."""
+
+
+class Storeroom:
+    """The store of one job and the calls that wait in it.
+
+    Args:
+        values: the store.
+    """
+
+    def __init__(self, values: KeyValues) -> None:
+        self.values = values
+        self._by_key: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._by_member: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait."""
+        return sum(len(futures) for futures in self._by_member.values())
+
+    async def until_there(self, member_id: str, keys: Iterable[str], timeout: float) -> None:
+        """Waits until all keys exist at one time.
+
+        Args:
+            member_id: the member that waits.
+            keys: the keys.
+            timeout: seconds.
+
+        Raises:
+            TimedOut: some keys are missing; the text names them.
+            Refused: the one that `end` or `drain` was called with.
+        """
+        wanted = list(dict.fromkeys(keys))
+        try:
+            async with asyncio.timeout(timeout):
+                while missing := next((key for key in wanted if key not in self.values), None):
+                    await self._changed(member_id, missing)
+        except TimeoutError:
+            lacking = [key for key in wanted if key not in self.values]
+            named = ", ".join(repr(key) for key in lacking[:_NAMED])
+            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+            raise TimedOut(f"not set within {timeout:g} s: {named}{more}") from None
+
+    async def _changed(self, member_id: str, key: str) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._by_key[key].add(future)
+        self._by_member[member_id].add(future)
+        try:
+            await future
+        finally:
+            _discard(self._by_key, key, future)
+            _discard(self._by_member, member_id, future)
+
+    def wake(self, key: str) -> None:
+        """The key has been set."""
+        for future in self._by_key.pop(key, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def end(self, member_id: str, refusal: Refused) -> None:
+        """The member's session has ended: its waits end with `refusal`, its answers are forgotten."""
+        for future in self._by_member.pop(member_id, ()):
+            if not future.done():
+                future.set_exception(refusal)
+        self.values.forget(member_id)
+
+    def drain(self, refusal: Refused) -> None:
+        """Ends all waits."""
+        for member_id in list(self._by_member):
+            self.end(member_id, refusal)
+
+
+def _discard(table: defaultdict[str, set[asyncio.Future[None]]], key: str, future: asyncio.Future[None]) -> None:
+    if futures := table.get(key):
+        futures.discard(future)
+        if not futures:
+            del table[key]

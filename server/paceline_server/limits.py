@@ -1,0 +1,157 @@
+"""How much of the coordinator's memory and time one payer gets, and who the payer of a call is. Pure.
+
+*Memory.* A payer may hold at most as much as is left free: one that takes all it can gets half, two get a third each,
+and the next one finds as much free (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
+Switches", 1998). So no memory is set aside for payers that do not use it, and none can take everything.
+
+*Time.* A payer that sends faster than its rate is read more slowly. No caller is refused for being fast: an honest
+burst is delayed for a moment, and a flood waits in its sender's own buffers (HTTP/2 flow control) while all others are
+served.
+
+*Payer.* The jobs that the call's token is good for, on all connections; or else the caller's address. So all calls of
+one job count together, and opening more connections does not help. A token for all jobs does not tell the job, so
+callers that show one are told apart by their addresses. So are callers without a valid token; they are separate payers
+even at an address that others share.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Hashable
+from urllib.parse import unquote
+
+from paceline_server.errors import Unauthenticated
+from paceline_server.security.tokens import Tokens
+
+__all__ = ["Budget", "Pacer", "Pacers", "payer"]
+
+
+class Budget:
+    """Bytes, and how many each payer holds.
+
+    Args:
+        total: bytes for all payers together.
+
+    Attributes:
+        total: as given.
+        used: bytes that are held.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self._held: dict[Hashable, int] = {}
+
+    def held(self, who: Hashable) -> int:
+        """Bytes that a payer holds."""
+        return self._held.get(who, 0)
+
+    def take(self, who: Hashable, size: int, spare: int = 0) -> bool:
+        """Gives a payer more bytes. Gives none, and returns False, if it would then hold more than is left free.
+
+        Args:
+            who: the payer.
+            size: bytes.
+            spare: bytes that the payer must be able to take afterwards.
+        """
+        most = size + spare
+        if self.held(who) + most > self.total - self.used - most:
+            return False
+        self.add(who, size)
+        return True
+
+    def add(self, who: Hashable, size: int) -> None:
+        """Counts bytes that a payer holds already, or gives back (below 0)."""
+        self.used += size
+        self._held[who] = self.held(who) + size
+        if not self._held[who]:
+            del self._held[who]
+
+
+class Pacer:
+    """A token bucket: so many messages at once, then so many a second.
+
+    Args:
+        rate: messages a second.
+        burst: messages that may come at once.
+        now: the time, in seconds.
+    """
+
+    __slots__ = ("_at", "_burst", "_rate", "_tokens")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._tokens = burst
+        self._at = now
+
+    def delay(self, now: float) -> float:
+        """Counts one message; returns the seconds to wait before it is served, 0 in most cases."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate) - 1.0
+        self._at = now
+        return max(0.0, -self._tokens / self._rate)
+
+
+class Pacers:
+    """A pacer for each caller. Those that have been quiet longest are forgotten first, and start with a full bucket.
+
+    Args:
+        rate, burst: of each.
+        most: callers that are remembered.
+    """
+
+    def __init__(self, rate: float, burst: float, most: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._most = most
+        self._pacers: OrderedDict[Hashable, Pacer] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pacers)
+
+    def delay(self, caller: Hashable, now: float) -> float:
+        """See `Pacer.delay`."""
+        pacer = self._pacers.get(caller)
+        if pacer is None:
+            pacer = self._pacers[caller] = Pacer(self._rate, self._burst, now)
+            if len(self._pacers) > self._most:
+                self._pacers.popitem(last=False)
+        self._pacers.move_to_end(caller)
+        return pacer.delay(now)
+
+
+_IPV6_HOST_BITS = 64
+"""A host with one IPv6 address mostly has all addresses that differ only in these bits (RFC 6177)."""
+
+
+def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
+    """The payer, in words.
+
+    Args:
+        tokens: the valid ones; None if callers need none.
+        authorization: as for `Tokens.grant`.
+        peer: where the call comes from, as grpc says it: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
+    """
+    address = _address(peer)
+    if tokens is None:
+        return address
+    try:
+        jobs = tokens.grant(authorization).jobs
+    except Unauthenticated:
+        return f"strangers at {address}"
+    return address if jobs is None else f"job{'s'[: len(jobs) - 1]} {', '.join(map(repr, sorted(jobs)))}"
+
+
+def _address(peer: str) -> str:
+    kind, _, rest = unquote(peer).partition(":")
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return kind
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 128 - _IPV6_HOST_BITS), strict=False))
+    return str(address)
