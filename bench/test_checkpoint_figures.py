@@ -56,7 +56,7 @@ def test_writing_beside_dd(tmp_path: Path) -> None:
 
 
 def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
-    """256 MiB of state; a step computes for 0.15 s in one thread, then changes all of it behind `settle`."""
+    """256 MiB of state; a step computes for 0.15 s in one thread, then changes all of it behind `wait_until_copied`."""
     arrays = state(256 * MIB)
     a = np.ones(1 << 15)
 
@@ -78,7 +78,7 @@ def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
         stall = perf_counter() - start
         beside = compute()
         before = perf_counter()
-        writer.settle()
+        writer.wait_until_copied()
         stall += perf_counter() - before
         for array in arrays.values():
             array += 1
@@ -124,7 +124,7 @@ with paceline.join() as session, tempfile.TemporaryDirectory() as own:
         stall = time.perf_counter() - start
         compute(0.15)
         before = time.perf_counter()
-        saver.settle()
+        saver.wait_until_copied()
         stall += time.perf_counter() - before
         while group.all_reduce(np.array([saver.is_writing], float))[0]:  # as a step's word tells it
             compute(0.005)

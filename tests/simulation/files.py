@@ -144,7 +144,7 @@ class ShardedSaver:
             self._thread = self._process.thread(self._write)
             self._thread.start()
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         pass
 
     @property

@@ -89,7 +89,7 @@ class ShardedSaver:
         saver = paceline.checkpoint.ShardedSaver(directory, group)
         saver.begin(state, tag)        # after an update
         ...                            # forward and backward
-        saver.settle()                 # before the next update
+        saver.wait_until_copied()      # before the next update
         ...
         saver.finish()                 # some steps later
 
@@ -119,9 +119,9 @@ class ShardedSaver:
         attempt.begin(self._writer)
         self._attempt = attempt
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Waits until what is saved has been copied: from here on it may change. Communicates nothing."""
-        self._writer.settle()
+        self._writer.wait_until_copied()
 
     @property
     def is_writing(self) -> bool:

@@ -1,9 +1,9 @@
-"""One rank's part on its way to the disk: one pass over memory, checksums beside it; or behind the caller.
+"""Writes one rank's part of a checkpoint: one pass over memory, with checksums; in the background if wanted.
 
 `PartWriter` has a thread copy the pieces, then write the copies. The copy is made while the caller computes: between
-two updates nothing changes what is saved. A caller that knows when the next update comes calls `settle` just before it,
-and finds the copy made; another calls it at once, and waits for the copy. The memory of the copies is kept for the next
-time: the size of a second state, and no more.
+two updates nothing changes what is saved. A caller that knows when the next update comes calls `wait_until_copied` just
+before it, and finds the copy made; another calls it at once, and waits. The memory of the copies is kept for the next
+checkpoint: the size of a second state, and no more.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class PartWriter:
     """Writes parts, one after the other. For one thread.
 
     writer.begin(directory, tag, attempt, rank, world, pieces)
-    ...                   # computes; the arrays of the pieces do not change
-    writer.settle()       # they may change from here on
+    ...                         # computes; the arrays of the pieces do not change
+    writer.wait_until_copied()  # they may change from here on
     ...
     part = writer.wait()
     """
@@ -118,8 +118,8 @@ class PartWriter:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
-        self._settled = Latch()
-        self._settled.set()
+        self._copied = Latch()
+        self._copied.set()
         self._part: Part | None = None
         self._error: Exception | None = None
 
@@ -131,20 +131,20 @@ class PartWriter:
         """
         if self._thread is not None:
             raise StepOrderError("a part of a checkpoint is still being written: wait() for it first")
-        self._settled = Latch()
+        self._copied = Latch()
         self._part = self._error = None
         arguments = directory, tag, attempt, number, parts, pieces
         thread = threading.Thread(target=self._run, args=arguments, name="paceline-checkpoint")
         try:
             thread.start()
         except BaseException:
-            self._settled.set()  # nobody copies anything
+            self._copied.set()  # nobody copies anything
             raise
         self._thread = thread
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Waits until the arrays may change: a copy at the speed of memory, of which most is done by then."""
-        self._settled.wait()
+        self._copied.wait()
 
     @property
     def is_writing(self) -> bool:
@@ -170,12 +170,12 @@ class PartWriter:
     def _run(self, directory: Path, tag: Tag, attempt: str, number: int, parts: int, pieces: Sequence[Piece]) -> None:
         try:
             copies = self._copy(pieces)
-            self._settled.set()
+            self._copied.set()
             self._part = write_part(directory, tag, attempt, number, parts, copies)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._error = error
         finally:
-            self._settled.set()
+            self._copied.set()
 
     def _copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         size = sum(piece.values.nbytes for piece in pieces)

@@ -364,7 +364,7 @@ class JointSaver(Saver):
     def wait_until_copied(self) -> None:
         """See `Saver.wait_until_copied`."""
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait_until_copied()
 
     @property
     def is_writing(self) -> bool:

@@ -39,7 +39,7 @@ def test_what_changes_after_settle_is_not_in_it(tmp_path: Path, monkeypatch: pyt
         changed.clear()
         open_folder(tmp_path / attempt, TAG, attempt)
         writer.begin(tmp_path / attempt, TAG, attempt, 0, 1, pieces_of(arrays, 0, 1))
-        writer.settle()
+        writer.wait_until_copied()
         assert writer.is_writing
         for array in arrays.values():
             array[...] = 0
@@ -57,7 +57,7 @@ def test_an_error_is_told_once_and_the_writer_goes_on(tmp_path: Path) -> None:
     writer = PartWriter()
     pieces = pieces_of({"x": np.arange(10)}, 0, 1)
     writer.begin(tmp_path, TAG, "nobodyopened", 0, 1, pieces)
-    writer.settle()
+    writer.wait_until_copied()
     with pytest.raises(StepOrderError, match="still being written"):
         writer.begin(tmp_path, TAG, "x", 0, 1, pieces)
     with pytest.raises(FileNotFoundError):

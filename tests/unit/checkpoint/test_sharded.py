@@ -270,7 +270,7 @@ def test_saved_beside_training(tmp_path: Path) -> None:
             saver.finish()
         for step in range(1, 4):
             saver.begin({"w": w, "step": step}, (1, step))
-            saver.settle()
+            saver.wait_until_copied()
             w += 1
             with pytest.raises(StepOrderError, match="finish"):
                 saver.begin({}, (9, 9))
