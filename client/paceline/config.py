@@ -48,7 +48,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_LINKS": "kinds of links that may be used, separated by commas (default: 'shm,tcp,grpc'); grpc always may",
     "PACELINE_TCP_STREAMS": "TCP connections of one link in each direction, 1 to 16 (default: 1): several are "
     "faster if the delay is long",
-    "PACELINE_TUNING": "file with a table of schedules, from `paceline bench --tune`; all members need the same",
+    "PACELINE_TUNING": "file with a table of schedules, from `paceline bench --tune-out`; all members need the same",
 }
 """Every variable that Paceline reads, and its meaning."""
 

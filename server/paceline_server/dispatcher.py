@@ -47,9 +47,9 @@ from paceline_server import wire
 from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
 from paceline_server.keeper import Job, Keeper
 from paceline_server.key_values import KeyValues, Storeroom
-from paceline_server.knock import Knocks
 from paceline_server.limits import Budget
 from paceline_server.pages import ViewPages
+from paceline_server.probe_address import AddressProbes
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.streams import SessionStream
@@ -101,7 +101,7 @@ class Dispatcher:
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
         self._emptied = asyncio.Event()  # no stream is left of those that were there when it began to stop
-        self._knocks = Knocks()
+        self._address_probes = AddressProbes()
         self._keeper = Keeper(storage, self._apply_alone)
         self._timers: Timers | None = None
 
@@ -157,7 +157,7 @@ class Dispatcher:
             self._timers.stop()
         for job in self.jobs.values():
             job.store.drain(Draining("the coordinator is stopping"))
-        self._knocks.close()
+        self._address_probes.close()
         for stream in self._streams.values():
             stream.close(Draining("the coordinator is stopping"))
 
@@ -280,7 +280,7 @@ class Dispatcher:
             self.apply(job, StreamEnded(stream.member_id, stream.number))
             if session is not None and session.stream is None:
                 gone = functools.partial(self._apply_alone, job, AddressRefused(stream.member_id))
-                self._knocks.at(session.address, gone)
+                self._address_probes.at(session.address, gone)
 
     def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
         """A launcher saw a process end. Returns whether a live member of the job is that process."""

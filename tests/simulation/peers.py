@@ -32,7 +32,7 @@ class Peers:
     async def take_state(
         self, job: str, tag: Tag, donors: Sequence[Peer], own: Any, patience: float, credentials: Any
     ) -> Copy:
-        """See `take.take_state`."""
+        """See `peer_calls.take_state`."""
         taker = self._asker()
         failures = []
         for peer in self._world.rng.sample(donors, len(donors)):
@@ -52,7 +52,7 @@ class Peers:
     async def take_shards(
         self, job: str, tag: Tag, holders: Sequence[Holder], plan: Plan, patience: float, credentials: Any
     ) -> None:
-        """See `take_shards.take_shards`."""
+        """See `peer_calls.take_shards`."""
         if not plan.wanted:
             return
         taker = self._asker()
@@ -80,7 +80,7 @@ class Peers:
     async def out_of_reach(
         self, job: str, members: Sequence[Peer], own: Any, patience: float, credentials: Any
     ) -> list[str]:
-        """See `take.out_of_reach`: from here to there, and back."""
+        """See `peer_calls.out_of_reach`: from here to there, and back."""
         asker, network = self._asker(), self._world.network
         self._world.moment("knock")
         started, troubles, longest = self._world.clock.now, [], 0.0
@@ -99,7 +99,7 @@ class Peers:
         return troubles
 
     async def get_manifest(self, job: str, donor: Peer, patience: float, credentials: Any) -> bytes:
-        """See `take.get_manifest`: all are alike here."""
+        """See `peer_calls.get_manifest`: all are alike here."""
         raise AssertionError("no member trains anything else")
 
     def _asker(self) -> Process:

@@ -90,7 +90,7 @@ class _Calls:
     async def open_stream(
         self, channel: Any, first: pb.SessionRequest, metadata: Any, timeout: float
     ) -> tuple[Any, pb.SessionResponse]:
-        """See `stream.open_stream`."""
+        """See `connection.open_stream`."""
         process = _process()
         await asyncio.sleep(self._world.delay(0.001, 0.02))
         async with asyncio.timeout(max(0.1, timeout)):
@@ -161,7 +161,7 @@ class _Calls:
 
 
 class _Knocks:
-    """`knock.Knocks`: is anybody at that address?"""
+    """`probe_address.AddressProbes`: is anybody at that address?"""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -240,7 +240,7 @@ def installed(world: World) -> Iterator[None]:
                 compare_digest=lambda one, other: one == other,
             ),
         ),
-        (dispatcher, "Knocks", lambda: _Knocks(world)),
+        (dispatcher, "AddressProbes", lambda: _Knocks(world)),
         (timers, "_PULSE", _PULSE),
     ]
     before = [(where, name, getattr(where, name)) for where, name, _ in names]

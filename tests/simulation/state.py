@@ -55,7 +55,7 @@ class Copy:
 
 
 class Plan:
-    """A change to another share (`resharding.Resharding`)."""
+    """A change to another share (`reshard_plan.ReshardPlan`)."""
 
     def __init__(self, state: State, share: Share, own: bool) -> None:
         self.state, self.share, self.own = state, share, own

@@ -3,7 +3,7 @@
 The first rule that holds decides. Bytes are those of the whole array: of each rank's array where arrays are reduced or
 broadcast, of all of them together where they are gathered.
 
-`paceline bench --tune` writes tables that suit a machine, as JSON: {"rules": {collective: [rule, ...]}}, a rule as
+`paceline bench --tune-out` writes tables that suit a machine, as JSON: {"rules": {collective: [rule, ...]}}, a rule as
 `Rule` has it. For a collective that the file leaves out Paceline's own rules hold. Members of one job must have the
 same table: its digest is one of the settings on which they agree, so that all ranks of a view choose alike.
 """
@@ -47,11 +47,11 @@ class Rule(NamedTuple):
 
     Attributes:
         schedule: its name.
-        max_bytes: up to here; None for any size.
-        max_world: up to here; None for any world.
-        max_incast: bytes that the busiest rank takes in from all others, W-1 arrays, up to here; None for any number.
+        max_bytes: the largest array; None for any size.
+        max_world: the largest world; None for any.
+        max_incast: the most bytes that one rank may receive from all others, (W - 1) times the array; None for any.
         reason: one line for people.
-        where: which ranks it is for.
+        where: on how many nodes the ranks are.
     """
 
     schedule: str

@@ -439,10 +439,10 @@ class Schedule(NamedTuple):
     Attributes:
         rows: makes the rows from (rank, world), for a rooted collective from (rank, world, root).
         chunks: number of chunks for a world size.
-        by_node: both get the ranks' nodes as a last argument.
-        pass_on: as in `compile_rows`.
-        lend: as in `Program`.
-        sums: of those that reduce.
+        by_node: True if both get the ranks' nodes as a last argument.
+        pass_on: False if a segment may leave only after all earlier steps have received (`compile_rows`).
+        lend: False if a rank overwrites what it has sent while others may still read it (`Program`).
+        sums: where and in which order elements are added (`SumOrder`), for schedules that reduce.
     """
 
     rows: Callable[..., list[Row]]

@@ -117,7 +117,7 @@ class ShardedState:
         }
 
     def cut(self, parts: int) -> dict[str, tuple[int, int]]:
-        """How arrays are cut into `parts` parts, by name; see `runs.assign`."""
+        """How arrays are cut into `parts` parts, by name; see `reshard_plan.assign`."""
         places = places_of(self._models, parts)
         return {
             f"parts.{name}.arrays.{path}": places[id(piece)]

@@ -5,8 +5,8 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
 1. Frames arrive whole, in order, once, and unchanged: (generation, operation, part, signature, payload). A link that
    leaves the host sends a checksum with each frame (`frame.py`). If it is wrong, the link has ended, out of order:
    `recv` never returns the frame. `check_link` cannot see this; each kind of link needs a test that changes bytes.
-2. `send` returns when the caller may reuse the payload. It may block for backpressure, never past its deadline, and
-   not before 4 frames are on their way (`collectives.program.AHEAD`), or 8 MiB in longer ones.
+2. `send` returns when the caller may reuse the payload. It may block for backpressure, but never past its deadline. A
+   link must accept 4 frames (`collectives.program.AHEAD`), or 8 MiB of longer ones, before it blocks.
 3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed. A frame
    that is there is returned even if the deadline is past: `recv(0.0)` polls.
 4. A failure wakes a blocked call within 100 ms (I7), and every later call raises at once.

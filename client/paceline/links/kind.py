@@ -5,8 +5,8 @@ link ends. Frames of operations go through halves: the sender writes an `Outgoin
 The two directions of a link are negotiated apart, each by the side that writes. A `Kind` makes the halves; shared
 memory, TCP and gRPC (the stream itself) are the three that Paceline comes with, and `registry.py` lists them.
 
-The rules for halves are those of `links.base`: 1 to 4 and 6 to 8. One thread writes an `Outgoing` and one reads an
-`Incoming` at a time; `wake`, `end` and `close` come from any thread. `wake` ends every wait once the fault has failed
+Halves keep the rules of `links.base`, all but 5, which is about the end of a whole link. One thread writes an
+`Outgoing` and one reads an `Incoming` at a time; `wake`, `end` and `close` come from any thread. `wake` ends every wait once the fault has failed
 (I7).
 """
 

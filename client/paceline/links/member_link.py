@@ -1,8 +1,8 @@
 """A link between two members: a gRPC stream each way, and in each direction a half that carries the frames.
 
-The stream authenticates, watches the peer, passes on aborts and says how the link ends. What kind of half carries the
-frames of operations is known when the peer's door has answered (`registry.py`); until then `send` waits. The peer's
-half may come before this member first uses the link, or later; until then `recv` waits.
+The stream authenticates, watches the peer, passes on aborts and says how the link ends. The peer's door chooses the
+kind of this member's half, shared memory, TCP or gRPC (`registry.py`); until it has answered, `send` waits. The peer's
+half may come before this member first uses the link, or later; until it has come, `recv` waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which kinds of links there are, and how two members agree on one.
 
 To add a kind: write a `Kind` (`kind.py` is its contract, `paceline.testing.check_link` the check), register it here,
-and give it a number in peer.proto, with whatever its `HelloResponse` must say.
+give it a number in peer.proto, with whatever its `HelloResponse` must say, and name it in `config.LINKS` if it is used
+by default. `tests/support/worlds.py` lists the kinds that tests run over.
 
 The side that writes offers the kinds that it can write to this peer, the best first, in its Hello. The peer's door
 chooses the first that it can read, and expects a half of it under the ticket that it gives. A kind that cannot be

@@ -5,8 +5,8 @@ N elements of gradients, P parameters in the bucket. The array that travels hold
     [ gradients, N | weight, 1 | used, P | piggyback ]
 
 One message sums all of it over the ranks: the weighted gradients, the total weight to divide them by, and for each
-parameter the number of ranks that used it. The first bucket of a pass has room for a piggyback: numbers of another part
-of Paceline that travel along. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
+parameter the number of ranks that used it. The first bucket of a pass has room for a piggyback: in `session.steps` the
+step word travels along. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
 view of it), so a gradient is written once, reduced in place, and read where it lies.
 
 Gradients in 16 bits live in a separate array: they travel, with the weights, in float32.
@@ -97,7 +97,7 @@ class Bucket:
         room: number of elements reserved for a piggyback.
         empty: allocates the memory.
         feedback: see `Memory`.
-        lead: number of elements in front of the weight; N if left out.
+        weight_at: number of elements in front of the weight; N if left out.
         apart: True if gradients are stored in a separate array; those in 16 bits always are.
 
     Attributes:
@@ -117,7 +117,7 @@ class Bucket:
         empty: Empty = np.empty,
         feedback: bool = False,
         *,
-        lead: int | None = None,
+        weight_at: int | None = None,
         apart: bool = False,
     ) -> None:
         self.exact = 1 + len(parameters) + room
@@ -126,7 +126,7 @@ class Bucket:
         self._parameters = tuple(parameters.values())
         self.dtype = self._parameters[0].data.dtype
         self._count = sum(p.data.size for p in self._parameters)
-        self._lead = self._count if lead is None else lead
+        self._weight_at = self._count if weight_at is None else weight_at
         self._has_homes = apart or self.dtype.itemsize == 2
         self._allocate()
 
@@ -159,7 +159,7 @@ class Bucket:
 
     def _allocate(self) -> None:
         wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
-        self.flat: NDArray[Any] = self._empty(self._lead + self.exact, wire)
+        self.flat: NDArray[Any] = self._empty(self._weight_at + self.exact, wire)
         self._apart = np.empty(self._count, self.dtype) if self._has_homes else None
         homes = self.flat if self._apart is None else self._apart
         self._slots: Sequence[NDArray[Any]] = [
@@ -191,7 +191,7 @@ class Bucket:
                 gradients, so it sends zeros: 0 times the NaN of an empty mean would be NaN.
             alone: True if there is no other rank, so that nothing will travel.
         """
-        self.flat[self._lead] = weight
+        self.flat[self._weight_at] = weight
         for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
             self._used[i] = parameter.grad is not None
             if parameter.grad is None:
@@ -225,27 +225,27 @@ class Bucket:
     @property
     def total(self) -> NDArray[Any]:
         """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
-        return self.flat[self._lead : self._lead + 1]
+        return self.flat[self._weight_at : self._weight_at + 1]
 
     @property
     def _used(self) -> NDArray[Any]:
         """Shape [P]: before the reduction 1 for a parameter that this rank used, afterwards above 0 if any did."""
-        return self.flat[self._lead + 1 : self._lead + 1 + len(self._parameters)]
+        return self.flat[self._weight_at + 1 : self._weight_at + 1 + len(self._parameters)]
 
     @property
     def piggyback(self) -> NDArray[Any]:
         """The elements that are reserved for a piggyback."""
-        return self.flat[self._lead + 1 + len(self._parameters) :]
+        return self.flat[self._weight_at + 1 + len(self._parameters) :]
 
     def _encode(self, *, alone: bool) -> None:
         """Fills the elements in front of the weight from the complete gradients."""
         del alone
         if self._apart is not None:
-            self.flat[: self._lead] = self._apart
+            self.flat[: self._weight_at] = self._apart
 
     def _decode(self, total: float, *, divided: bool) -> None:
         """Writes the means of the sums to the homes of the gradients."""
-        sums = self.flat[: self._lead]
+        sums = self.flat[: self._weight_at]
         if total != 1 and not divided:  # a division by 1 changes no bit
             np.divide(sums, total, out=sums)
         if self._apart is not None:

@@ -59,7 +59,7 @@ class LowRankBucket(Bucket):
         self._in_homes = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
         sizes = [rank * m if small else 0 for (_, m), small in zip(self._sides, self._shrinks, strict=True)]
         self._in_second = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
-        super().__init__(parameters, room, empty, feedback, lead=self._in_flat[-1].stop, apart=True)
+        super().__init__(parameters, room, empty, feedback, weight_at=self._in_flat[-1].stop, apart=True)
         self.compresses = True
         self._directions = np.empty_like(self._second)
         self.new_generation()

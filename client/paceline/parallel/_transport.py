@@ -1,8 +1,9 @@
 """Where the gradients of a backward pass live, and who moves them: the interface, and its implementation on the host.
 
-`BucketReducer` decides when a bucket leaves. It asks a `GradientTransport` for everything that touches memory or the
-network: to make buckets, and to sum one over the ranks. So another place for gradients (tensors on a device) and
-another engine to move them (Gloo, NCCL, MPI) need another transport, and nothing else of DDP changes.
+`BucketReducer` decides when a bucket leaves. It asks a `GradientTransport` for everything that touches gradients or the
+network in a step: to make buckets, and to sum one over the ranks. So another engine (Gloo, NCCL, MPI) needs another
+transport. Gradients on a device need a transport with buckets of its own, and what reads parameters outside of a step
+has to learn of the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping.
 
 `HostTransport` is the only one today: NumPy arrays that a `paceline.Group` moves. torch tensors on the CPU are seen as
 NumPy arrays over the same memory, so it serves both frameworks.
@@ -41,7 +42,7 @@ class GradientBucket(Protocol):
 
     @property
     def piggyback(self) -> NDArray[Any]:
-        """Elements that travel along for somebody else; empty but in the first bucket."""
+        """Elements that carry the step word of `session.steps` along; only the first bucket has some."""
 
     @property
     def total(self) -> NDArray[Any]:
@@ -59,13 +60,13 @@ class GradientBucket(Protocol):
         """Makes means of the reduced sums, and gives them to the parameters; see `Bucket.unpack`."""
 
     def vacate(self) -> None:
-        """Has gradients written elsewhere until `reclaim` or `renew`: an abandoned collective may still use it."""
+        """After a failed step: stops using this memory until `reclaim` or `renew`; a collective may still read it."""
 
     def reclaim(self) -> None:
-        """Makes this memory the home of the gradients again, and undoes what the abandoned attempt left in it."""
+        """Uses this memory again, and undoes what the failed step left in it."""
 
     def renew(self) -> None:
-        """As `reclaim`, in new memory: the abandoned collective still uses the old."""
+        """Replaces this memory by new one, because the failed step's collective still uses the old."""
 
     def commit(self) -> None:
         """Makes final what error feedback has kept."""

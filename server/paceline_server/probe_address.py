@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from paceline_server.blocking_calls import start_apart
 
-__all__ = ["Knocks", "is_refused"]
+__all__ = ["AddressProbes", "is_refused"]
 
 _TIMEOUT_S = 1.0
 """A process that is gone is known in microseconds; of a host that is gone, silence says nothing anyway."""
@@ -41,7 +41,7 @@ async def is_refused(address: str) -> bool:
     return bool(refused) and all(refused)
 
 
-class Knocks:
+class AddressProbes:
     """Questions under way, on the running loop."""
 
     def __init__(self) -> None:

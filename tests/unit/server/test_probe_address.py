@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline_server import knock
-from paceline_server.knock import is_refused
+from paceline_server import probe_address
+from paceline_server.probe_address import is_refused
 
 
 class Wire:
@@ -58,7 +58,7 @@ def test_all_addresses_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many names too: neither asyncio's pool nor the end of the loop waits for them, and threads are bounded."""
     release = threading.Event()
-    monkeypatch.setattr(knock, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(probe_address, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(20) and [])
 
     async def ask() -> None:
@@ -66,7 +66,7 @@ def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest
         await asyncio.sleep(0)
         assert await asyncio.to_thread(int, "7") == 7
         assert not any(await asyncio.gather(*asking))
-        assert len([t for t in threading.enumerate() if t.name == "paceline-lookup"]) == knock._MOST_LOOK_UPS
+        assert len([t for t in threading.enumerate() if t.name == "paceline-lookup"]) == probe_address._MOST_LOOK_UPS
 
     start = time.monotonic()
     try:
@@ -77,5 +77,5 @@ def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest
     for thread in threading.enumerate():
         if thread.name == "paceline-lookup":
             thread.join(20)
-    assert knock._look_ups.acquire(blocking=False), "each look-up gives its place back"
-    knock._look_ups.release()
+    assert probe_address._look_ups.acquire(blocking=False), "each look-up gives its place back"
+    probe_address._look_ups.release()
