@@ -49,8 +49,8 @@ class Case:
 def has_second_witness(case: Case) -> bool:
     """True if of each broken link that was reported one member has lost its stream or has left.
 
-    Then no more evidence is needed. If one link has no such end it is better to wait: when two members die at once, news
-    of the second may be on its way, and until then the member that reported its link looks as guilty as it.
+    Then no more evidence is needed. If one link has no such end it is better to wait: when two members die at once,
+    news of the second may be on its way, and until then the member that reported its link looks as guilty as it.
     """
     known = case.suspects | case.left
     lost = [report for report in case.reports if report.reason == _LOST]

@@ -6,8 +6,8 @@ The two directions of a link are negotiated apart, each by the side that writes.
 memory, TCP and gRPC (the stream itself) are the three that Paceline comes with, and `registry.py` lists them.
 
 Halves keep the rules of `links.base`, all but 5, which is about the end of a whole link. One thread writes an
-`Outgoing` and one reads an `Incoming` at a time; `wake`, `end` and `close` come from any thread. `wake` ends every wait once the fault has failed
-(I7).
+`Outgoing` and one reads an `Incoming` at a time; `wake`, `end` and `close` come from any thread. `wake` ends every wait
+once the fault has failed (I7).
 """
 
 from __future__ import annotations
