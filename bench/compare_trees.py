@@ -1,0 +1,191 @@
+"""Compares a training step of two source trees: their workers step in turn, on the same machine in the same run.
+
+    python bench/compare_trees.py OLD NEW [--kinds numpy-ddp,torch-fsdp] [--worlds 2,4] [--pairs 30]
+
+OLD and NEW are checkouts. For each kind and world both trees have a coordinator and W workers that live side by side.
+One pair is three steps of either tree, in alternating order, while the other tree's workers wait. The model has 12.6
+million parameters (12 linear layers of 1,024), the batch 128 samples, and each worker one thread. Printed are medians
+over the pairs of the step's time (of the slowest rank) and CPU time (of all ranks), and of the ratio within a pair,
+with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+KINDS = ("numpy-ddp", "numpy-fsdp", "torch-ddp", "torch-fsdp")
+
+_STEPS = 3
+_WARM_UP = 5
+
+_COORDINATOR = """
+import sys
+from paceline.testing import coordinator
+
+with coordinator() as address:
+    print(address, flush=True)
+    sys.stdin.read()
+"""
+
+_WORKER = """
+import json, os, sys, time
+import numpy as np
+import paceline
+
+LAYERS, WIDTH, BATCH = 12, 1024, 128
+framework, _, kind = sys.argv[1].partition("-")
+say = os.fdopen(os.dup(1), "w", buffering=1)
+
+with paceline.join(timeout=120.0) as session:
+    group = session.group
+    if framework == "torch":
+        import torch
+        import paceline.torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        wrap = paceline.torch.DDP if kind == "ddp" else paceline.torch.FSDP
+        model = wrap(net, group) if kind == "ddp" else wrap(net, group, auto_wrap=torch.nn.Linear)
+        x = torch.randn(BATCH, WIDTH)
+
+        def step():
+            model.zero_grad()
+            model(x).square().mean().backward()
+    else:
+        from paceline import nn
+
+        rng = np.random.default_rng(0)
+        layers = [nn.Linear(WIDTH, WIDTH, rng=rng) for _ in range(LAYERS)]
+        if kind == "ddp":
+            model = paceline.DDP(nn.Sequential(*layers), group)
+        else:
+            model = paceline.FSDP(nn.Sequential(*(paceline.FSDP(layer, group) for layer in layers)), group)
+        x = np.random.default_rng(1).standard_normal((BATCH, WIDTH)).astype(np.float32)
+        dy = np.ones_like(x) / len(x)
+        parameters = [parameter for _, parameter in model.named_parameters()]
+
+        def step():
+            for parameter in parameters:
+                parameter.grad = None
+            model(x)
+            model.backward(dy)
+
+    for line in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(int(line)):
+            step()
+        print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]), file=say)
+"""
+
+
+class Tree:
+    """The workers of one tree.
+
+    Args:
+        workers: the processes; each reads a number of steps from stdin, and answers with seconds on stdout.
+    """
+
+    def __init__(self, workers: list[subprocess.Popen[str]]) -> None:
+        self._workers = workers
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Runs steps; returns milliseconds of one: of the slowest rank, and of CPU time of all ranks together."""
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write(f"{steps}\n")
+            worker.stdin.flush()
+        answers = [json.loads(_line(worker)) for worker in self._workers]
+        wall, cpu = max(wall for wall, _ in answers), sum(cpu for _, cpu in answers)
+        return 1e3 * wall / steps, 1e3 * cpu / steps
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@contextmanager
+def _started(code: str, *words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            yield process
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+@contextmanager
+def tree_of(folder: Path, kind: str, world: int) -> Iterator[Tree]:
+    """The workers of a checkout, there for the block."""
+    path = os.pathsep.join(str(folder / part) for part in ("client", "server", "protocol", "protos"))
+    common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(_started(_COORDINATOR, **common))
+        meeting = {"PACELINE_COORDINATOR": _line(coordinator).strip(), "PACELINE_MIN_WORKERS": str(world)}
+        workers = [stack.enter_context(_started(_WORKER, kind, **common, **meeting)) for _ in range(world)]
+        for worker in workers:  # all leave together: a worker waits for the others' goodbye
+            stack.callback(lambda worker=worker: worker.stdin.close())
+        yield Tree(workers)
+
+
+def compare(old: Path, new: Path, kind: str, world: int, pairs: int) -> str:
+    """A row of the table."""
+    with tree_of(old, kind, world) as before, tree_of(new, kind, world) as after:
+        trees = before, after
+        for tree in trees:
+            tree.run(_WARM_UP)
+        found = []
+        for number in range(pairs):
+            order = (0, 1) if number % 2 else (1, 0)
+            figures = {which: trees[which].run(_STEPS) for which in order}
+            found.append((figures[0], figures[1]))
+    cells = []
+    for which in (0, 1):
+        olds, news = ([pair[tree][which] for pair in found] for tree in (0, 1))
+        ratios = sorted(after / before for before, after in zip(olds, news, strict=True))
+        margin = round(0.98 * len(ratios) ** 0.5)  # ranks of the median's 95 % interval
+        middle = len(ratios) // 2
+        low, high = ratios[max(0, middle - margin)], ratios[min(len(ratios) - 1, middle + margin)]
+        cells.append(
+            f"{statistics.median(olds):.1f} | {statistics.median(news):.1f} | "
+            f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+        )
+    return f"| {kind} | {world} | {cells[0]} | {cells[1]} |"
+
+
+def main() -> None:
+    """Prints a markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--pairs", type=int, default=30)
+    asked = parser.parse_args()
+    print("| step | W | old, ms | new, ms | ratio | old, CPU ms | new, CPU ms | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for kind in asked.kinds.split(","):
+        for world in map(int, asked.worlds.split(",")):
+            print(compare(asked.old.resolve(), asked.new.resolve(), kind, world, asked.pairs), flush=True)
+
+
+if __name__ == "__main__":
+    main()
