@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import coordinator, run_ranks
 from support.processes import workers
 

@@ -52,7 +52,7 @@ _REDUCE = """
 import json, statistics, sys, time
 import numpy as np
 import paceline
-from paceline.links.base import Purpose
+from paceline._links.base import Purpose
 size, rounds = map(int, sys.argv[1:])
 with paceline.join(timeout=30) as session:
     x = np.full(size // 4, session.rank + 1, np.float32)

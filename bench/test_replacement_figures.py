@@ -33,7 +33,7 @@ SCRIPT = """
 def replaced_in(folder: Path, imports: str, spares: int) -> float:
     """Seconds to the first replacement; where there is a spare, the kill waits until it is ready."""
     folder.mkdir()
-    job = Job(folder, SCRIPT, package=f"import paceline.elastic, paceline.elastic.join, {imports}")
+    job = Job(folder, SCRIPT, package=f"import paceline._elastic, paceline._elastic.join, {imports}")
     run = ("run", "--coordinator", "127.0.0.1:1", "--restarts", "1", "--spares", str(spares), str(job.script))
     with command(*run, **job.environment) as launched:
         launched.wait_for(" at ")

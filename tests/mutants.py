@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 
 SERVER = "server/paceline_server"
 PROTOCOL = "protocol/paceline_protocol"
-ELASTIC = "client/paceline/elastic"
-SESSION = "client/paceline/session"
+ELASTIC = "client/paceline/_elastic"
+SESSION = "client/paceline/_session"
 
 TIMEOUT_S = 120
 """For the tests of one mutant. A test that hangs has noticed the bug."""
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "requests are read of whoever sends them",
-        "client/paceline/links/grpc_methods.py",
+        "client/paceline/_links/grpc_methods.py",
         "if self._key is not None and",
         "if self._key is None and",
         ("security/test_doors.py",),
@@ -506,14 +506,14 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0 is what newcomers are compared with, though it is one",
-        "client/paceline/parallel/_agreement.py",
+        "client/paceline/_parallel/_agreement.py",
         "reference = int(np.argmax(table[:, 2]))",
         "reference = 0",
         ("unit/parallel/test_agreement.py",),
     ),
     Mutant(
         "nobody knows who has agreed on a wrapper before",
-        "client/paceline/parallel/_synchronizer.py",
+        "client/paceline/_parallel/_synchronizer.py",
         "agreed_in=self._generation",
         "agreed_in=0",
         ("unit/parallel/test_agreement.py",),
@@ -584,7 +584,7 @@ MUTANTS = (
     ),
     Mutant(
         "a member that waits and could not say so does not say it again",
-        "client/paceline/collectives/exchange.py",
+        "client/paceline/_collectives/exchange.py",
         "asked = asked or self._tell(link)",
         "asked = asked or self._tell(link) or True",
         ("integration/test_reference_defects.py",),
@@ -606,14 +606,14 @@ MUTANTS = (
     # Once for each host.
     Mutant(
         "a block that has ended well is run again",
-        "client/paceline/once.py",
+        "client/paceline/_once.py",
         "            os.write(descriptor, _DONE)\n",
         "",
         ("unit/test_once.py",),
     ),
     Mutant(
         "a block that raised counts as done",
-        "client/paceline/once.py",
+        "client/paceline/_once.py",
         "        yield first\n        if first:\n            os.write(descriptor, _DONE)\n",
         '        os.write(descriptor, _DONE if first else b"")\n        yield first\n        if first:\n',
         ("unit/test_once.py",),

@@ -48,23 +48,23 @@ from paceline.errors import (
 
 if TYPE_CHECKING:
     from paceline import checkpoint, compression, nn, optim, testing
+    from paceline._elastic.join import join
+    from paceline._elastic.sampler import ElasticSampler
+    from paceline._elastic.session import Session
+    from paceline._elastic.state import TrainState
+    from paceline._elastic.step import Step
+    from paceline._group import Group
+    from paceline._once import once_per_host
+    from paceline._parallel._data_parallel import DDP
+    from paceline._parallel._fully_sharded import FSDP
+    from paceline._parallel._parameter import Module, Parameter
+    from paceline._parallel.sharding._holdings import load_sharded_state, sharded_state
+    from paceline._parallel.sharding._placement import ShardingStrategy
+    from paceline._session.store import Store
+    from paceline._work import Work
     from paceline.config import Config
     from paceline.credentials import Credentials
-    from paceline.elastic.join import join
-    from paceline.elastic.sampler import ElasticSampler
-    from paceline.elastic.session import Session
-    from paceline.elastic.state import TrainState
-    from paceline.elastic.step import Step
     from paceline.errors import Dismissed
-    from paceline.group import Group
-    from paceline.once import once_per_host
-    from paceline.parallel._data_parallel import DDP
-    from paceline.parallel._fully_sharded import FSDP
-    from paceline.parallel._parameter import Module, Parameter
-    from paceline.parallel.sharding._holdings import load_sharded_state, sharded_state
-    from paceline.parallel.sharding._placement import ShardingStrategy
-    from paceline.session.store import Store
-    from paceline.work import Work
 
 __all__ = [
     "__version__",
@@ -128,25 +128,25 @@ __all__ = [
 ]
 
 _HOME = {
-    "join": "paceline.elastic.join",
-    "Session": "paceline.elastic.session",
-    "Store": "paceline.session.store",
-    "Group": "paceline.group",
-    "Work": "paceline.work",
+    "join": "paceline._elastic.join",
+    "Session": "paceline._elastic.session",
+    "Store": "paceline._session.store",
+    "Group": "paceline._group",
+    "Work": "paceline._work",
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
-    "once_per_host": "paceline.once",
-    "DDP": "paceline.parallel._data_parallel",
-    "FSDP": "paceline.parallel._fully_sharded",
-    "ShardingStrategy": "paceline.parallel.sharding._placement",
-    "Module": "paceline.parallel._parameter",
-    "Parameter": "paceline.parallel._parameter",
-    "sharded_state": "paceline.parallel.sharding._holdings",
-    "load_sharded_state": "paceline.parallel.sharding._holdings",
-    "ElasticSampler": "paceline.elastic.sampler",
-    "TrainState": "paceline.elastic.state",
+    "once_per_host": "paceline._once",
+    "DDP": "paceline._parallel._data_parallel",
+    "FSDP": "paceline._parallel._fully_sharded",
+    "ShardingStrategy": "paceline._parallel.sharding._placement",
+    "Module": "paceline._parallel._parameter",
+    "Parameter": "paceline._parallel._parameter",
+    "sharded_state": "paceline._parallel.sharding._holdings",
+    "load_sharded_state": "paceline._parallel.sharding._holdings",
+    "ElasticSampler": "paceline._elastic.sampler",
+    "TrainState": "paceline._elastic.state",
     "Dismissed": "paceline.errors",
-    "Step": "paceline.elastic.step",
+    "Step": "paceline._elastic.step",
 }
 _SUBMODULES = ("checkpoint", "compression", "nn", "optim", "testing")
 

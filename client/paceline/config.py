@@ -84,7 +84,7 @@ class Config:
     """TCP connections of one link in each direction, 1 to 16."""
 
     tuning: str = ""
-    """File with a table of schedules (`paceline.collectives.choose`); all members of a job must have the same.
+    """File with a table of schedules (`paceline._collectives.choose`); all members of a job must have the same.
 
     Empty for Paceline's own table.
     """
@@ -139,7 +139,7 @@ class Config:
 
 
 def know_link(name: str, *, known: bool = True) -> None:
-    """Makes a name valid, or invalid, in `Config.links`; `paceline.links.registry` calls this."""
+    """Makes a name valid, or invalid, in `Config.links`; `paceline._links.registry` calls this."""
     if known and name not in _known_links:
         _known_links.append(name)
     elif not known:

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from paceline._door_key import DoorKey, proving
 from paceline._grpc import aio, grpc, untyped
-from paceline.tls import TlsFiles, check_member, make_context
-from paceline.token_source import TokenSource
+from paceline._tls import TlsFiles, check_member, make_context
+from paceline._token_source import TokenSource
 from pacelinepb.private_files import FileTooOpen, read_private
 
 __all__ = ["IN_THE_CLEAR", "MEMBER_NAME", "Credentials"]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from paceline._parallel._parameter import Module, Parameter
 from paceline.errors import SizeMismatch
-from paceline.parallel._parameter import Module, Parameter
 
 __all__ = ["Linear", "ReLU", "Sequential", "softmax_cross_entropy"]
 

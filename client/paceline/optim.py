@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._parallel._optimizer_state import OptimizerState
+from paceline._parallel._parameter import HasParameters, Parameter, parameters_of
 from paceline.errors import StepOrderError
-from paceline.parallel._optimizer_state import OptimizerState
-from paceline.parallel._parameter import HasParameters, Parameter, parameters_of
 
 __all__ = ["SGD", "Adam", "Optimizer"]
 

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TypeVar
 
+from paceline._embedded import coordinator
+from paceline._group import Group
+from paceline._links.base import Purpose
+from paceline._links.conformance import LinkPair, check_link
+from paceline._links.faulty import FaultyMesh, Tamper
+from paceline._links.local import LocalMesh, local_meshes, next_meshes
 from paceline.config import Config
-from paceline.embedded import coordinator
 from paceline.errors import PacelineError
-from paceline.group import Group
-from paceline.links.base import Purpose
-from paceline.links.conformance import LinkPair, check_link
-from paceline.links.faulty import FaultyMesh, Tamper
-from paceline.links.local import LocalMesh, local_meshes, next_meshes
 
 __all__ = [
     "LinkPair",
@@ -60,7 +60,7 @@ def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None
 
     Args:
         groups: all groups of the generation.
-        tamper: by rank, what happens to the frames of that rank from now on (see `paceline.links.faulty`).
+        tamper: by rank, what happens to the frames of that rank from now on (see `paceline._links.faulty`).
     """
     meshes = []
     for group in groups:

@@ -207,9 +207,9 @@ class Lineage:
         return effects + self._announcer.announce(now, reason, self._who_wait(), None)
 
     def _line_is_over(self, view: View) -> bool:
-        """True if all members have gone, and their view had no base yet or the job is done."""
+        """True if all members have gone, and their view had no base yet or the job is done; not while another forms."""
         endings = self._state.endings
-        if len(endings) < len(view.seats):
+        if self._state.forming is not None or len(endings) < len(view.seats):
             return False
         is_done = self._state.finished is not None and all(ending.sure for ending in endings.values())
         return view.base is None or is_done

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from paceline._collectives.choose import choose, load_rules
+from paceline._collectives.schedules import SCHEDULES
 from paceline.cli.bench.jobs import COLLECTIVES
 from paceline.cli.bench.peers import PEERS
-from paceline.collectives.choose import choose, load_rules
-from paceline.collectives.schedules import SCHEDULES
 from support.command import command, wait_until_gone
 from support.peers import descendants, need_peers
 

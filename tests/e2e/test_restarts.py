@@ -205,7 +205,7 @@ def test_an_interrupt_between_a_failure_and_its_restart_ends_the_launcher(folder
     # Each worker tells of a view before it fails, so it is not given up, and pauses grow long enough to come between.
     code = """
         import os
-        from paceline.session.launcher_pipe import tell_launcher
+        from paceline._session.launcher_pipe import tell_launcher
         tell_launcher("view", {"pid": os.getpid(), "rank": 0, "world_size": 1, "generation": 1})
         os._exit(3)
     """

@@ -9,7 +9,7 @@ from support.elastic.wrapping import WRAP, WRAPPERS
 from support.processes import workers
 
 CODE = """
-from paceline.session.control import ControlStream
+from paceline._session.control import ControlStream
 
 rng = np.random.default_rng(0)
 model = paceline.nn.Sequential(*[paceline.nn.Linear(16, 16, rng=rng) for _ in range(3)])

@@ -12,13 +12,13 @@ import numpy as np
 
 from fuzz.decoders import SEGMENT
 from fuzz.wire import ScriptedMesh, pack_frames, unpack_frames
-from paceline.arrays import Array
+from paceline._arrays import Array
+from paceline._group import Group
+from paceline._links.faulty import FaultyMesh
+from paceline._links.frame import Frame
+from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import LimitExceeded, OperationTimeout, PacelineError, SizeMismatch, UnsupportedOp
-from paceline.group import Group
-from paceline.links.faulty import FaultyMesh
-from paceline.links.frame import Frame
-from paceline.links.local import local_meshes
 
 __all__ = ["SEEDS", "collective", "receive", "short_frames"]
 
@@ -73,11 +73,11 @@ _CALLS: tuple[_Call, ...] = (
 def short_frames() -> Iterator[None]:
     """Short frames, small arrays, and little patience."""
     with (
-        mock.patch("paceline.signature.MAX_ARRAY_BYTES", 4 << 20),
-        mock.patch("paceline.collectives.gather_tasks.MAX_ARRAY_BYTES", 4 << 20),
-        mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", SEGMENT),
-        mock.patch("paceline.collectives.mailbox.SEGMENT_BYTES", SEGMENT),
-        mock.patch("paceline.collectives.exchange.PATIENCE", 0.0005),
+        mock.patch("paceline._signature.MAX_ARRAY_BYTES", 4 << 20),
+        mock.patch("paceline._collectives.gather_tasks.MAX_ARRAY_BYTES", 4 << 20),
+        mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", SEGMENT),
+        mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT),
+        mock.patch("paceline._collectives.exchange.PATIENCE", 0.0005),
     ):
         yield
 

@@ -18,17 +18,17 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames, without_checksums
+from paceline._collectives.choose import choose, dump_rules, format_rules, parse_rules, rules_digest
+from paceline._collectives.mailbox import Assembler, to_frames
+from paceline._collectives.objects import decode_object, encode_object
+from paceline._collectives.schedules import SCHEDULES
 from paceline._grpc import aio, grpc
+from paceline._links.fault import error_of, read_verdict
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
 from paceline._rpc import error_from_status
-from paceline.collectives.choose import choose, dump_rules, format_rules, parse_rules, rules_digest
-from paceline.collectives.mailbox import Assembler, to_frames
-from paceline.collectives.objects import decode_object, encode_object
-from paceline.collectives.schedules import SCHEDULES
+from paceline._session.view import MemberLists
+from paceline._signature import MAX_ARRAY_BYTES, Signature
 from paceline.errors import PacelineError
-from paceline.links.fault import error_of, read_verdict
-from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
-from paceline.session.view import MemberLists
-from paceline.signature import MAX_ARRAY_BYTES, Signature
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -105,7 +105,7 @@ def _footprint(o: Any) -> int:
 
 def messages(data: bytes) -> None:
     """No message ever has more bytes, or other ones, than its first frame announced."""
-    with mock.patch("paceline.collectives.mailbox.SEGMENT_BYTES", SEGMENT):
+    with mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT):
         assembler, taken, payload = Assembler(0), 0, b""
         for each in unpack_frames(data):
             try:
@@ -241,7 +241,7 @@ def _object_seeds() -> Sequence[bytes]:
 
 def _message_seeds() -> Sequence[bytes]:
     arrays = [np.arange(320, dtype=np.float64), np.empty((0, 2), np.int8), np.ones((), bool)]
-    with mock.patch("paceline.collectives.mailbox.SEGMENT_BYTES", SEGMENT):
+    with mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT):
         whole = [f for number, array in enumerate(arrays, 1) for f in to_frames(array, number, 1, number)]
         given_up = [*list(to_frames(arrays[0], 1, 1, 1))[:2], *to_frames(arrays[2], 1, 1, 2)]
     return [pack_frames(whole), pack_frames(given_up)]

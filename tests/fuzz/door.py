@@ -17,18 +17,18 @@ from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
 from paceline._address import parse_endpoint
 from paceline._door_key import DoorKey
 from paceline._grpc import EOF
+from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind, encode
+from paceline._links.grpc_door import MAX_TEXT, Door, Intake, _relay
+from paceline._links.grpc_kind import GrpcIncoming
+from paceline._links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
+from paceline._links.registry import LinkKinds
+from paceline._links.shm.shm_kind import ShmKind
+from paceline._links.tcp import TcpKind
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
-from paceline.links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind, encode
-from paceline.links.grpc_door import MAX_TEXT, Door, Intake, _relay
-from paceline.links.grpc_kind import GrpcIncoming
-from paceline.links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
-from paceline.links.registry import LinkKinds
-from paceline.links.shm.shm_kind import ShmKind
-from paceline.links.tcp import TcpKind
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2
 
@@ -184,7 +184,7 @@ def hello(data: bytes) -> None:
         return await door._hello(request, context)
 
     try:
-        with mock.patch("paceline.links.grpc_door.TICKET_LIFETIME", 0.0):
+        with mock.patch("paceline._links.grpc_door.TICKET_LIFETIME", 0.0):
             answer = _loop().run_until_complete(knock())
     except _Refused:
         assert context.refusal.details

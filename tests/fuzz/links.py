@@ -16,17 +16,14 @@ from google.protobuf.message import DecodeError
 
 from fuzz.door import _loop
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
-from paceline.config import Config
-from paceline.credentials import IN_THE_CLEAR
-from paceline.errors import LinkUnavailable, PacelineError
-from paceline.links.base import LinkEnded, LinkTimeout, Peer
-from paceline.links.fault import Fault
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
-from paceline.links.grpc_kind import GrpcOutgoing
-from paceline.links.outbox import Outbox
-from paceline.links.registry import LinkKinds
-from paceline.links.shm import handover
-from paceline.links.shm.control_segment import (
+from paceline._links.base import LinkEnded, LinkTimeout, Peer
+from paceline._links.fault import Fault
+from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline._links.grpc_kind import GrpcOutgoing
+from paceline._links.outbox import Outbox
+from paceline._links.registry import LinkKinds
+from paceline._links.shm import handover
+from paceline._links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     LAYOUT,
@@ -35,12 +32,15 @@ from paceline.links.shm.control_segment import (
     SLOTS_AT,
     STAGING_AT,
 )
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.outgoing import ANNOUNCEMENT
-from paceline.links.shm.segment import Segment, attach
-from paceline.links.tcp._tcp_incoming import TcpIncoming
-from paceline.links.tcp._tcp_sockets import Stream
-from paceline.links.tcp._tcp_wire import Hello, cut, decode_hello, encode_head, encode_hello
+from paceline._links.shm.incoming import ShmIncoming
+from paceline._links.shm.outgoing import ANNOUNCEMENT
+from paceline._links.shm.segment import Segment, attach
+from paceline._links.tcp._tcp_incoming import TcpIncoming
+from paceline._links.tcp._tcp_sockets import Stream
+from paceline._links.tcp._tcp_wire import Hello, cut, decode_hello, encode_head, encode_hello
+from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR
+from paceline.errors import LinkUnavailable, PacelineError
 from pacelinepb.v1 import peer_pb2
 
 __all__ = ["SEEDS", "answer", "handed_over", "slots", "tcp_hello", "tcp_streams"]
@@ -240,7 +240,7 @@ def answer(data: bytes) -> None:
 
     async def attempt() -> None:
         openings = LinkKinds(Config(), IN_THE_CLEAR).openings("node", 1, Fault(1, 1, 0.0))
-        with mock.patch("paceline.links.tcp._tcp_kind._reach", reach):
+        with mock.patch("paceline._links.tcp._tcp_kind._reach", reach):
             half = await openings.open(said, peer, Outbox(_loop()))
         assert isinstance(half, GrpcOutgoing), "nobody listens, and it is open"
 

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from paceline._elastic.differences import difference
+from paceline._elastic.offer import HASH_BYTES, Content, Description
+from paceline._elastic.reshard_plan import ElementRun
+from paceline._links.base import Peer
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.differences import difference
-from paceline.elastic.offer import HASH_BYTES, Content, Description
-from paceline.elastic.reshard_plan import ElementRun
 from paceline.errors import PacelineError, SettingsMismatch, SizeMismatch
-from paceline.links.base import Peer
 from pacelinepb.v1 import peer_pb2
 
 __all__ = ["SEEDS", "description", "line_manifest", "wanted_runs"]

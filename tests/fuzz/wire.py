@@ -9,9 +9,9 @@ from time import monotonic
 from typing import Any
 from unittest import mock
 
-from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
+from paceline._links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
 
 __all__ = [
     "PEERS",

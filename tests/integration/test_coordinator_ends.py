@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._session.member import MemberConnection
 from paceline.errors import CoordinatorUnreachable, OrphanedError, SessionClosed
-from paceline.session.member import MemberConnection
 from paceline.testing import coordinator
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
@@ -149,8 +149,8 @@ def test_nobody_waits_where_nobody_listens() -> None:
 
 
 END = """
-from paceline.embedded import coordinator
-import paceline.embedded as lasting
+from paceline._embedded import coordinator
+import paceline._embedded as lasting
 
 lasting.block = coordinator(for_good=True)
 address = lasting.block.__enter__()

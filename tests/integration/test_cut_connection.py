@@ -17,8 +17,8 @@ sys.argv = ["", "SIZE"]
 with paceline.join(timeout=20) as session:
     group, x = session.group, np.ones(int(sys.argv[1]), np.uint8)
     group.all_reduce(x)
-    from paceline.links.base import Purpose
-    from paceline.links.tcp import TcpKind
+    from paceline._links.base import Purpose
+    from paceline._links.tcp import TcpKind
     kind = group.mesh.link(1 - session.rank, Purpose.COLLECTIVE).kind
     emit("linked", kind=kind, port=session._connection._door.kinds.of(TcpKind).host.port)
     wait_for_go()

@@ -11,9 +11,9 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from paceline import errors
+from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.session.control import ControlStream
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import BadRequest, Refused, SessionEnded
 from paceline_server.services.refusals import refuse

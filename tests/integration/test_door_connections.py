@@ -10,11 +10,11 @@ from socket import socket
 import numpy as np
 import pytest
 
+from paceline._links import grpc_door
+from paceline._links.grpc_door import Door
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.links import grpc_door
-from paceline.links.grpc_door import Door
 from support.grpc_pair import JOB
 from support.http2 import DATA, PREFACE, SETTINGS, claimed, connect, frame, open_call
 from support.mixed_world import Place, kinds_of, mixed_world, run_all

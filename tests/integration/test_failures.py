@@ -66,8 +66,8 @@ def test_a_freeze_is_news_within_failure_timeout_and_a_second() -> None:
 
 SEND = """
             import struct, zlib
-            from paceline.links.base import Purpose
-            from paceline.links.frame import Frame, FrameKind, encode
+            from paceline._links.base import Purpose
+            from paceline._links.frame import Frame, FrameKind, encode
             data = {data}
             link = session.group.mesh.link(3, Purpose.COLLECTIVE)
             link.stream.put(data, time.monotonic() + 5, session.group.mesh.fault)

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 from unit.parallel.helpers import N, mlp, train_ranks
 
+from paceline._elastic.sampler import ElasticSampler
+from paceline._group import Group
+from paceline._links.base import Purpose
+from paceline._links.registry import register, unregister
 from paceline.config import Config
-from paceline.elastic.sampler import ElasticSampler
-from paceline.group import Group
-from paceline.links.base import Purpose
-from paceline.links.registry import register, unregister
 from paceline.optim import SGD
 from paceline.testing import LinkPair, check_link, run_ranks
 from support.fourth_kind import ThreadsKind

@@ -9,11 +9,11 @@ import pytest
 from unit.parallel.helpers import N, Weights, mlp, samples, train_alone
 
 from paceline import nn
+from paceline._elastic.sampler import ElasticSampler
+from paceline._group import Group
+from paceline._parallel import FSDP, ShardingStrategy
 from paceline.config import Config
-from paceline.elastic.sampler import ElasticSampler
-from paceline.group import Group
 from paceline.optim import SGD, Adam
-from paceline.parallel import FSDP, ShardingStrategy
 from support.worlds import run_over
 
 STEPS = 20

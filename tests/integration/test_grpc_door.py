@@ -15,10 +15,10 @@ import pytest
 
 from paceline import errors
 from paceline._grpc import aio, grpc
+from paceline._links.base import Purpose
+from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
 from paceline._loop import loop_thread
 from paceline._rpc import error_from_status
-from paceline.links.base import Purpose
-from paceline.links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, peer_pb2_grpc
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -262,7 +262,7 @@ def test_what_is_not_grpc_at_all_harms_nobody() -> None:
 
 
 def test_an_abort_travels_along_the_links() -> None:
-    from paceline.links.fault import Suspicion
+    from paceline._links.fault import Suspicion
 
     with grpc_world(3) as world:
         for rank in range(3):  # the ring's links are up

@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links import grpc_mesh
+from paceline._links.base import Purpose
+from paceline._links.grpc_mesh import GrpcMesh
 from paceline.config import Config
 from paceline.errors import PacelineError, PeerRaised
-from paceline.group import Group
-from paceline.links import grpc_mesh
-from paceline.links.base import Purpose
-from paceline.links.grpc_mesh import GrpcMesh
 from paceline.testing import run_groups
 from support.grpc_pair import grpc_world
 from support.worlds import member_groups

@@ -9,9 +9,9 @@ from time import monotonic
 
 import pytest
 
-from paceline.links.base import LinkEnded, Purpose
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.member_link import MemberLink
+from paceline._links.base import LinkEnded, Purpose
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.member_link import MemberLink
 from paceline.testing import LinkPair, check_link
 from support.grpc_pair import grpc_world
 from support.shm_pair import lent

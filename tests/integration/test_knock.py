@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from paceline._elastic.peer_calls import out_of_reach
 from paceline._grpc import aio, grpc
+from paceline._links import grpc_knock
+from paceline._links.base import Peer
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_knock import Knocker, knock
 from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.elastic.peer_calls import out_of_reach
 from paceline.errors import LinkUnavailable
-from paceline.links import grpc_knock
-from paceline.links.base import Peer
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_knock import Knocker, knock
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.certificates import make_folder
@@ -180,7 +180,7 @@ def test_a_door_that_is_crowded_is_knocked_at_again(monkeypatch: pytest.MonkeyPa
         assert _tried([_peer(0, "b", there)], Knocker("a", here)) == []
         door._knocks._under_way = grpc_knock.MAX_AT_ONCE
         (trouble,) = _tried([_peer(0, "b", there)], Knocker("a", here))
-    assert f"at {there} answers, but is overloaded: this worker knocks at 64 doors already" in trouble
+    assert f"at {there} answers, but refuses for now: this worker knocks at 64 doors already" in trouble
 
 
 @pytest.mark.parametrize(("left", "seconds"), [(None, 10.0), (100.0, 10.0), (3.0, 1.8), (0.3, 0.2), (0.0, 0.2)])

@@ -54,8 +54,8 @@ def test_a_rank_that_can_hand_over_no_memory_copies() -> None:
     check(
         3,
         """
-from paceline.collectives import tasks
-from paceline.links.shm.outgoing import ShmOutgoing
+from paceline._collectives import tasks
+from paceline._links.shm.outgoing import ShmOutgoing
 
 tasks.segment = lambda dtype, engine: (1 << 20) // dtype.itemsize
 announce, init = ShmOutgoing._announce, ShmOutgoing.__init__

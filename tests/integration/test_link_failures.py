@@ -50,7 +50,7 @@ ARRAYS = {
 """What each is called with, and what must come of it; an argument is made of rows of N, the same one repeated."""
 
 CODE = """
-from paceline.links.member_link import MemberLink
+from paceline._links.member_link import MemberLink
 
 N, ROOT, CULPRIT, STRIKE_IN = {n}, {root}, 2, 2
 ROW = np.arange(N, dtype=np.float32) % 1021  # sums of these are exact

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links import registry
+from paceline._links.grpc_door import Door
+from paceline._links.registry import LinkKinds
+from paceline._links.shm import handover, shm_kind
+from paceline._links.shm.arena import Arena
+from paceline._links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
+from paceline._links.shm.shm_kind import ShmKind
+from paceline._links.tcp import MAX_STREAMS, TICKET_BYTES, TcpKind
+from paceline._links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
-from paceline.group import Group
-from paceline.links import registry
-from paceline.links.grpc_door import Door
-from paceline.links.registry import LinkKinds
-from paceline.links.shm import handover, shm_kind
-from paceline.links.shm.arena import Arena
-from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
-from paceline.links.shm.shm_kind import ShmKind
-from paceline.links.tcp import MAX_STREAMS, TICKET_BYTES, TcpKind
-from paceline.links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from pacelinepb.v1 import peer_pb2
 from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 

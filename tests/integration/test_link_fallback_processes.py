@@ -114,8 +114,8 @@ MEET = """
 with paceline.join(job=f"alone-{{os.getpid()}}", min_workers=1):
     pass  # all modules are there now, which another user may not read
 if {same}:
-    import paceline.session.identity
-    paceline.session.identity._node = lambda: "all one"
+    import paceline._session.identity
+    paceline._session.identity._node = lambda: "all one"
 if {user}:
     os.seteuid(60_000 + int(os.environ["USER_NUMBER"]))
 with paceline.join(timeout=20) as session:

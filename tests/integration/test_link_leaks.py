@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links import registry
+from paceline._links.base import Peer, Purpose
+from paceline._links.fault import Fault
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_mesh import GrpcMesh
+from paceline._links.shm import handover
+from paceline._links.shm.shm_kind import ShmKind
+from paceline._links.tcp import TcpKind, _tcp_kind
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError
-from paceline.group import Group
-from paceline.links import registry
-from paceline.links.base import Peer, Purpose
-from paceline.links.fault import Fault
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_mesh import GrpcMesh
-from paceline.links.shm import handover
-from paceline.links.shm.shm_kind import ShmKind
-from paceline.links.tcp import TcpKind, _tcp_kind
 from support.reference import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.choose import choose, nodes_of, only
-from paceline.collectives.schedules import SCHEDULES
-from paceline.group import Group
+from paceline._collectives.choose import choose, nodes_of, only
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
 from support.collective_calls import WAYS, Call, exact_values, segments_of
 from support.host_coordinator import coordinator_on
 from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
@@ -149,8 +149,8 @@ def test_the_rules_take_the_hierarchical_schedule_and_its_result_is_that_of_the_
 
 
 TRAFFIC = """
-from paceline.collectives.choose import nodes_of
-from paceline.links.base import Purpose
+from paceline._collectives.choose import nodes_of
+from paceline._links.base import Purpose
 
 N = {n}
 with paceline.join() as session:

@@ -14,11 +14,11 @@ from support.processes import Worker, workers
 TRAIN = """
 import asyncio, errno, pathlib
 from paceline import nn
-from paceline.collectives.engine import Engine
-from paceline.links import grpc_mesh
-from paceline.links.base import Purpose
-from paceline.session.control import ControlStream
-from paceline.work import Lane
+from paceline._collectives.engine import Engine
+from paceline._links import grpc_mesh
+from paceline._links.base import Purpose
+from paceline._session.control import ControlStream
+from paceline._work import Lane
 
 def fail_thread(name):
     start = threading.Thread.start

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.rows import chunk_bounds
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.rows import chunk_bounds
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.faulty import FaultyMesh
+from paceline._links.frame import Frame
+from paceline._links.local import local_meshes
 from paceline.errors import OperationTimeout, SizeMismatch, UnsupportedOp
-from paceline.group import Group
-from paceline.links.faulty import FaultyMesh
-from paceline.links.frame import Frame
-from paceline.links.local import local_meshes
 from paceline.testing import run_groups
 from support.worlds import EACH_LINK, SOON, errors_over, run_over, scheduled
 

@@ -14,16 +14,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_mesh import GrpcMesh
 from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import (
     CollectiveMismatch,
 )
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.links.fault import Fault
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_mesh import GrpcMesh
 from paceline.testing import run_groups
 from support.grpc_pair import JOB, grpc_world
 from support.reference import MIB, Background, X, every, states, talk_both_ways, wait_for

@@ -29,17 +29,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from paceline.collectives import exchange
+from paceline._collectives import exchange
+from paceline._group import Group
+from paceline._links import grpc_mesh
+from paceline._links.frame import Frame
+from paceline._links.grpc_mesh import dial
 from paceline.errors import (
     CollectiveMismatch,
     OperationTimeout,
     PeerBrokeProtocol,
     PeerRaised,
 )
-from paceline.group import Group
-from paceline.links import grpc_mesh
-from paceline.links.frame import Frame
-from paceline.links.grpc_mesh import dial
 from paceline.testing import local_groups, next_generation, run_groups
 from support.reference import MIB, Background, X, every
 from support.worlds import SOON, errors_over, run_over, scheduled, world_over
@@ -205,7 +205,7 @@ def test_2_ranks_that_disagree_are_told_both_sides(name: str, link: str) -> None
         (second if group.rank else first)(group)
         group.barrier()
 
-    with mock.patch("paceline.collectives.exchange.PATIENCE", 0.05):
+    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05):
         raised = errors_over(link, 2, call)
     for error in raised:
         assert isinstance(error, CollectiveMismatch), raised

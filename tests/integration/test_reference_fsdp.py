@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline import FSDP, Parameter, ShardingStrategy
+from paceline._group import Group
 from paceline.errors import InvalidWorldSize, SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.group import Group
 from support.worlds import run_over
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP

@@ -17,10 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline import FSDP, nn, optim
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._parallel.sharding._placement import place
 from paceline.errors import InvalidWorldSize, UnsupportedOp
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.parallel.sharding._placement import place
 from support.fsdp_cases import (
     CASES,
     FULL,

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
 from paceline.errors import (
     CollectiveMismatch,
     OperationTimeout,
     PacelineError,
 )
-from paceline.group import Group
 from support.reference import X, every
 from support.worlds import errors_over, run_over, scheduled
 

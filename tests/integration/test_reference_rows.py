@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from paceline import errors
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
 from paceline.errors import InvalidRank, InvalidWorldSize, OperationTimeout, SizeMismatch
-from paceline.group import Group
 from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
 SOON_S = 5.0

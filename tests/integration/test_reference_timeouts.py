@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_mesh import GrpcMesh
+from paceline._links.local import LocalMesh
 from paceline._loop import loop_thread
 from paceline.errors import (
     OperationTimeout,
     PeerLost,
 )
-from paceline.group import Group
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_mesh import GrpcMesh
-from paceline.links.local import LocalMesh
 from paceline.testing import local_groups
 from support.grpc_pair import grpc_world
 from support.reference import MIB, Background, X, states, talk_both_ways, wait_for

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.arrays import Array, as_bytes, from_bytes
-from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.rows import chunk_bounds, ring_neighbours
-from paceline.collectives.schedules import SCHEDULES
+from paceline._arrays import Array, as_bytes, from_bytes
+from paceline._collectives.choose import choose as choose_by_rules
+from paceline._collectives.rows import chunk_bounds, ring_neighbours
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.frame import Frame, FrameKind, decode, encode
 from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch
-from paceline.group import Group
-from paceline.links.frame import Frame, FrameKind, decode, encode
 from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
 

@@ -21,9 +21,9 @@ _WINDOW = 512 << 10
 _SIDE = """
 import asyncio, json, sys, threading, time
 from paceline._loop import loop_thread
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.tcp import TcpHost, connect
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.tcp import TcpHost, connect
 
 me, here, there, streams, total, rounds, both = int(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:8])
 FRAME, AHEAD = 1 << 20, 4

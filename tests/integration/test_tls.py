@@ -18,17 +18,17 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
+from paceline._elastic.peer_calls import out_of_reach
 from paceline._grpc import aio, grpc
+from paceline._links.base import Peer
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_knock import Knocker
 from paceline._loop import loop_thread
 from paceline._rpc import CHANNEL_OPTIONS
 from paceline.cli.app import app
 from paceline.cli.health import trouble_at
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.elastic.peer_calls import out_of_reach
-from paceline.links.base import Peer
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_knock import Knocker
 from paceline.testing import coordinator
 from paceline_server import ServerSettings
 from paceline_server.security import tls

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._group import Group
+from paceline._links.fault import Fault
+from paceline._links.grpc_door import Door
+from paceline._links.tcp import TICKET_BYTES, TcpIncoming, TcpKind, client_context, connect
+from paceline._links.tcp._tcp_wire import Hello, encode_hello
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.errors import LinkUnavailable
-from paceline.group import Group
-from paceline.links.fault import Fault
-from paceline.links.grpc_door import Door
-from paceline.links.tcp import TICKET_BYTES, TcpIncoming, TcpKind, client_context, connect
-from paceline.links.tcp._tcp_wire import Hello, encode_hello
 from paceline.testing import coordinator
 from support.certificates import CertificateFolder, make_folder
 from support.mixed_world import Place, kinds_of, mixed_world, run_all

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import paceline
-from paceline import token_source
+from paceline import _token_source
 from paceline._loop import loop_thread
 from paceline.cli import admin
 from paceline.config import Config
@@ -56,7 +56,7 @@ METHODS = {
 def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of tokens that is looked at for every call, and so are those of workers."""
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
-    monkeypatch.setattr(token_source, "LOOK_S", 0.0)
+    monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
     path = tmp_path / "tokens"
     path.touch(0o600)
     path.write_text(f"{ALL}\n{ONE} one\n{TWO} two\n")
@@ -192,8 +192,8 @@ def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
     mine.touch(0o600)
     mine.write_text(ALL)
     script = (
-        "import paceline, paceline.token_source, sys\n"
-        "paceline.token_source.LOOK_S = 0.0\n"
+        "import paceline, paceline._token_source, sys\n"
+        "paceline._token_source.LOOK_S = 0.0\n"
         "with paceline.join(job='one') as session:\n"
         "    print('joined', flush=True)\n"
         "    sys.stdin.readline()\n"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import paceline
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import run_ranks
 
 N = 50

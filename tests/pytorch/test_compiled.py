@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import run_ranks
 from paceline.torch import DDP, FSDP
 from support.torch_models import made

@@ -11,7 +11,7 @@ from pytorch.models import N, assert_same_bits, gradients, mlp, samples, train_a
 
 import paceline
 import paceline.torch
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.torch

@@ -13,8 +13,8 @@ from pytorch.models import T, X, assert_same_bits, check, gradients, loss_of, ml
 
 import paceline
 import paceline.torch
+from paceline._group import Group
 from paceline.errors import ConcurrentUse, PacelineError, StepOrderError, UnsupportedOp
-from paceline.group import Group
 from paceline.testing import local_groups, run_ranks
 
 pytestmark = pytest.mark.torch

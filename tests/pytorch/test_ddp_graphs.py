@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 import paceline.torch
+from paceline._group import Group
 from paceline.errors import StepOrderError
-from paceline.group import Group
 from paceline.testing import local_groups, run_ranks
 
 pytestmark = pytest.mark.torch

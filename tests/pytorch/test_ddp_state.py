@@ -138,7 +138,7 @@ class Gate:
         raise AssertionError("the update was interrupted")
 
     def changed(self) -> None:
-        """See `paceline.elastic.state.Gate`."""
+        """See `paceline._elastic.state.Gate`."""
 
 
 def test_the_gate_is_where_the_optimizer_steps() -> None:

@@ -9,7 +9,7 @@ import torch
 from pytorch.models import assert_same_bits, built, samples, weights
 
 import paceline.torch
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.torch

@@ -93,7 +93,7 @@ class Door:
         raise AssertionError("nothing was to change")
 
     def changed(self) -> None:
-        """See `paceline.elastic.state.Gate`."""
+        """See `paceline._elastic.state.Gate`."""
 
 
 @pytest.mark.parametrize("restore_inner", [True, False])

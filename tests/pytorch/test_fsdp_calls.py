@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from unit.parallel.sharding.models import strategies
 
 from paceline import ShardingStrategy
+from paceline._group import Group
 from paceline.config import Config
 from paceline.errors import StepOrderError
-from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import Chain, Part, X, check_gradients, made

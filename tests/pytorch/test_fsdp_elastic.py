@@ -17,10 +17,10 @@ from unit.elastic.solo import ENVIRONMENT, fail
 from unit.parallel.sharding.models import chosen
 
 import paceline
+from paceline._group import Group
+from paceline._links.local import local_meshes
+from paceline._links.nowhere import NoMesh
 from paceline.errors import UnsupportedOp
-from paceline.group import Group
-from paceline.links.local import local_meshes
-from paceline.links.nowhere import NoMesh
 from paceline.testing import coordinator
 from paceline.torch import FSDP
 from support.parts import SOON, each

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unit.parallel.sharding.models import chosen
 
+from paceline._group import Group
 from paceline.config import Config
 from paceline.errors import StepOrderError
-from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import data, loss_of, made, net, wrap

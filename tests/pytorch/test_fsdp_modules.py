@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from unit.parallel.sharding.models import chosen, strategies
 
+from paceline._group import Group
 from paceline.config import Config
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import Chain, Part, X, assert_close, check_gradients, data, loss_of, made, net, wrap

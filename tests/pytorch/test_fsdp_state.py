@@ -12,9 +12,9 @@ from unit.parallel.sharding.models import strategies
 
 import paceline
 from paceline import checkpoint
+from paceline._group import Group
+from paceline._parallel._optimizer_state import standing_for
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.group import Group
-from paceline.parallel._optimizer_state import standing_for
 from paceline.testing import run_ranks
 from support.torch_models import assert_close, data, loss_of, net, rows_of, wrap
 

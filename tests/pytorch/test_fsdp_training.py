@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from unit.parallel.sharding.models import chosen, strategies
 
+from paceline._group import Group
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import paceline
-from paceline.elastic import torchrun_world
+from paceline._elastic import torchrun_world
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
 from paceline.torch import backend
@@ -60,7 +60,7 @@ def test_ranks_go_on_without_one_that_has_left(leaver: int, end: str) -> None:
 
 
 LATE = """
-from paceline.session.control import ControlStream
+from paceline._session.control import ControlStream
 
 say_goodbye = ControlStream.leave
 

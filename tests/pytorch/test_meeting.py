@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.elastic import torchrun_world
+from paceline._elastic import torchrun_world
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
 from support.processes import Worker, workers
@@ -252,7 +252,7 @@ def test_all_start_again_under_an_agent_that_counts_no_restart() -> None:
 
 SHORT = """
 import asyncio, logging
-from paceline.session.member import MemberConnection
+from paceline._session.member import MemberConnection
 
 class Tells(logging.Handler):
     def emit(self, record):

@@ -69,7 +69,7 @@ FAILS = """
             def failing(o):
                 calls.append(1)
                 if len(calls) == 2:  # the others have gathered the first sum, and wait for the second
-                    from paceline.links.fault import Suspicion
+                    from paceline._links.fault import Suspicion
                     from pacelinepb.v1.errors_pb2 import ErrorReason
                     reason = ErrorReason.ERROR_REASON_PEER_RAISED
                     session.group.mesh.fault.suspect(Suspicion(reason, None, 1, "failed for a test"))

@@ -30,7 +30,7 @@ def test_torch_imports_no_more_of_paceline_than_it_must_and_paceline_no_torch() 
 import sys, torch
 import torch.distributed as dist
 assert "paceline" in dist.Backend.backend_list
-print([name for name in ("grpc", "paceline.group", "paceline.torch.backend") if name in sys.modules])
+print([name for name in ("grpc", "paceline._group", "paceline.torch.backend") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -23,9 +23,9 @@ import pytest
 import torch.distributed as dist
 
 from paceline._address import Endpoint
+from paceline._embedded import coordinator
 from paceline._lookup import Found
 from paceline._loop import loop_thread
-from paceline.embedded import coordinator
 from paceline.errors import CoordinatorUnreachable, PeerRaised
 from paceline.torch.backend import _handles
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
@@ -49,7 +49,7 @@ MEMBER = f"""
 import torch, torch.distributed as dist
 from datetime import timedelta
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from paceline.session.control import ControlStream
+from paceline._session.control import ControlStream
 torch.set_num_threads(1)
 dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True,
                         timeout=timedelta(seconds={TIMEOUT_S}))

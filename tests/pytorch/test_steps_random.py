@@ -61,7 +61,7 @@ def test_a_start_from_a_checkpoint_goes_on_with_the_masks_of_an_undisturbed_run(
 
 
 def test_ranks_have_masks_of_their_own() -> None:
-    from paceline.elastic.foreign import seed_frameworks
+    from paceline._elastic.foreign import seed_frameworks
 
     drawn = set()
     for seed, step, rank in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (1 << 40, 1, 0), (0, 1 << 33, 1)]:

@@ -409,8 +409,8 @@ def test_a_step_has_one_batch_of_a_part_of_its_state() -> None:
 
 
 def test_a_newcomer_with_another_batch_is_refused_by_name() -> None:
-    from paceline.elastic.differences import difference
-    from paceline.links.base import Peer
+    from paceline._elastic.differences import difference
+    from paceline._links.base import Peer
 
     here, there = (
         paceline.TrainState(data=ElasticStreamLoader(Stream(), size)).manifest() for size in (BATCH, 2 * BATCH)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.elastic import parcel
-from paceline.elastic.parcel import Parcel, borrow
-from paceline.links.base import Peer
-from paceline.links.shm.segment import SegmentError
-from paceline.session.identity import process_identity
+from paceline._elastic import parcel
+from paceline._elastic.parcel import Parcel, borrow
+from paceline._links.base import Peer
+from paceline._links.shm.segment import SegmentError
+from paceline._session.identity import process_identity
 from pacelinepb.v1 import peer_pb2
 from support.processes import Worker
 
@@ -54,8 +54,8 @@ def test_another_processes_descriptors_are_not_touched(opened: list[str]) -> Non
     """As root, or as the same user, it could be any process of this machine."""
     code = """
 import os
-from paceline.elastic.parcel import Parcel
-from paceline.session.identity import process_identity
+from paceline._elastic.parcel import Parcel
+from paceline._session.identity import process_identity
 made = Parcel([np.ones(100_000)])
 memory = made.lend(process_identity())
 emit("lent", pid=os.getpid(), descriptor=memory.descriptor, size=memory.size)

@@ -102,6 +102,23 @@ def test_thousands_of_empty_names() -> None:
     run(main)
 
 
+def test_half_a_million_empty_pieces_of_a_value() -> None:
+    """They came as a MiB, and took 17 MiB for as long as the caller left its answer unread."""
+
+    async def main() -> None:
+        async with running() as channel:
+            request = store_pb2.SetRequest(key="k", value=[b""] * 500_000)
+            error = await refusal(channel, "/pacelinepb.v1.StoreService/Set", split(request.SerializeToString()))
+            assert reason_of(error) == "LIMIT"
+            assert error.details() == "a request of this call has at most 1,000 items, not 500,000"
+
+    run(main)
+
+
+def split(data: bytes) -> list[bytes]:
+    return [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
+
+
 def test_the_longest_requests_come_in() -> None:
     async def main() -> None:
         async with running() as channel:

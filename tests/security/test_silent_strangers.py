@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.group import Group
-from paceline.links.grpc_door import Door
-from paceline.links.tcp import TcpKind
+from paceline._group import Group
+from paceline._links.grpc_door import Door
+from paceline._links.tcp import TcpKind
 from support.mixed_world import Place, kinds_of, mixed_world, run_all
 
 STRANGERS = 300

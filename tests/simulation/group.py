@@ -15,13 +15,13 @@ import numpy as np
 from simulation.broken import Broken
 from simulation.threads import Waiters
 
-from paceline.collectives.piggyback import Piggyback
+from paceline._collectives.piggyback import Piggyback
+from paceline._links.base import Peer
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.nowhere import NoMesh
+from paceline._recorder import FlightRecorder
+from paceline._work import Progress
 from paceline.errors import StepOrderError
-from paceline.links.base import Peer
-from paceline.links.fault import Fault, Suspicion
-from paceline.links.nowhere import NoMesh
-from paceline.recorder import FlightRecorder
-from paceline.work import Progress
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 if TYPE_CHECKING:

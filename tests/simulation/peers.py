@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.state import Content, Copy, Plan
 
-from paceline.elastic.peer_calls import Holder
+from paceline._elastic.peer_calls import Holder
+from paceline._links.base import Peer
 from paceline.errors import LinkUnavailable, PacelineError
-from paceline.links.base import Peer
 from paceline_protocol import Tag
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from simulation.threads import Thread, current
 
 from paceline import errors
 from paceline._address import Endpoint
+from paceline._elastic.session import CoordinatedSession
+from paceline._links.base import Peer
+from paceline._session.identity import JoinRequest
+from paceline._session.member import MemberConnection
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.elastic.session import CoordinatedSession
 from paceline.errors import Dismissed
-from paceline.links.base import Peer
-from paceline.session.identity import JoinRequest
-from paceline.session.member import MemberConnection
 from paceline_protocol import MemberState, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb

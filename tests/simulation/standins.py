@@ -20,9 +20,9 @@ from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
 from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
 
 from paceline import _rpc, _wait
-from paceline.elastic import coordination, recovery, saver, session, steps, waiting
-from paceline.links import fault
-from paceline.session import control, generations, identity, line_messages, member, view
+from paceline._elastic import coordination, recovery, saver, session, steps, waiting
+from paceline._links import fault
+from paceline._session import control, generations, identity, line_messages, member, view
 from paceline_protocol import Process as Identity
 from paceline_server import dispatcher, timers
 from paceline_server.errors import Refused

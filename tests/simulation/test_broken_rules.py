@@ -14,7 +14,7 @@ from simulation.runner import run
 from simulation.state import State
 from simulation.world import Shape
 
-from paceline.elastic.step import Step
+from paceline._elastic.step import Step
 from paceline_protocol import (
     WHOLE,
     Meet,

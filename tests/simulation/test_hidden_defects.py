@@ -13,12 +13,12 @@ from simulation.group import Group
 from simulation.test_broken_rules import found
 from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST, RECLAIMED, SMALL, STUCK, STUCK_MOST
 
-from paceline.elastic import attempts
-from paceline.elastic.saver import Saver
-from paceline.elastic.training_loop import TrainingLoop
-from paceline.session import line_messages
-from paceline.session.generations import Generations
-from paceline.session.line_messages import Letter, ViewCame
+from paceline._elastic import attempts
+from paceline._elastic.saver import Saver
+from paceline._elastic.training_loop import TrainingLoop
+from paceline._session import line_messages
+from paceline._session.generations import Generations
+from paceline._session.line_messages import Letter, ViewCame
 from paceline_protocol import _lineage
 from paceline_protocol._silence import Stragglers
 from paceline_protocol.coordinator import JobState, ViewStored

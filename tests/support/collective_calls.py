@@ -12,11 +12,11 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.choose import choose, only
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.choose import choose, only
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.local import local_meshes
 from paceline.config import Config
-from paceline.group import Group
-from paceline.links.local import local_meshes
 
 __all__ = [
     "BF16",
@@ -86,7 +86,7 @@ def groups_by(world: int, collective: str, schedule: str) -> list[Group]:
 
 def segments_of(nbytes: int) -> AbstractContextManager[Any]:
     """Small segments, so that small arrays are cut as large ones are."""
-    return mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", nbytes)
+    return mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", nbytes)
 
 
 def exact_values(rng: Any, shape: Any, dtype: Any) -> Any:

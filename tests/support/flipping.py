@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from paceline._links.tcp import _tcp_kind
 from paceline.credentials import Credentials
-from paceline.links.tcp import _tcp_kind
 from support.relay import Relay
 
 __all__ = ["Flipper", "send_through"]

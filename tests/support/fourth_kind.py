@@ -1,6 +1,6 @@
 """A fourth kind of link, as somebody would add it: frames between threads of one process, by reference.
 
-It shows what a kind has to say and no more. Register it with `paceline.links.registry.register`.
+It shows what a kind has to say and no more. Register it with `paceline._links.registry.register`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from paceline._links.base import LinkEnded
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame
+from paceline._links.kind import HalfContext, Incoming, Kind, Outgoing
+from paceline._links.local import Pipe
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
-from paceline.links.base import LinkEnded
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame
-from paceline.links.kind import HalfContext, Incoming, Kind, Outgoing
-from paceline.links.local import Pipe
 from pacelinepb.v1 import peer_pb2
 
 __all__ = ["ThreadsKind"]

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline import FSDP, Parameter, ShardingStrategy, nn, optim
-from paceline.group import Group
+from paceline._group import Group
 from support.worlds import run_over
 
 __all__ = [

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_mesh import GrpcMesh
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.links.base import Peer
-from paceline.links.fault import Fault
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_mesh import GrpcMesh
 
 __all__ = ["JOB", "GrpcWorld", "grpc_world"]
 

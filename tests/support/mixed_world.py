@@ -12,14 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_mesh import GrpcMesh
 from paceline._loop import loop_thread
 from paceline.config import LINKS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.links.fault import Fault
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_mesh import GrpcMesh
 
 __all__ = ["MixedWorld", "Place", "kinds_of", "mixed_world", "run_all"]
 

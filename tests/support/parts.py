@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline._group import Group
+from paceline._links.base import Mesh
+from paceline._links.local import LocalMesh, local_meshes
 from paceline.config import Config
-from paceline.group import Group
-from paceline.links.base import Mesh
-from paceline.links.local import LocalMesh, local_meshes
 
 __all__ = ["SOON", "at_once", "each", "local_mesh", "on_hosts", "total", "world_of"]
 

@@ -33,9 +33,9 @@ _SERVERS = 2
 """With a seed for hashes each, so that workers do not all happen to order their sets alike."""
 
 _MODULES = (
-    "paceline.elastic.join",
-    "paceline.elastic",
-    "paceline.parallel",
+    "paceline._elastic.join",
+    "paceline._elastic",
+    "paceline._parallel",
     "paceline.checkpoint",
     "paceline_server.app",
 )

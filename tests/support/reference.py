@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.schedules import SCHEDULES
-from paceline.group import Group
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
 
 __all__ = ["MIB", "X", "Background", "every", "states", "talk_both_ways", "wait_for"]
 

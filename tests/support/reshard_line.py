@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 import paceline
+from paceline._elastic.offer import OfferedState
+from paceline._elastic.peer_calls import Holder, take_shards
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.grpc_door import Door
+from paceline._links.nowhere import NoMesh
 from paceline._loop import loop_thread
+from paceline._parallel._parameter import Parameter
+from paceline._session.identity import process_identity
 from paceline.checkpoint import Tag
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.elastic.offer import OfferedState
-from paceline.elastic.peer_calls import Holder, take_shards
-from paceline.elastic.state import TrainState
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.links.grpc_door import Door
-from paceline.links.nowhere import NoMesh
-from paceline.parallel._parameter import Parameter
-from paceline.session.identity import process_identity
 from paceline_protocol import Share
 
 __all__ = ["job", "line"]

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.elastic.reshard_plan import ReshardPlan, assign
-from paceline.elastic.state import TrainState
-from paceline.group import Group
-from paceline.links.local import local_meshes
-from paceline.links.nowhere import NoMesh
-from paceline.parallel._parameter import Parameter
+from paceline._elastic.reshard_plan import ReshardPlan, assign
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._links.local import local_meshes
+from paceline._links.nowhere import NoMesh
+from paceline._parallel._parameter import Parameter
 from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 

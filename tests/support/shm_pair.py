@@ -13,15 +13,15 @@ from time import monotonic
 
 import numpy as np
 
+from paceline._links.base import Link, LinkEnded, Peer
+from paceline._links.conformance import LinkPair
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.shm.arena import Arena, arena
+from paceline._links.shm.handover import ShmHost, connect
+from paceline._links.shm.incoming import ShmIncoming
+from paceline._links.shm.outgoing import ShmOutgoing
 from paceline._loop import LoopThread, loop_thread
-from paceline.links.base import Link, LinkEnded, Peer
-from paceline.links.conformance import LinkPair
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.shm.arena import Arena, arena
-from paceline.links.shm.handover import ShmHost, connect
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.outgoing import ShmOutgoing
 
 __all__ = [
     "PEERS",

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from paceline._loop import loop_thread
-from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
-from paceline.links.base import Link, LinkEnded, Peer
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.tcp import (
+from paceline._links.base import Link, LinkEnded, Peer
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.tcp import (
     TICKET_BYTES,
     TcpHost,
     TcpIncoming,
@@ -28,7 +26,9 @@ from paceline.links.tcp import (
     connect,
     server_context,
 )
-from paceline.links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
+from paceline._links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
+from paceline._loop import loop_thread
+from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.testing import LinkPair
 
 __all__ = [

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from unit.parallel.sharding.models import chosen
 
+from paceline._group import Group
 from paceline.config import Config
-from paceline.group import Group
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from paceline.collectives.choose import choose as choose_by_rules
-from paceline.collectives.choose import only
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.choose import choose as choose_by_rules
+from paceline._collectives.choose import only
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.faulty import FaultyMesh, Tamper
 from paceline.config import Config
 from paceline.errors import PacelineError
-from paceline.group import Group
-from paceline.links.faulty import FaultyMesh, Tamper
 from paceline.testing import local_groups, run_groups
 from support.grpc_pair import grpc_world
 

@@ -15,14 +15,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from paceline.collectives.choose import choose, only
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.choose import choose, only
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.base import LEND_BYTES, LinkEnded
+from paceline._links.frame import Frame
+from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, OperationTimeout, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
-from paceline.group import Group
-from paceline.links.base import LEND_BYTES, LinkEnded
-from paceline.links.frame import Frame
-from paceline.links.local import local_meshes
 from paceline.testing import next_generation
 
 WORLD = 4
@@ -289,7 +289,7 @@ def check_kind(error: PacelineError, act: Callable[[], None], at: int, label: An
 @contextmanager
 def worlds_of(way: tuple[str, str, str], nbytes: int, count: int = 1) -> Iterator[Worlds]:
     case = Case(*way)
-    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", case.segment(nbytes)):
+    with mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", case.segment(nbytes)):
         worlds = Worlds(case, nbytes, count)
         try:
             worlds.check_clean()

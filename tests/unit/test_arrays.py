@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.arrays import as_array, as_bytes, as_flat, check_out, deliver, from_bytes, landing
+from paceline._arrays import as_array, as_bytes, as_flat, check_out, deliver, from_bytes, landing
+from paceline._links.frame import MAX_SIGNATURE_BYTES
+from paceline._signature import Signature
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
-from paceline.links.frame import MAX_SIGNATURE_BYTES
-from paceline.signature import Signature
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [

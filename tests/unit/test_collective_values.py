@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.arithmetic import reduction
+from paceline._collectives.arithmetic import reduction
+from paceline._group import Group
+from paceline._links.base import LEND_BYTES
 from paceline.errors import UnsupportedOp
-from paceline.group import Group
-from paceline.links.base import LEND_BYTES
 from paceline.testing import run_groups, run_ranks
 from support.collective_calls import (
     COMPLEX,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from unit.test_compression_codecs import block_max
 
+from paceline._group import Group
 from paceline.compression import PIECE, Bf16, Codec, Int8, Memory
 from paceline.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
-from paceline.group import Group
 from paceline.testing import local_groups, run_groups, run_ranks
 
 Array = NDArray[Any]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline import token_source
+from paceline import _token_source
 from paceline._grpc import aio, grpc
+from paceline._token_source import TokenSource
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.token_source import TokenSource
 from support.certificates import CertificateFolder, make_folder
 from support.hanging import hanging
 
@@ -161,7 +161,7 @@ def test_no_secret_shows(good: CertificateFolder, tmp_path: Path) -> None:
 def test_a_token_file_is_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(token_source, "LOOK_S", 0.0)
+    monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(f"# comment\n\n{TOKEN} job\nanother-token\n")
@@ -191,8 +191,8 @@ def test_a_token_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
 def test_a_token_file_that_hangs_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(token_source, "LOOK_S", 0.0)
-    monkeypatch.setattr(token_source, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
+    monkeypatch.setattr(_token_source, "PATIENCE_S", 0.2)
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)
@@ -219,7 +219,7 @@ def test_a_token_file_that_hangs_is_waited_for_once(
 
 
 def test_a_token_file_that_hangs_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_source, "FIRST_S", 0.1)
+    monkeypatch.setattr(_token_source, "FIRST_S", 0.1)
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)

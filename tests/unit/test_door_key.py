@@ -87,3 +87,12 @@ def test_what_was_proved_with_the_secret_before_is_worth_nothing() -> None:
 
 def test_the_secret_does_not_show() -> None:
     assert repr(key("a")) == "DoorKey(...)"
+
+
+def test_a_call_stays_used_though_the_secret_changes_and_changes_back() -> None:
+    caller, door = key("a"), key("b")
+    proof = caller.prove(REQUEST)
+    assert door.check(NAME, DATA, proof) == ""
+    door.learn(bytes(32), "b")
+    door.learn(SECRET, "b")
+    assert door.check(NAME, DATA, proof) == "this call has come before"

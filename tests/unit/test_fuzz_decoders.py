@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from fuzz.collectives import N, short_frames
 from fuzz.targets import TARGETS, seeds
 from fuzz.wire import ScriptedMesh, unpack_frames
-from paceline.collectives.objects import decode_object
+from paceline._collectives.objects import decode_object
+from paceline._group import Group
+from paceline._links.base import LinkTimeout, Purpose
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import PacelineError
-from paceline.group import Group
-from paceline.links.base import LinkTimeout, Purpose
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.local import local_meshes
 
 MEMORY = 1 << 30
 """Bytes of address space that a test may take: who believes an announced length shall find none."""

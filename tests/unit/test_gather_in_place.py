@@ -7,8 +7,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from paceline.collectives.schedules import SCHEDULES
-from paceline.group import Group
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
 from paceline.testing import run_ranks
 from support.worlds import scheduled
 

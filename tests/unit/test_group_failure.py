@@ -9,6 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links.base import LinkEnded, Purpose
+from paceline._links.faulty import FaultyMesh
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import (
     CollectiveMismatch,
@@ -18,11 +23,6 @@ from paceline.errors import (
     PeerLost,
     PeerRaised,
 )
-from paceline.group import Group
-from paceline.links.base import LinkEnded, Purpose
-from paceline.links.faulty import FaultyMesh
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.local import local_meshes
 from paceline.testing import local_groups
 
 CONFIG = Config(failure_timeout=0.6)
@@ -42,7 +42,7 @@ def outcomes(world: int, fn: Any, tamper: Any = None, at: int = 0, segment: int 
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", segment):
+    with mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", segment):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -292,7 +292,7 @@ def test_who_announces_what_no_memory_holds_is_named(call: Any, monkeypatch: pyt
             raise MemoryError
         return real(shape, *of, **more)
 
-    monkeypatch.setattr("paceline.arrays.np.empty", empty)
+    monkeypatch.setattr("paceline._arrays.np.empty", empty)
     groups = local_groups(2, CONFIG)
     call(groups[1])
     with pytest.raises(CollectiveMismatch, match=r"rank 1 .* announces .* no memory") as caught:

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import InvalidRank, OperationTimeout, PeerLost, SizeMismatch
-from paceline.group import Group
-from paceline.links.local import local_meshes
 from paceline.testing import local_groups, run_ranks
 
 
@@ -187,7 +187,7 @@ def test_a_send_that_times_out_half_way_voids_nothing() -> None:
 
 
 def test_messages_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.collectives.mailbox.MAX_WAITING_BYTES", 8 << 10)
+    monkeypatch.setattr("paceline._collectives.mailbox.MAX_WAITING_BYTES", 8 << 10)
     groups = local_groups(2)
     for i in range(30):
         groups[0].send(np.full(100, i), 1, tag=1)

@@ -83,7 +83,7 @@ def test_roots_that_differ(roots: Any, known: Any) -> None:
         except PacelineError as error:
             errors[rank] = error
 
-    with mock.patch("paceline.collectives.exchange.PATIENCE", 0.05):
+    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(roots))]
         for thread in threads:
             thread.start()
@@ -107,8 +107,8 @@ def test_two_roots_that_both_send_more_than_links_hold() -> None:
             errors[rank] = error
 
     with (
-        mock.patch("paceline.collectives.exchange.PATIENCE", 0.05),
-        mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", 64),
+        mock.patch("paceline._collectives.exchange.PATIENCE", 0.05),
+        mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", 64),
     ):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
         for thread in threads:
@@ -134,7 +134,7 @@ def test_an_honest_straggler_is_no_disagreement() -> None:
             groups[rank].broadcast(X if rank == i else None, root=i)
             results[rank] += float(groups[rank].all_reduce(X)[0])
 
-    with mock.patch("paceline.collectives.exchange.PATIENCE", 0.01):
+    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.01):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
         for thread in threads:
             thread.start()

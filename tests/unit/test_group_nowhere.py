@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links.nowhere import NoMesh
 from paceline.config import Config
 from paceline.errors import StepOrderError
-from paceline.group import Group
-from paceline.links.nowhere import NoMesh
 
 X = np.ones(4)
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._work import Lane
 from paceline.config import Config
 from paceline.errors import ConcurrentUse, OperationTimeout, PacelineError, PeerRaised, SessionClosed
-from paceline.group import Group
 from paceline.testing import local_groups, run_ranks
-from paceline.work import Lane
 
 
 def test_asynchronous_operations_run_in_issue_order() -> None:

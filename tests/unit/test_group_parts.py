@@ -9,6 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.local import local_meshes, next_meshes
 from paceline.errors import (
     CollectiveMismatch,
     InvalidRank,
@@ -18,9 +21,6 @@ from paceline.errors import (
     StaleGeneration,
     UnsupportedOp,
 )
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.links.local import local_meshes, next_meshes
 from paceline.testing import local_groups, next_generation, run_groups
 from support.parts import at_once, each, local_mesh, on_hosts, total, world_of
 
@@ -283,7 +283,7 @@ def test_parts_go_on_after_a_failure_in_one_of_them() -> None:
 
 def test_what_was_called_in_an_earlier_generation_proves_nothing_in_this_one() -> None:
     """A member that has waited for long compares what others sent with its own calls: those of this generation."""
-    with world_of(3) as groups, mock.patch("paceline.collectives.exchange.PATIENCE", 0.02):
+    with world_of(3) as groups, mock.patch("paceline._collectives.exchange.PATIENCE", 0.02):
         each(groups, lambda group: [group.barrier() for _ in range(5)])
         next_generation(groups)
         looked = threading.Event()

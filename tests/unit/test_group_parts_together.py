@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._group import Group
 from paceline.errors import (
     CollectiveMismatch,
     ConcurrentUse,
@@ -18,7 +19,6 @@ from paceline.errors import (
     PeerLost,
     PeerRaised,
 )
-from paceline.group import Group
 from paceline.testing import next_generation
 from support.parts import at_once, each, local_mesh, total, world_of
 

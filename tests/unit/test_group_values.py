@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.choose import choose, only
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.choose import choose, only
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
-from paceline.group import Group
-from paceline.links.local import local_meshes
 from paceline.testing import local_groups, run_groups, run_ranks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -36,7 +36,7 @@ NUMPY = {
 @contextmanager
 def segments_of(nbytes: Any) -> Any:
     """Small segments, so that small arrays are cut as large ones are."""
-    with mock.patch("paceline.collectives.tasks.SEGMENT_BYTES", nbytes):
+    with mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", nbytes):
         yield
 
 

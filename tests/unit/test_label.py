@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._group import Group
 from paceline.errors import CollectiveMismatch, UnsupportedOp
-from paceline.group import Group
 from paceline.testing import run_ranks
 
 X = np.ones(4)

@@ -18,19 +18,19 @@ import paceline_server
 
 LAYERS = (
     {
-        *("_address", "_allocator", "_door_key", "_exhausted", "_fork", "_grpc", "_interrupt", "_lookup", "_loop"),
-        *("_rpc", "_version", "_wait", "arrays", "config", "credentials", "embedded", "errors", "once", "recorder"),
-        *("signature", "tls", "token_source", "user_folder", "work"),
+        *("_address", "_allocator", "_arrays", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc", "_interrupt"),
+        *("_lookup", "_loop", "_once", "_recorder", "_rpc", "_signature", "_tls", "_token_source", "_user_folder"),
+        *("_version", "_wait", "_work", "config", "credentials", "errors"),
     },
     {"compression"},
-    {"links"},
-    {"collectives"},
-    {"group"},
-    {"session"},
+    {"_links"},
+    {"_collectives"},
+    {"_group"},
+    {"_session"},
     {"checkpoint"},
-    {"parallel"},
+    {"_parallel"},
     {"nn", "optim"},
-    {"elastic"},
+    {"_elastic"},
     {"torch", "testing"},
     {"paceline"},  # what `import paceline` offers
     {"demo"},
@@ -91,7 +91,7 @@ def test_an_import_points_to_a_lower_layer() -> None:
 
 
 def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
-    starts_one = {"paceline.embedded", "paceline.cli.coordinator", "paceline.cli.access"}
+    starts_one = {"paceline._embedded", "paceline.cli.coordinator", "paceline.cli.access"}
     files = files_of("paceline")
     found = {
         name

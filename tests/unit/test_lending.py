@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from paceline.collectives import exchange
-from paceline.collectives.choose import choose, only
-from paceline.group import Group
+from paceline._collectives import exchange
+from paceline._collectives.choose import choose, only
+from paceline._group import Group
 from paceline.testing import run_ranks
 
 

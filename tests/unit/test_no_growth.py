@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.group import Group
+from paceline._group import Group
+from paceline._work import Work
 from paceline.testing import local_groups
-from paceline.work import Work
 
 WORLD = 3
 WARM_UP, PART, LONG = 2_000, 1_000, 5_000

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline._parallel import Parameter
 from paceline.errors import SizeMismatch
 from paceline.optim import SGD, Adam, Optimizer
-from paceline.parallel import Parameter
 
 Array = NDArray[Any]
 

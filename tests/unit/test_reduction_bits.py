@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.rows import SumOrder
-from paceline.collectives.schedules import SCHEDULES
-from paceline.group import Group
+from paceline._collectives.rows import SumOrder
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
 from paceline.testing import run_groups
 from support.collective_calls import (
     BF16,

@@ -12,7 +12,7 @@ import pytest
 from paceline import errors
 from paceline._grpc import aio, grpc
 from paceline._rpc import is_transient
-from paceline.session.view import MemberLists
+from paceline._session.view import MemberLists
 from pacelinepb.v1 import session_pb2 as pb
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.elastic.sampler import ElasticSampler
+from paceline._elastic.sampler import ElasticSampler
 from paceline.errors import InvalidRank, InvalidWorldSize
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import run_ranks
 
 

@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 
+from paceline._links.base import LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.grpc_kind import GrpcIncoming
 from paceline._loop import loop_thread
 from paceline._wait import SLICE, Latch, Outcome, wait_in_slices
-from paceline.links.base import LinkTimeout
-from paceline.links.fault import Fault
-from paceline.links.grpc_kind import GrpcIncoming
-from paceline.work import Work
+from paceline._work import Work
 
 
 def test_it_ends_when_it_comes_or_when_the_time_is_up() -> None:

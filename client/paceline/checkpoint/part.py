@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline._signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 from paceline.checkpoint.pieces import Piece
-from paceline.signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 
 __all__ = ["CHUNK_BYTES", "Part", "PieceEntry", "Run", "Stored", "entry_of", "header_of", "index_of", "part_name"]
 

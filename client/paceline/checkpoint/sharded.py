@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline._links.base import Peer
 from paceline.checkpoint.folder import ON_ONE_DISK, discard, is_there, new_attempt, open_folder, publish
 from paceline.checkpoint.keep import Checkpoint, checked_tag, remove, set_aside, tags
 from paceline.checkpoint.part import Part
@@ -21,7 +22,6 @@ from paceline.checkpoint.reading import Reader
 from paceline.checkpoint.tree import split_shards
 from paceline.checkpoint.writing import PartWriter, write_part
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, SizeMismatch, StepOrderError
-from paceline.links.base import Peer
 from paceline_protocol import Tag
 
 __all__ = ["Ranks", "ShardedSaver", "load_sharded", "save_sharded"]

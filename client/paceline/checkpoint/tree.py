@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._signature import dtype_name
 from paceline.checkpoint.pieces import Shard
 from paceline.errors import UnsupportedOp
-from paceline.signature import dtype_name
 
 __all__ = ["Leaf", "Skeleton", "join", "split", "split_shards"]
 

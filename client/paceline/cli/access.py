@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
+from paceline._embedded import coordinator
+from paceline._user_folder import check_own, make_private, user_folder
 from paceline.cli.output import UsageError, say
 from paceline.credentials import Credentials
-from paceline.embedded import coordinator
-from paceline.user_folder import check_own, make_private, user_folder
 from pacelinepb.private_files import FileTooOpen, read_own
 
 __all__ = [

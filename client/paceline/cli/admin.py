@@ -12,10 +12,11 @@ from google.protobuf.duration_pb2 import Duration
 from paceline._grpc import aio, grpc
 from paceline._loop import loop_thread
 from paceline._rpc import CHANNEL_OPTIONS, error_from_status
+from paceline._session.connection import check_tls
 from paceline.cli.access import own_credentials
 from paceline.credentials import Credentials
-from paceline.errors import CoordinatorUnreachable
-from paceline.session.connection import check_tls
+from paceline.errors import CoordinatorUnreachable, LimitExceeded
+from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1.admin_pb2 import (
     DrainMembersRequest,
     ForgetJobRequest,
@@ -151,9 +152,12 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
 
     Raises:
         PacelineError: there is no such job or member.
+        LimitExceeded: these are more members than fit into a request, some 700 by their ids.
         CoordinatorUnreachable: nobody, or no coordinator, answers.
     """
     request = DrainMembersRequest(job=job, members=members)
+    if request.ByteSize() > MESSAGE_BYTES:
+        raise LimitExceeded(f"{len(members)} names do not fit into one request: name fewer at a time, or all by --all")
 
     async def call(channel: aio.Channel, left: float) -> list[str]:
         return list((await AdminServiceStub(channel).DrainMembers(request, timeout=left)).member_ids)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from paceline._collectives.choose import RULES, Choice, choose, format_rules, only
+from paceline._collectives.rows import Row, format_schedule
+from paceline._collectives.schedules import ROOTED, SCHEDULES, rows_of
 from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
 from paceline.cli.output import UsageError, print_json
-from paceline.collectives.choose import RULES, Choice, choose, format_rules, only
-from paceline.collectives.rows import Row, format_schedule
-from paceline.collectives.schedules import ROOTED, SCHEDULES, rows_of
 
 __all__ = ["ScheduleOptions", "SchedulePlan", "make_plan", "show_schedules"]
 

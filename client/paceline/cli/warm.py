@@ -118,7 +118,7 @@ def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
             __import__(wanted.module, fromlist=wanted.names)
     if "numpy" not in sys.modules:
         return
-    for module in ("numpy.random", "paceline.elastic.steps"):
+    for module in ("numpy.random", "paceline._elastic.steps"):
         if needed():
             return
         importlib.import_module(module)

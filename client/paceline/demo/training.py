@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 import paceline
 from paceline import nn, optim
-from paceline.session.identity import process_identity
-from paceline.session.launcher_pipe import tell_launcher
+from paceline._session.identity import process_identity
+from paceline._session.launcher_pipe import tell_launcher
 
 __all__ = ["Digits", "DemoResult", "DemoPlan", "Tell", "build_model", "load_digits", "main", "train"]
 

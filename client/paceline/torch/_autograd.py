@@ -18,13 +18,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline._parallel._accumulation import Accumulation
+from paceline._parallel._bucket_reducer import BucketReducer
+from paceline._parallel._data_parallel import ReplicatedModel
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._ranks import RankGroup
+from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline.errors import StepOrderError
-from paceline.parallel._accumulation import Accumulation
-from paceline.parallel._bucket_reducer import BucketReducer
-from paceline.parallel._data_parallel import ReplicatedModel
-from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import RankGroup
-from paceline.parallel._synchronizer import GradientSynchronizer
 from paceline.torch._tensors import Tensor, array_of, tensor_of
 
 __all__ = ["AutogradDriver", "AutogradObserver", "AutogradPass", "TorchModule", "TorchParameter", "Uneven"]

@@ -1,8 +1,8 @@
 """`ElasticDataLoader`: the samples of a step, fetched ahead by worker processes, while ranks come and go.
 
-Which samples a rank takes in a step is the sampler's to say (`elastic.sampler`), and nobody else's. This loader fetches
-them, by torch's `DataLoader`, and guesses which come next: those that follow if the world stays as it is. A guess that
-turns out wrong is thrown away. So what has been fetched is no state, and no sample is lost or used twice by it (I6).
+The sampler alone decides which samples a rank takes in a step (`_elastic.sampler`). This loader fetches them, by
+torch's `DataLoader`, and guesses which come next: those that follow if the world stays as it is. A wrong guess is
+thrown away. So fetched samples are no state, and no sample is lost or used twice by fetching (I6).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from paceline.elastic.sampler import Planned
-from paceline.elastic.step import Step
+from paceline._elastic.sampler import Planned
+from paceline._elastic.step import Step
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.torch._fetching import Fetcher, sow
 

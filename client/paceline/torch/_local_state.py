@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline._elastic.parts import StatePart, part_of
+from paceline._parallel._data_parallel import DDP
+from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._holdings import Holding
 from paceline.checkpoint.tree import Leaf
-from paceline.elastic.parts import StatePart, part_of
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
-from paceline.parallel._data_parallel import DDP
-from paceline.parallel._parameter import Parameter
-from paceline.parallel.sharding._holdings import Holding
 
 __all__ = ["InnerOptimizers", "OuterModel", "Round", "RoundPart"]
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._elastic.parts import StatePart
+from paceline._group import Group
+from paceline._parallel._data_parallel import DDP
+from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec
-from paceline.elastic.parts import StatePart
 from paceline.errors import StepOrderError
-from paceline.group import Group
 from paceline.optim import SGD, Optimizer
-from paceline.parallel._data_parallel import DDP
-from paceline.parallel._parameter import Parameter
 from paceline.torch._local_state import InnerOptimizers, OuterModel, RoundPart
 
 __all__ = ["DiLoCo", "LocalSGD", "LocalTraining"]

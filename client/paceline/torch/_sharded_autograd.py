@@ -28,12 +28,12 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from paceline._parallel._accumulation import Accumulation
+from paceline._parallel._ranks import ShardRankGroup
+from paceline._parallel.sharding._placement import ShardingStrategy
+from paceline._parallel.sharding._runner import UnitRunner
+from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import StepOrderError
-from paceline.parallel._accumulation import Accumulation
-from paceline.parallel._ranks import ShardRankGroup
-from paceline.parallel.sharding._placement import ShardingStrategy
-from paceline.parallel.sharding._runner import UnitRunner
-from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._autograd import AutogradPass
 from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, mapped, mirror_in, tensors_in
 

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline._parallel._optimizer_state import OptimizerState
+from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.parallel._optimizer_state import OptimizerState
-from paceline.parallel._parameter import Parameter
-from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._sharded_tensors import TorchPiece, mirror_in, piece_of
 from paceline.torch._tensors import array_of, tensor_of
 

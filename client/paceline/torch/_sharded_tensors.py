@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
+from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import UnsupportedOp
-from paceline.parallel._parameter import Parameter
-from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._tensors import array_of, placeholder_like, tensor_of
 
 __all__ = [

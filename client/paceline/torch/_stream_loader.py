@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from torch.utils.data import default_collate
 
+from paceline._elastic.foreign import taken, to_plain
+from paceline._elastic.parts import StatePart, opaque
+from paceline._elastic.sampler import share_out
+from paceline._elastic.step import Step
 from paceline.checkpoint.tree import split
-from paceline.elastic.foreign import taken, to_plain
-from paceline.elastic.parts import StatePart, opaque
-from paceline.elastic.sampler import share_out
-from paceline.elastic.step import Step
 from paceline.errors import UnsupportedOp
 from paceline.torch._fetching import Fetcher, sow
 
@@ -121,7 +121,7 @@ class ElasticStreamLoader:
         self._position, self._ahead = _Position(**saved), None
 
     def as_part(self) -> StatePart:
-        """See `elastic.parts.part_of`; a newcomer with another batch or seed is refused."""
+        """See `_elastic.parts.part_of`; a newcomer with another batch or seed is refused."""
         return opaque(self, self._kind)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.arrays import Array
+from paceline._arrays import Array
 from paceline.errors import UnsupportedOp
 
 __all__ = [

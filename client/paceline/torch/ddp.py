@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from paceline._parallel._agreement import give
+from paceline._parallel._parameter import buffers_of, parameters_of
+from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec, PowerSGD
-from paceline.parallel._agreement import give
-from paceline.parallel._parameter import buffers_of, parameters_of
-from paceline.parallel._ranks import RankGroup
 from paceline.torch._autograd import AutogradDriver
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._tensors import Tensor

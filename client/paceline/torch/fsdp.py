@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from paceline._parallel._optimizer_state import stands_in
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._ranks import ShardRankGroup
+from paceline._parallel.sharding._placement import ShardingStrategy
+from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.parallel._optimizer_state import stands_in
-from paceline.parallel._parameter import Parameter
-from paceline.parallel._ranks import ShardRankGroup
-from paceline.parallel.sharding._placement import ShardingStrategy
-from paceline.parallel.sharding._sharded_model import ShardedModel
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._sharded_autograd import ShardedDriver
 from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from paceline_server.services.authenticate import authorization_of
 from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
 from paceline_server.settings import ServerSettings
+from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import store_pb2
 
 __all__ = ["CALL_BYTES", "OpenCall", "OpenCalls", "PacingInterceptor"]
@@ -230,25 +231,37 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     def _merged(self, parse: Any) -> _Read:
         """Reads a request that may come as several messages. Protobuf merges messages whose bytes are joined."""
         most = self._settings.longest_request
+        most_items = max(self._settings.max_wait_keys, 4 * (most // MESSAGE_BYTES + 1))
 
         async def read(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:
             data: list[bytes] = []
             size = 0
             while (message := await context.read()) is not EOF:
                 size += len(message)
-                if size > most:
-                    await refuse(context, LimitMet(f"a request of this call has at most {most:,} bytes"))
                 try:
+                    if size > most:
+                        raise LimitMet(f"a request of this call has at most {most:,} bytes")
                     call.take_message(len(message))
-                except NoRoom:
+                except (LimitMet, NoRoom) as refused:
                     data.clear()
                     call.give_back()
                     while await context.read() is not EOF:  # or grpc's client reports that a write failed, and not why
                         await self._turn(call.payer)
-                    raise
+                    await refuse(context, refused)
                 data.append(message)
-                await self._turn(call.payer)
-            return parse(b"".join(data)) if data else EOF
+                if len(message) < MESSAGE_BYTES // 2:  # the number of longer ones is bounded by the request's size
+                    await self._turn(call.payer)
+            if not data:
+                return EOF
+            request = parse(b"".join(data))
+            # Each item takes some 32 bytes, also an empty one that came as 2: half a million of them in a MiB.
+            items = max((len(each) for each in _repeated(request)), default=0)
+            if items > most_items:
+                del request
+                await refuse(
+                    context, LimitMet(f"a request of this call has at most {most_items:,} items, not {items:,}")
+                )
+            return request
 
         return read
 
@@ -256,6 +269,14 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         """Waits if the payer calls, or sends messages of requests, faster than it may."""
         if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
             await asyncio.sleep(delay)
+
+
+def _repeated(request: object) -> Iterator[Sized]:
+    """The repeated fields of a request; none if it could not be parsed."""
+    if isinstance(request, Message):
+        for _, value in request.ListFields():
+            if isinstance(value, MutableSequence):
+                yield value
 
 
 async def _message(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:

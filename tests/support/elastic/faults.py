@@ -137,15 +137,15 @@ def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     """Puts the faults that happen inside the library where they happen."""
-    from paceline.collectives.exchange import Exchange
-    from paceline.elastic.coordination import RemoteCoordinator
-    from paceline.elastic.offer import Content, OfferedState
-    from paceline.elastic.saver import Saver
-    from paceline.elastic.state import TrainState
-    from paceline.elastic.training_loop import TrainingLoop
-    from paceline.group.group_core import GroupCore
-    from paceline.links.fault import Suspicion
-    from paceline.session.member import MemberConnection
+    from paceline._collectives.exchange import Exchange
+    from paceline._elastic.coordination import RemoteCoordinator
+    from paceline._elastic.offer import Content, OfferedState
+    from paceline._elastic.saver import Saver
+    from paceline._elastic.state import TrainState
+    from paceline._elastic.training_loop import TrainingLoop
+    from paceline._group.group_core import GroupCore
+    from paceline._links.fault import Suspicion
+    from paceline._session.member import MemberConnection
     from pacelinepb.v1.errors_pb2 import ErrorReason
 
     if any(fault.what == "flip" for fault in faults):
@@ -212,7 +212,7 @@ def flip(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def take_nothing() -> None:
     """Nobody gives this process any state, now or ever."""
-    from paceline.elastic.coordination import RemoteCoordinator
+    from paceline._elastic.coordination import RemoteCoordinator
     from paceline.errors import LinkUnavailable
 
     def refuse(*_: Any) -> Any:

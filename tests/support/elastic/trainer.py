@@ -25,8 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
 
 import paceline
+from paceline._elastic import saver
 from paceline.checkpoint.tree import split_shards
-from paceline.elastic import saver
 from support.elastic.brake import Brake
 from support.elastic.faults import Fault, inflict, take_nothing
 from support.elastic.problem import BATCH, SAMPLES, build, data

@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline import DDP, FSDP, ShardingStrategy, checkpoint, load_sharded_state, nn, optim, sharded_state
+from paceline._group import Group
+from paceline._parallel._parameter import Parameter
 from paceline.checkpoint import Shard, ShardedSaver, load_sharded, save_sharded
 from paceline.checkpoint import sharded as module
 from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp
-from paceline.group import Group
-from paceline.parallel._parameter import Parameter
 from paceline.testing import run_ranks
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]

@@ -12,11 +12,11 @@ from typing import BinaryIO, cast
 
 import pytest
 
+from paceline._collectives.choose import choose
+from paceline._group import Group
 from paceline.cli.bench.jobs import COLLECTIVES, MEMORIES, PLACES, Job, check_result, given, result_parts
 from paceline.cli.bench.measure import ContenderFailed, Ensemble, Turn, measure
 from paceline.cli.bench.rank import Call, Lacking, PacelineRanks, RankSide, forced, make_call, serve, time_calls
-from paceline.collectives.choose import choose
-from paceline.group import Group
 from paceline.testing import run_ranks
 
 WORLD = 3

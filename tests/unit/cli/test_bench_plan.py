@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paceline._collectives.schedules import SCHEDULES
 from paceline.cli.app import app
 from paceline.cli.bench.jobs import COLLECTIVES, Job, plan
 from paceline.cli.bench.measure import paceline_recipe
 from paceline.cli.bench.peers import check_peer, mpirun_command, peer_recipe
 from paceline.cli.output import UsageError
-from paceline.collectives.schedules import SCHEDULES
 
 runner = CliRunner()
 

@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
+from paceline._collectives.choose import RULES, Rule, choose, dump_rules, parse_rules
 from paceline.cli.bench.command import Table, link_name, tuned_rules
 from paceline.cli.bench.jobs import BenchRow, Job, make_row
 from paceline.cli.bench.measure import Measured, Turn
 from paceline.cli.bench.plot import lines_of
-from paceline.collectives.choose import RULES, Rule, choose, dump_rules, parse_rules
 
 
 def row(collective: str, schedule: str | None, size: int, seconds: float, link: str = "shm") -> BenchRow:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline._session.flight import flight_directory
+from paceline._token_source import TokenSource
 from paceline.cli import access
 from paceline.cli.access import coordinator_address, own_addresses, own_credentials, own_token, published
 from paceline.cli.output import UsageError
-from paceline.session.flight import flight_directory
-from paceline.token_source import TokenSource
 
 ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
 

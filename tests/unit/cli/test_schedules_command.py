@@ -7,10 +7,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from paceline._collectives.choose import RULES, Rule, choose, format_rules
+from paceline._collectives.rows import format_schedule
+from paceline._collectives.schedules import SCHEDULES, rows_of
 from paceline.cli.app import app
-from paceline.collectives.choose import RULES, Rule, choose, format_rules
-from paceline.collectives.rows import format_schedule
-from paceline.collectives.schedules import SCHEDULES, rows_of
 
 runner = CliRunner()
 

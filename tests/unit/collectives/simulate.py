@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from paceline.collectives.program import AHEAD, Area, Do, Move, Program
+from paceline._collectives.program import AHEAD, Area, Do, Move, Program
 
 __all__ = ["Lent", "Rank", "add", "advance", "leaves", "run"]
 

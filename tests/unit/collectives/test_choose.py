@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.collectives.choose import RULES, choose, format_rules, only
-from paceline.collectives.rows import SumOrder
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives.choose import RULES, choose, format_rules, only
+from paceline._collectives.rows import SumOrder
+from paceline._collectives.schedules import SCHEDULES
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -8,10 +8,10 @@ from time import monotonic
 
 import pytest
 
-from paceline.collectives.exchange import Disagreement, Exchange
-from paceline.links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
+from paceline._collectives.exchange import Disagreement, Exchange
+from paceline._links.base import Link, LinkEnded, LinkTimeout, Mesh, Peer, Purpose
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
 
 
 def frame(operation: int) -> Frame:
@@ -78,7 +78,7 @@ class Links(Mesh):
 
 def test_a_frame_of_a_rank_that_is_ahead_does_not_hide_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 comes late to barrier 5; by then rank 2 has passed it, and its next operation's frame has come."""
-    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [5], [frame(6)])), lambda operation: None)
     exchange.begin(5, b"barrier")
     soon = monotonic() + 10.0
@@ -89,7 +89,7 @@ def test_a_frame_of_a_rank_that_is_ahead_does_not_hide_its_mark(monkeypatch: pyt
 
 
 def test_a_frame_in_place_of_a_mark_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
     exchange.begin(6, frame(6).signature)
     soon = monotonic() + 10.0
@@ -98,7 +98,7 @@ def test_a_frame_in_place_of_a_mark_is_returned(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_is_ahead_and_told_no_mark_was_in_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
     exchange.begin(5, b"barrier")
     soon = monotonic() + 10.0
@@ -138,7 +138,7 @@ class TakenBack(Marking):
 
 def test_a_call_that_differs_is_told_though_its_frame_is_taken_back_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has found out first has failed, and takes back what it lent: the others are to say why, not that."""
-    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     other = TakenBack(2, [], [replace(frame(5), signature=b"all_reduce op=max float32[4]")])
     exchange = Exchange(Links(Marking(1, [5], [], late=1), other), lambda operation: None)
     exchange.begin(5, frame(5).signature)
@@ -148,7 +148,7 @@ def test_a_call_that_differs_is_told_though_its_frame_is_taken_back_meanwhile(mo
 
 
 def test_what_was_found_early_and_taken_back_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.collectives.exchange.PATIENCE", 0.0)
+    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), TakenBack(2, [], [frame(5)])), lambda operation: None)
     exchange.begin(5, frame(5).signature)
     with pytest.raises(LinkEnded):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.mailbox import ArrayMessage, Assembler, to_frames
-from paceline.collectives.program import SEGMENT_BYTES
-from paceline.links.frame import Frame, FrameKind
+from paceline._collectives.mailbox import ArrayMessage, Assembler, to_frames
+from paceline._collectives.program import SEGMENT_BYTES
+from paceline._links.frame import Frame, FrameKind
 
 BIG = np.arange(3 * SEGMENT_BYTES // 8 + 5, dtype=np.float64)
 

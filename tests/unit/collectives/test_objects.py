@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.objects import MAX_DEPTH, decode_object, encode_object
+from paceline._collectives.objects import MAX_DEPTH, decode_object, encode_object
 from paceline.errors import LimitExceeded, UnsupportedOp
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paceline.collectives.arithmetic import reduction
+from paceline._collectives.arithmetic import reduction
 from paceline.errors import UnsupportedOp
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

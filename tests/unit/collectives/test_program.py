@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.collectives.simulate import Rank, add, advance, leaves, run
 
-from paceline.collectives import program as programs
-from paceline.collectives.program import AHEAD, Area, Do, Program
-from paceline.collectives.rows import Nodes, SumOrder, chunk_bounds
-from paceline.collectives.schedules import SCHEDULES
+from paceline._collectives import program as programs
+from paceline._collectives.program import AHEAD, Area, Do, Program
+from paceline._collectives.rows import Nodes, SumOrder, chunk_bounds
+from paceline._collectives.schedules import SCHEDULES
 
 REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in SCHEDULES[kind]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.collectives.arithmetic import arithmetic, reduction
+from paceline._collectives.arithmetic import arithmetic, reduction
 
 
 def test_a_sum_warns_of_nothing_and_leaves_the_users_errors_as_they_are() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from unit.collectives.simulate import Rank, add, run
 
-from paceline.collectives import schedules
-from paceline.collectives.program import Area, all_reduce_program
-from paceline.collectives.rows import Action, Row, chunk_bounds, format_schedule, ring_neighbours
+from paceline._collectives import schedules
+from paceline._collectives.program import Area, all_reduce_program
+from paceline._collectives.rows import Action, Row, chunk_bounds, format_schedule, ring_neighbours
 
 WORLDS = range(1, 18)
 NODES = (0, 0, 1, 0, 1, 2, 2, 0, 1, 2, 2, 2, 1, 3, 3, 0, 3)

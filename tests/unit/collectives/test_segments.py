@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.collectives.engine import Engine
-from paceline.collectives.tasks import segment
-from paceline.links.base import Peer
-from paceline.links.faulty import FaultyMesh
-from paceline.links.nowhere import NoMesh
-from paceline.links.submesh import SubMesh
+from paceline._collectives.engine import Engine
+from paceline._collectives.tasks import segment
+from paceline._links.base import Peer
+from paceline._links.faulty import FaultyMesh
+from paceline._links.nowhere import NoMesh
+from paceline._links.submesh import SubMesh
 
 MIB = 1 << 20
 FLOAT = np.dtype(np.float32)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.arithmetic import arithmetic, reduction
-from paceline.collectives.engine import CollectiveCall, Engine
-from paceline.collectives.program import all_reduce_program
+from paceline._collectives.arithmetic import arithmetic, reduction
+from paceline._collectives.engine import CollectiveCall, Engine
+from paceline._collectives.program import all_reduce_program
+from paceline._links.base import Link, LinkEnded, Peer, Purpose
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
 from paceline.errors import PacelineError
-from paceline.links.base import Link, LinkEnded, Peer, Purpose
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
 
 
 class Lender(Link):

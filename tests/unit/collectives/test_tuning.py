@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.collectives.choose import (
+from paceline._collectives.choose import (
     RULES,
     Rule,
     choose,
@@ -16,8 +16,8 @@ from paceline.collectives.choose import (
     rules_digest,
     where_of,
 )
-from paceline.collectives.rows import SumOrder
-from paceline.links.base import Peer
+from paceline._collectives.rows import SumOrder
+from paceline._links.base import Peer
 
 MIB = 1 << 20
 

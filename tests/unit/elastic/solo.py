@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.elastic.state import TrainState
-from paceline.links.fault import Suspicion
+from paceline._elastic.state import TrainState
+from paceline._links.fault import Suspicion
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 SAMPLES, BATCH = 10, 4

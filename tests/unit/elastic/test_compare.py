@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from unit.elastic.fakes import Counter, Normed
 
 import paceline
-from paceline.elastic.differences import difference
-from paceline.elastic.state import TrainState
+from paceline._elastic.differences import difference
+from paceline._elastic.state import TrainState
+from paceline._links.base import Peer
 from paceline.errors import SettingsMismatch, SizeMismatch
-from paceline.links.base import Peer
 
 DONOR = Peer(2, "m", "somehost", pid=77)
 OTHERS = r"rank 2 \(somehost, pid 77\) and the line's other members"

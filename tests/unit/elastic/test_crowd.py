@@ -11,9 +11,9 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from paceline._elastic import peer_calls
+from paceline._elastic.peer_calls import refuses_for_now, retry_while_refused
 from paceline._grpc import aio, grpc
-from paceline.elastic import peer_calls
-from paceline.elastic.peer_calls import is_overloaded, retry_while_overloaded
 from pacelinepb import ERROR_DOMAIN
 
 
@@ -76,20 +76,21 @@ def calls(*answers: Any) -> tuple[Any, Iterator[Any]]:
 
 
 def test_a_crowd_is_told_from_everything_else() -> None:
-    assert is_overloaded(CROWDED)
-    assert not any(map(is_overloaded, OTHERS.values()))
+    assert refuses_for_now(CROWDED)
+    assert refuses_for_now(error(grpc.StatusCode.UNAVAILABLE, "UNAUTHENTICATED")), "the job's secret is being renewed"
+    assert not any(map(refuses_for_now, OTHERS.values()))
 
 
 def test_while_it_is_crowded_it_is_tried_again(clock: Clock) -> None:
     call, _ = calls(*[CROWDED] * 6, "in")
-    assert asyncio.run(retry_while_overloaded(call, 3.0)) == "in"
+    assert asyncio.run(retry_while_refused(call, 3.0)) == "in"
     assert clock.slept == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
 
 
 def test_patience_has_an_end(clock: Clock) -> None:
     call, left = calls(*[CROWDED] * 9)
     with pytest.raises(aio.AioRpcError) as caught:
-        asyncio.run(retry_while_overloaded(call, 1.0))
+        asyncio.run(retry_while_refused(call, 1.0))
     assert caught.value is CROWDED
     assert sum(clock.slept) <= 1.0
     assert len(list(left)) == 4
@@ -99,6 +100,6 @@ def test_patience_has_an_end(clock: Clock) -> None:
 def test_any_other_failure_is_the_callers(what: str, clock: Clock) -> None:
     call, _ = calls(OTHERS[what], "in")
     with pytest.raises(aio.AioRpcError) as caught:
-        asyncio.run(retry_while_overloaded(call, 3.0))
+        asyncio.run(retry_while_refused(call, 3.0))
     assert caught.value is OTHERS[what]
     assert not clock.slept

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.elastic.sampler import ElasticSampler
+from paceline._elastic.sampler import ElasticSampler
 
 worlds = st.lists(st.integers(1, 9), min_size=1, max_size=40)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.elastic.attempts import MAX_ATTEMPTS, FailedAttempts
+from paceline._elastic.attempts import MAX_ATTEMPTS, FailedAttempts
+from paceline._links.base import Peer
 from paceline.errors import OperationTimeout, PeerLost, StepVoid
-from paceline.links.base import Peer
 
 WORLD = [Peer(rank, f"member-{rank}", f"host-{rank}", pid=100 + rank) for rank in range(7)]
 

@@ -12,11 +12,11 @@ from unit.elastic.solo import ENVIRONMENT, fail
 
 import paceline
 from paceline import nn
-from paceline.elastic.state import TrainState
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._links.local import local_meshes
+from paceline._links.nowhere import NoMesh
 from paceline.errors import InvalidWorldSize, StepOrderError, UnsupportedOp
-from paceline.group import Group
-from paceline.links.local import local_meshes
-from paceline.links.nowhere import NoMesh
 from paceline_protocol import WHOLE, Share
 from support.parts import SOON, each
 

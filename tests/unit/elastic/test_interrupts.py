@@ -16,7 +16,7 @@ import pytest
 from unit.elastic.solo import ENVIRONMENT, Training, undisturbed
 
 import paceline
-from paceline.elastic import training_loop
+from paceline._elastic import training_loop
 from paceline.errors import StepOrderError
 
 _MODULES = Path(training_loop.__file__).parent

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.elastic.saver import Saver
-from paceline.elastic.state import TrainState
-from paceline.elastic.training_loop import TrainingLoop
+from paceline._elastic.saver import Saver
+from paceline._elastic.state import TrainState
+from paceline._elastic.training_loop import TrainingLoop
 from paceline.errors import Dismissed, StepOrderError
 from paceline_protocol import MemberState, Tag
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 import paceline
+from paceline._elastic.coordination import NullCoordinator
+from paceline._elastic.saver import Saver
+from paceline._elastic.training_loop import TrainingLoop
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.fault import Suspicion
+from paceline._links.local import local_meshes
+from paceline._session.line_messages import CaughtOut, Tried, ViewCame
 from paceline.config import Config
-from paceline.elastic.coordination import NullCoordinator
-from paceline.elastic.saver import Saver
-from paceline.elastic.training_loop import TrainingLoop
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.links.fault import Suspicion
-from paceline.links.local import local_meshes
-from paceline.session.line_messages import CaughtOut, Tried, ViewCame
 from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
+from paceline._elastic.coordination import NullCoordinator
+from paceline._elastic.offer import Content
+from paceline._elastic.state import TrainState
+from paceline._elastic.steps import make_loop, run_steps
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.local import next_meshes
+from paceline._session.line_messages import ViewCame
 from paceline.config import Config
-from paceline.elastic.coordination import NullCoordinator
-from paceline.elastic.offer import Content
-from paceline.elastic.state import TrainState
-from paceline.elastic.steps import make_loop, run_steps
-from paceline.group import Group
-from paceline.links.base import Peer
-from paceline.links.local import next_meshes
-from paceline.session.line_messages import ViewCame
 from paceline_protocol import Meet, Tag
 from support.parts import local_mesh, world_of
 

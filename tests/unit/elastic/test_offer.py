@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.elastic import offer
-from paceline.elastic.offer import HASH_BYTES, Content, Description, OfferedState
+from paceline._elastic import offer
+from paceline._elastic.offer import HASH_BYTES, Content, Description, OfferedState
 from paceline.errors import PacelineError, SizeMismatch
 from paceline_protocol import Tag
 

@@ -9,8 +9,8 @@ import pytest
 from unit.elastic.fakes import FRAMEWORK, Counter, ForeignModel, ForeignOptimizer, Normed, Tensor, framework
 
 import paceline
+from paceline._elastic.parts import check_fit, part_of, write_in_place
 from paceline.checkpoint.tree import split
-from paceline.elastic.parts import check_fit, part_of, write_in_place
 from paceline.errors import SizeMismatch, UnsupportedOp
 
 

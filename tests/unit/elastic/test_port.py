@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from paceline._elastic import coordination
+from paceline._elastic.coordination import RemoteCoordinator
+from paceline._links.base import Peer
+from paceline._session.line_messages import MemberInbox, Tried
 from paceline.config import Config
-from paceline.elastic import coordination
-from paceline.elastic.coordination import RemoteCoordinator
-from paceline.links.base import Peer
-from paceline.session.line_messages import MemberInbox, Tried
 from paceline_protocol import Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 

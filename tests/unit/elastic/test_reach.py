@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from paceline.elastic.waiting import FIRST_PAUSE_S, LONGEST_PAUSE_S, ReachTests
-from paceline.links.base import Peer
+from paceline._elastic.waiting import FIRST_PAUSE_S, LONGEST_PAUSE_S, ReachTests
+from paceline._links.base import Peer
 
 ONE, TWO = (Peer(rank, f"member-{rank}", f"host-{rank}", f"10.0.0.{rank}:1", 7) for rank in (1, 2))
 

@@ -12,12 +12,12 @@ import pytest
 
 import paceline
 from paceline import checkpoint
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._links.local import local_meshes
 from paceline.checkpoint.pieces import Shard, pieces_of
 from paceline.checkpoint.tree import split_shards
-from paceline.elastic.state import TrainState
 from paceline.errors import PacelineError, SizeMismatch, UnsupportedOp
-from paceline.group import Group
-from paceline.links.local import local_meshes
 from paceline_protocol import WHOLE, Share
 from support.parts import SOON, each
 from support.resharding import Trainee, fill_from, form, one_process, reshard, together

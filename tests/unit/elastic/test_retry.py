@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.attempts import BlockOutcome
-from paceline.elastic.retry import attempts
-from paceline.elastic.step import BETWEEN_STEPS
+from paceline._elastic.attempts import BlockOutcome
+from paceline._elastic.retry import attempts
+from paceline._elastic.step import BETWEEN_STEPS
 from paceline.errors import PeerLost
 
 

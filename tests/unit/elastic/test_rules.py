@@ -11,9 +11,9 @@ from unit.elastic.fakes import Counter, ForeignModel, ForeignOptimizer, framewor
 from unit.elastic.solo import ENVIRONMENT, Training, fail, undisturbed
 
 import paceline
-from paceline.elastic import rules
-from paceline.elastic.parts import StatePart
-from paceline.elastic.state import TrainState
+from paceline._elastic import rules
+from paceline._elastic.parts import StatePart
+from paceline._elastic.state import TrainState
 from paceline.errors import StepOrderError
 
 

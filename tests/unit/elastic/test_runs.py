@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._elastic.reshard_plan import ElementRun, assign, fill
 from paceline.checkpoint.pieces import Shard
-from paceline.elastic.reshard_plan import ElementRun, assign, fill
 from paceline_protocol import WHOLE as WHOLE_SHARE
 from paceline_protocol import Share
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
+from paceline._elastic import saver as saver_module
+from paceline._elastic.saver import Saver
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._links.fault import Suspicion
+from paceline._links.local import next_meshes
 from paceline.checkpoint import folder, keep
 from paceline.checkpoint.writing import write_part
-from paceline.elastic import saver as saver_module
-from paceline.elastic.saver import Saver
-from paceline.elastic.state import TrainState
 from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch
-from paceline.group import Group
-from paceline.links.fault import Suspicion
-from paceline.links.local import next_meshes
 from paceline_protocol import Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, each, local_mesh, world_of

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from paceline import checkpoint
+from paceline._elastic import saver as saver_module
+from paceline._elastic.saver import JointSaver
+from paceline._group import Group
+from paceline._links.fault import Suspicion
+from paceline._links.local import local_meshes
 from paceline.checkpoint import sharded, writing
-from paceline.elastic import saver as saver_module
-from paceline.elastic.saver import JointSaver
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, PeerLost, SizeMismatch
-from paceline.group import Group
-from paceline.links.fault import Suspicion
-from paceline.links.local import local_meshes
 from paceline_protocol import Share, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each

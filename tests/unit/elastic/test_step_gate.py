@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.elastic.state import TrainState
-from paceline.elastic.step import PendingStepWord, Step
+from paceline._elastic.state import TrainState
+from paceline._elastic.step import PendingStepWord, Step
+from paceline._group import Group
+from paceline._links.fault import Suspicion
+from paceline._parallel._agreement import NewcomerDiffers
 from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
-from paceline.group import Group
-from paceline.links.fault import Suspicion
-from paceline.parallel._agreement import NewcomerDiffers
 from paceline_protocol import StepFlag, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._elastic import offer
+from paceline._elastic.offer import Content, OfferedState
+from paceline._elastic.peer_calls import get_manifest, take_state
 from paceline._grpc import grpc
+from paceline._links.base import Peer
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_methods import refuse
 from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
-from paceline.elastic import offer
-from paceline.elastic.offer import Content, OfferedState
-from paceline.elastic.peer_calls import get_manifest, take_state
 from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
-from paceline.links.base import Peer
-from paceline.links.grpc_door import Door
-from paceline.links.grpc_methods import refuse
 from paceline_protocol import Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.flipping import Flipper

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic import recovery
-from paceline.elastic.peer_calls import Holder
+from paceline._elastic import recovery
+from paceline._elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, OrphanedError
 from paceline_protocol import Meet, MemberState, MemberView, Share, Tag
 

@@ -10,7 +10,7 @@ import pytest
 from unit.elastic.fakes import Counter, ForeignModel, ForeignOptimizer, Gate, Normed, framework
 
 import paceline
-from paceline.elastic.state import TrainState
+from paceline._elastic.state import TrainState
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.testing import run_ranks
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline._elastic import waiting
+from paceline._links.base import Peer
+from paceline._links.fault import Fault, Suspicion
 from paceline.config import Config
-from paceline.elastic import waiting
 from paceline.errors import Dismissed
-from paceline.links.base import Peer
-from paceline.links.fault import Fault, Suspicion
 from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

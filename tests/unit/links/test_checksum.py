@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.links.frame import COLUMNS, FOLDED, checksum
+from paceline._links.frame import COLUMNS, FOLDED, checksum
 
 ROW = 8 * COLUMNS
 SIZES = [0, 1, FOLDED - 1, FOLDED, 17 * ROW, 17 * ROW + 5, (1 << 20) + 3]

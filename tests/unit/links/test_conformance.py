@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.links import conformance
-from paceline.links.base import Link, LinkEnded, LinkTimeout
-from paceline.links.frame import Frame
+from paceline._links import conformance
+from paceline._links.base import Link, LinkEnded, LinkTimeout
+from paceline._links.frame import Frame
 from paceline.testing import LinkPair, check_link, local_link_pair
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paceline import errors
-from paceline.links.fault import Fault, Suspicion
+from paceline._links.fault import Fault, Suspicion
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

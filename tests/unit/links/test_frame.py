@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.links.frame import (
+from paceline._links.frame import (
     MAX_FRAME_BYTES,
     MAX_SIGNATURE_BYTES,
     Frame,

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from paceline import errors
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Fault, Suspicion
-from paceline.links.outbox import OUTBOX_FRAMES, Outbox
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.outbox import OUTBOX_FRAMES, Outbox
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

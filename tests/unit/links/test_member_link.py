@@ -9,14 +9,14 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from paceline._links.base import LinkEnded, LinkTimeout, Peer
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.kind import Incoming, Outgoing
+from paceline._links.member_link import MemberLink
+from paceline._links.shm.arena import Arena
 from paceline._loop import loop_thread
 from paceline.errors import PeerLost
-from paceline.links.base import LinkEnded, LinkTimeout, Peer
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.kind import Incoming, Outgoing
-from paceline.links.member_link import MemberLink
-from paceline.links.shm.arena import Arena
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import halves

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paceline.links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, FreeBlocks, arena
+from paceline._links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, FreeBlocks, arena
 from support.shm_pair import descriptors
 
 MIB = 1 << 20

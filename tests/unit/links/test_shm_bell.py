@@ -7,7 +7,7 @@ from time import monotonic, process_time
 
 import pytest
 
-from paceline.links.shm.bell import Bell, SpinPolicy, awake_for
+from paceline._links.shm.bell import Bell, SpinPolicy, awake_for
 
 
 @pytest.mark.parametrize(

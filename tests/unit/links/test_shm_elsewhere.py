@@ -19,7 +19,7 @@ for module, names in {
         delattr(module, name)
 import paceline
 sys.modules["fcntl"] = None
-from paceline.links.shm import arena, handover, incoming, outgoing, segment
+from paceline._links.shm import arena, handover, incoming, outgoing, segment
 from paceline.errors import LinkUnavailable
 loop = asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)
 for call in (segment.check_available, lambda: handover.ShmHost(loop)):

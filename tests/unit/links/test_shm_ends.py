@@ -8,11 +8,11 @@ from time import monotonic
 
 import pytest
 
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.shm.arena import Arena
+from paceline._links.shm.control_segment import SLOTS
 from paceline._wait import SLICE
 from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.shm.arena import Arena
-from paceline.links.shm.control_segment import SLOTS
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.shm import handover
+from paceline._links.shm.control_segment import CONTROL_BYTES, LAYOUT
+from paceline._links.shm.handover import ShmHost, connect
+from paceline._links.shm.incoming import ShmIncoming
+from paceline._links.shm.outgoing import ShmOutgoing
+from paceline._links.shm.segment import Segment
 from paceline._loop import LoopThread
 from paceline.errors import LinkUnavailable
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.shm import handover
-from paceline.links.shm.control_segment import CONTROL_BYTES, LAYOUT
-from paceline.links.shm.handover import ShmHost, connect
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.outgoing import ShmOutgoing
-from paceline.links.shm.segment import Segment
 from support.shm_pair import PEERS, descriptors, shm_host
 
 TICKET = b"t" * 16

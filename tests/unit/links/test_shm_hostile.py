@@ -15,12 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol
-from paceline.links.base import MARKS, LinkEnded, LinkTimeout
-from paceline.links.fault import Fault
-from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
-from paceline.links.shm import incoming
-from paceline.links.shm.control_segment import (
+from paceline._links.base import MARKS, LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline._links.shm import incoming
+from paceline._links.shm.control_segment import (
     CONTROL_BYTES,
     DESCRIPTOR,
     INLINE_BYTES,
@@ -34,9 +33,10 @@ from paceline.links.shm.control_segment import (
     STAGING_BYTES,
     TOLD_AT,
 )
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.outgoing import ANNOUNCEMENT
-from paceline.links.shm.segment import Segment, attach
+from paceline._links.shm.incoming import ShmIncoming
+from paceline._links.shm.outgoing import ANNOUNCEMENT
+from paceline._links.shm.segment import Segment, attach
+from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol
 from support.shm_pair import PEERS, descriptors, halves
 
 SLOT, STAGING, ARENA = 1, 2, 3

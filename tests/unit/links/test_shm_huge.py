@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paceline.arrays import Array
-from paceline.links.shm import huge
-from paceline.links.shm.segment import Attached, Segment, attach
+from paceline._arrays import Array
+from paceline._links.shm import huge
+from paceline._links.shm.segment import Attached, Segment, attach
 from support.shm_pair import descriptors
 
 HUGE = 2 << 20

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.shm.arena import Arena
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.shm.arena import Arena
 from support.shm_pair import descriptors, shm_halves, shm_host
 
 

@@ -18,14 +18,14 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.shm.arena import arena
+from paceline._links.shm.handover import connect
+from paceline._links.shm.incoming import ShmIncoming
+from paceline._links.shm.outgoing import ShmOutgoing
 from paceline._loop import loop_thread
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.shm.arena import arena
-from paceline.links.shm.handover import connect
-from paceline.links.shm.incoming import ShmIncoming
-from paceline.links.shm.outgoing import ShmOutgoing
 from support.shm_pair import PEERS, shm_host
 
 PEER = """
@@ -33,11 +33,11 @@ import sys
 from time import monotonic
 import numpy as np
 from paceline._loop import loop_thread
-from paceline.links.base import Peer
-from paceline.links.fault import Fault
-from paceline.links.frame import Frame, FrameKind
-from paceline.links.shm.arena import arena
-from paceline.links.shm.handover import ShmHost, connect
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.shm.arena import arena
+from paceline._links.shm.handover import ShmHost, connect
 
 name, ticket, what = sys.argv[1:]
 thread, fault, peer, made = loop_thread(), Fault(1, 1, 0.05), Peer(0, "member-0", "host-0"), []

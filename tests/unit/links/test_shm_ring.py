@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import LimitExceeded, PeerLost
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
-from paceline.links.shm.arena import Arena
-from paceline.links.shm.bell import _WAKE
-from paceline.links.shm.control_segment import (
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
+from paceline._links.shm.arena import Arena
+from paceline._links.shm.bell import _WAKE
+from paceline._links.shm.control_segment import (
     INLINE_BYTES,
     MARK,
     MAX_PAYLOAD_BYTES,
@@ -28,6 +27,7 @@ from paceline.links.shm.control_segment import (
     STAGING_BYTES,
     staging_bytes,
 )
+from paceline.errors import LimitExceeded, PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon

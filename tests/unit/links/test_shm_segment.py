@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline._links.shm.segment import Segment, SegmentError, attach, check_available
 from paceline.errors import LinkUnavailable
-from paceline.links.shm.segment import Segment, SegmentError, attach, check_available
 from support.shm_pair import descriptors
 
 SIZE = 1 << 16

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.collectives.program import AHEAD, SEGMENT_BYTES
-from paceline.links.base import Peer
-from paceline.links.nowhere import NoMesh
-from paceline.links.outbox import OUTBOX_FRAMES
-from paceline.links.shm.control_segment import STAGING_BYTES, frame_bytes, staging_bytes
-from paceline.links.tcp._tcp_outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
+from paceline._collectives.program import AHEAD, SEGMENT_BYTES
+from paceline._links.base import Peer
+from paceline._links.nowhere import NoMesh
+from paceline._links.outbox import OUTBOX_FRAMES
+from paceline._links.shm.control_segment import STAGING_BYTES, frame_bytes, staging_bytes
+from paceline._links.tcp._tcp_outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRAMES
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from paceline.links.base import LinkEnded
-from paceline.links.shm.arena import Arena
+from paceline._links.base import LinkEnded
+from paceline._links.shm.arena import Arena
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.shm_pair import Halves, frame, halves, in_arena, soon

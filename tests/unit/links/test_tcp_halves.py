@@ -15,16 +15,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, FrameError
+from paceline._links.tcp import _tcp_kind
+from paceline._links.tcp._tcp_outgoing import MAX_WAITING_BYTES, TcpOutgoing
+from paceline._links.tcp._tcp_sockets import SendStream, Stream
+from paceline._links.tcp._tcp_wire import MIN_PIECE
 from paceline._wait import SLICE
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Fault
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, FrameError
-from paceline.links.tcp import _tcp_kind
-from paceline.links.tcp._tcp_outgoing import MAX_WAITING_BYTES, TcpOutgoing
-from paceline.links.tcp._tcp_sockets import SendStream, Stream
-from paceline.links.tcp._tcp_wire import MIN_PIECE
 from paceline.testing import check_link
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason

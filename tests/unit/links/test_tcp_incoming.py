@@ -11,10 +11,10 @@ import zlib
 
 import pytest
 
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
-from paceline.links.kind import Breach
-from paceline.links.tcp._tcp_wire import HEAD_BYTES, cut, encode_head
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
+from paceline._links.kind import Breach
+from paceline._links.tcp._tcp_wire import HEAD_BYTES, cut, encode_head
 from support.tcp_pair import data, on_loop, one_way, raw_writer, soon
 
 
@@ -79,7 +79,7 @@ def test_an_interrupt_leaves_nothing_of_the_callers_in_use(monkeypatch: pytest.M
         wire = encode_head(data(payload)) + payload
         raw.socks[0].sendall(wire[:100_000])
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.links.tcp._tcp_incoming.wait_ready", interrupt)
+            patch.setattr("paceline._links.tcp._tcp_incoming.wait_ready", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 raw.into.recv(soon(), place)
         place[:] = bytes(len(place))

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.tcp import TICKET_BYTES, TcpHost, TcpIncoming, client_context, connect, server_context
+from paceline._links.tcp import _tcp_kind as listeners
+from paceline._links.tcp._tcp_wire import ACCEPTED, MAX_STREAMS, Hello, encode_hello
 from paceline._loop import loop_thread
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import ForkedSession, LinkUnavailable
-from paceline.links.base import LinkEnded, LinkTimeout
-from paceline.links.fault import Fault
-from paceline.links.tcp import TICKET_BYTES, TcpHost, TcpIncoming, client_context, connect, server_context
-from paceline.links.tcp import _tcp_kind as listeners
-from paceline.links.tcp._tcp_wire import ACCEPTED, MAX_STREAMS, Hello, encode_hello
 from support.certificates import CertificateFolder, make_folder
 from support.tcp_pair import call_at, data, listening, on_loop, one_way, open_half, soon
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline import nn
+from paceline._elastic.sampler import ElasticSampler
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._parallel import DDP, Parameter
+from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec
-from paceline.elastic.sampler import ElasticSampler
-from paceline.group import Group
-from paceline.links.base import Peer
 from paceline.optim import Optimizer
-from paceline.parallel import DDP, Parameter
-from paceline.parallel._ranks import RankGroup
 
 Array = NDArray[Any]
 Weights = dict[str, Array]

@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 from unit.parallel.helpers import Array, Branches, mlp, scale, weights
 
+from paceline._group import Group
+from paceline._links.fault import Suspicion
+from paceline._links.local import local_meshes
+from paceline._links.nowhere import NoMesh
+from paceline._parallel import DDP, FSDP, ShardingStrategy
+from paceline._parallel._agreement import ModelManifest, NewcomerDiffers, agree
 from paceline.errors import (
     DivergenceError,
     PacelineError,
@@ -19,12 +25,6 @@ from paceline.errors import (
     StepOrderError,
     UnsupportedOp,
 )
-from paceline.group import Group
-from paceline.links.fault import Suspicion
-from paceline.links.local import local_meshes
-from paceline.links.nowhere import NoMesh
-from paceline.parallel import DDP, FSDP, ShardingStrategy
-from paceline.parallel._agreement import ModelManifest, NewcomerDiffers, agree
 from paceline.testing import run_ranks
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from unit.parallel.helpers import Array, Branches, DoneWork, RecordingGroup, gradient, mlp, run_open, scale
 
-from paceline.group import Group
-from paceline.links.base import Peer
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._parallel import DDP, Parameter
 from paceline.optim import SGD
-from paceline.parallel import DDP, Parameter
 from paceline.testing import local_groups, next_generation, run_groups, run_ranks
 
 N = 1 << 20

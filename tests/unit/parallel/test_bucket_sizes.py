@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from unit.parallel.helpers import Array, Branches, RecordingGroup, scale
 
-from paceline.links.base import Peer
-from paceline.parallel import DDP, Parameter
+from paceline._links.base import Peer
+from paceline._parallel import DDP, Parameter
 
 X = np.ones((1, 3))
 

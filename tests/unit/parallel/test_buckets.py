@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline._parallel import Parameter
+from paceline._parallel._bucket_reducer import Readiness
+from paceline._parallel._buckets import Bucket, plan_buckets
 from paceline.errors import UnsupportedOp
-from paceline.parallel import Parameter
-from paceline.parallel._bucket_reducer import Readiness
-from paceline.parallel._buckets import Bucket, plan_buckets
 
 
 def model(*sizes: int, dtypes: str = "") -> dict[str, Parameter]:

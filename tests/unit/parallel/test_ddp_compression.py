@@ -10,13 +10,13 @@ import pytest
 from unit.parallel.helpers import Branches, N, mlp, run_open, samples, scale, train_alone, weights
 
 from paceline import nn
+from paceline._elastic.sampler import ElasticSampler
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._parallel import DDP
 from paceline.compression import Codec, Int8
-from paceline.elastic.sampler import ElasticSampler
-from paceline.elastic.state import TrainState
 from paceline.errors import SettingsMismatch, UnsupportedOp
-from paceline.group import Group
 from paceline.optim import SGD
-from paceline.parallel import DDP
 from paceline.testing import local_groups, next_generation, run_groups, run_ranks
 
 WAYS: list[dict[str, Any]] = [

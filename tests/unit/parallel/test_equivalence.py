@@ -10,11 +10,11 @@ import pytest
 from unit.parallel.helpers import N, Weights, gradient, mlp, samples, train_alone, train_ranks
 
 from paceline import nn
-from paceline.elastic.sampler import ElasticSampler
-from paceline.group import Group
+from paceline._elastic.sampler import ElasticSampler
+from paceline._group import Group
+from paceline._parallel import DDP
+from paceline._parallel._parameter import HasParameters
 from paceline.optim import SGD, Adam, Optimizer
-from paceline.parallel import DDP
-from paceline.parallel._parameter import HasParameters
 from paceline.testing import run_ranks
 
 STEPS = 24  # eight epochs of batches of 157, 157 and 86: shares differ in every step

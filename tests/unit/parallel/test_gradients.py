@@ -10,10 +10,10 @@ import pytest
 from unit.parallel.helpers import Array, Branches, gradient, gradients, mlp, samples, scale
 
 from paceline import nn
+from paceline._group import Group
+from paceline._parallel import DDP, Parameter
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.group import Group
 from paceline.optim import SGD
-from paceline.parallel import DDP, Parameter
 from paceline.testing import run_ranks
 
 ONES = np.ones((1, 2))

@@ -9,12 +9,12 @@ import pytest
 from unit.parallel.helpers import mlp, samples, weights
 
 from paceline import nn
+from paceline._group import Group
+from paceline._parallel import DDP, Parameter
+from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline.compression import PowerSGD
 from paceline.errors import SettingsMismatch
-from paceline.group import Group
 from paceline.optim import SGD
-from paceline.parallel import DDP, Parameter
-from paceline.parallel._low_rank import LowRankBucket, shrinks
 from paceline.testing import local_groups, next_generation, run_groups, run_ranks
 
 N, M, RANK = 12, 20, 3

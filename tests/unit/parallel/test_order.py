@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from unit.parallel.helpers import Array, Branches, RecordingGroup, scale
 
+from paceline._group import Group
+from paceline._parallel import DDP
 from paceline.errors import PeerLost, SizeMismatch, StepOrderError
-from paceline.group import Group
-from paceline.parallel import DDP
 from paceline.testing import run_ranks
 
 X = np.ones((1, 3))

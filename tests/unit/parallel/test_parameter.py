@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._parallel import Parameter
+from paceline._parallel._parameter import parameters_of
 from paceline.errors import SizeMismatch, StepOrderError
-from paceline.parallel import Parameter
-from paceline.parallel._parameter import parameters_of
 
 
 class Listener:

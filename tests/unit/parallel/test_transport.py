@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.parallel import Parameter
-from paceline.parallel._bucket_reducer import BucketReducer
-from paceline.parallel._transport import GradientBucket, GradientTransport
+from paceline._parallel import Parameter
+from paceline._parallel._bucket_reducer import BucketReducer
+from paceline._parallel._transport import GradientBucket, GradientTransport
 
 OTHERS_WEIGHT, OTHERS_GRADIENT = 3.0, 5.0
 """What the only other rank adds to every bucket: its weight, and each element of its gradients times that."""

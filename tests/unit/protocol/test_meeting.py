@@ -18,6 +18,7 @@ from paceline_protocol.coordinator import (
     Reported,
     Standing,
     StoreView,
+    ViewStored,
 )
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
@@ -163,6 +164,23 @@ def elastic(world: int, *, least: int = 1, most: int = 9) -> tuple[PureJob, list
     assert job.state.live is not None
     assert job.state.live.base == Tag(0, 0)
     return job, members
+
+
+def test_a_view_that_forms_keeps_the_line_of_members_that_go_meanwhile() -> None:
+    """Else its secret, which is stored with it, would be another than the one that sessions have."""
+    job = PureJob()
+    members = [job.join(1, 9) for _ in range(2)]
+    job.pass_time(0.3)
+    newcomer = job.join(1, 9)
+    job.slow_disk = True
+    for member, generation in zip([newcomer, *members], (0, 1, 1), strict=True):
+        job.do(MetOthers(member, Meet(generation, Tag(0, 0), False)))
+    assert job.state.forming is not None
+    ended = [job.do(ExitReported(Process(f"host-{number}", 1000 + number), -9)) for number in (1, 2)]
+    assert not any(isinstance(effect, ForgetView) for effects in ended for effect in effects)
+    job.do(ViewStored(2))
+    assert job.state.view is not None
+    assert job.state.view.generation == 2
 
 
 def test_what_a_candidate_said_does_not_count_once_it_is_in_a_view() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
-from paceline.session.control import ControlStream
 from pacelinepb.v1 import session_pb2 as pb
 
 

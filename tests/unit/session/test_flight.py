@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from paceline._recorder import FlightRecorder
+from paceline._session import flight
+from paceline._session.flight import FlightLog, flight_directory
 from paceline.errors import PeerLost
-from paceline.recorder import FlightRecorder
-from paceline.session import flight
-from paceline.session.flight import FlightLog, flight_directory
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,8 @@ _PRELUDE = """
 import logging, os, queue, re, signal, sys, threading, time
 from logging.handlers import QueueHandler
 from pathlib import Path
-from paceline.recorder import FlightRecorder
-from paceline.session.flight import FlightLog
+from paceline._recorder import FlightRecorder
+from paceline._session.flight import FlightLog
 
 recorder = FlightRecorder()
 log = FlightLog(recorder, lambda: {"job": "x", "rank": 0}, Path(sys.argv[1]))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._session.generations import Generations
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PeerLost, StaleGeneration
-from paceline.links.base import Peer
-from paceline.links.fault import Fault
-from paceline.session.generations import Generations
 from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason

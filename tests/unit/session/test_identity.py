@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from paceline.session.identity import is_gone, process_identity
+from paceline._session.identity import is_gone, process_identity
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 CODE = """
 import sys
-from paceline.session.identity import process_identity
+from paceline._session.identity import process_identity
 print(process_identity().SerializeToString().hex(), flush=True)
 sys.stdin.read()
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.session.launcher_pipe import LAUNCHER_FD, tell_launcher
+from paceline._session.launcher_pipe import LAUNCHER_FD, tell_launcher
 
 
 def test_a_record_arrives_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paceline import errors
+from paceline._links.base import Peer
+from paceline._session.line_messages import Letter, LineMessages, MemberInbox, Runs
 from paceline.config import Config
-from paceline.links.base import Peer
-from paceline.session.line_messages import Letter, LineMessages, MemberInbox, Runs
 from pacelinepb.v1 import session_pb2 as pb
 
 PEERS = [Peer(rank, f"m{rank}", "host", "host:1", 1, "") for rank in range(2)]

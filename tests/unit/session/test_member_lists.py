@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import errors
-from paceline.session.view import MemberLists
+from paceline._session.view import MemberLists
 from paceline_protocol import JobSettings, Process, Seat, View
 from paceline_server.pages import ViewPages
 from pacelinepb.v1 import session_pb2 as pb

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline._address import Endpoint
-from paceline.session import whereabouts
-from paceline.session.whereabouts import Sockets
+from paceline._session import whereabouts
+from paceline._session.whereabouts import Sockets
 
 
 def test_names_follow_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from paceline._address import Endpoint
+from paceline._session import whereabouts
+from paceline._session.whereabouts import Whereabouts, is_here
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable
-from paceline.session import whereabouts
-from paceline.session.whereabouts import Whereabouts, is_here
 
 NOT_OURS = "192.0.2.7"
 """Of TEST-NET-1 (RFC 5737): nobody's."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
+from paceline._collectives.choose import RULES, Rule, Rules, dump_rules, format_rules
 from paceline.cli.bench.jobs import MEMORIES, BenchRow, Job, make_row, plan, size_text
 from paceline.cli.bench.measure import (
     BETWEEN_PROCESSES,
@@ -34,7 +35,6 @@ from paceline.cli.bench.measure import (
 from paceline.cli.bench.peers import check_peer, peer_recipe
 from paceline.cli.bench.plot import check_plot, lines_of, plot
 from paceline.cli.output import UsageError, print_json, say
-from paceline.collectives.choose import RULES, Rule, Rules, dump_rules, format_rules
 
 __all__ = ["BenchOptions", "Table", "link_name", "run_bench", "tuned_rules"]
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.arrays import Array
-from paceline.collectives.choose import only
-from paceline.collectives.schedules import SCHEDULES
+from paceline._arrays import Array
+from paceline._collectives.choose import only
+from paceline._collectives.schedules import SCHEDULES
 
 __all__ = [
     "ALL",

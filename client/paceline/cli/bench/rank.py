@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import paceline
-from paceline.arrays import Array
+from paceline._arrays import Array
+from paceline._collectives.choose import choose, nodes_of, only
+from paceline._collectives.schedules import SCHEDULES
+from paceline._group import Group
+from paceline._links.base import Purpose
 from paceline.cli.bench.jobs import ELEMENT_BYTES, ROOT, SEPARATE, check_result, given, result_parts
-from paceline.collectives.choose import choose, nodes_of, only
-from paceline.collectives.schedules import SCHEDULES
-from paceline.group import Group
-from paceline.links.base import Purpose
 from paceline.testing import run_ranks
 
 __all__ = [

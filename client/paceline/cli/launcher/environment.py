@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from paceline.session.launcher_pipe import LAUNCHER_FD
+from paceline._session.launcher_pipe import LAUNCHER_FD
 
 __all__ = [
     "Place",

@@ -117,7 +117,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 def _blame(error: Any) -> None:
     """Tells the launcher whom the error is about: its exit code shall be that of whoever failed first."""
-    from paceline.session.launcher_pipe import tell_launcher
+    from paceline._session.launcher_pipe import tell_launcher
 
     tell_launcher("error", {"ranks": list(error.ranks)})
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline._session.identity import process_identity
 from paceline.cli.launcher.supervision import Exit
-from paceline.session.identity import process_identity
 
 __all__ = ["LineSplitter", "NEWS", "Worker"]
 

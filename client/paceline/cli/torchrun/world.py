@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 
+from paceline._elastic.session import Session
 from paceline.cli.launcher import Place
 from paceline.cli.launcher.supervision import KILL_AFTER_S
-from paceline.elastic.session import Session
 from paceline.errors import PacelineError
 
 __all__ = ["Ending", "NodeFailed", "World"]

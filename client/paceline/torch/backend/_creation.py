@@ -16,11 +16,11 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from paceline.elastic.join import join
-from paceline.elastic.session import Session
-from paceline.elastic.torchrun_world import join_rank_0, next_world
+from paceline._elastic.join import join
+from paceline._elastic.session import Session
+from paceline._elastic.torchrun_world import join_rank_0, next_world
+from paceline._group import Group
 from paceline.errors import InvalidRank
-from paceline.group import Group
 from paceline.torch.backend._process_group import NAME, ProcessGroup
 from paceline.torch.backend._torch_store import Store, unwrap_store
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline._group import Group
 from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
-from paceline.group import Group
 from paceline.torch._compiling import never_traced
 from paceline.torch._tensors import elements_of, result_buffer
 from paceline.torch.backend._operation import Promise, as_torch_error, seconds_of

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline._work import Work
 from paceline.errors import OperationTimeout, PacelineError
 from paceline.torch._compiling import never_traced
-from paceline.work import Work
 
 __all__ = ["FutureThreads", "Operation", "Promise", "as_torch_error", "raising_torch_errors", "seconds_of"]
 

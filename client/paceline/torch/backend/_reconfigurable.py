@@ -22,12 +22,16 @@ from torch._C import _distributed_c10d as c10d  # lacks ReconfigureOptions befor
 from torch.distributed import distributed_c10d
 
 from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline._elastic.join import connect, rules_of
+from paceline._elastic.session import CoordinatedSession
+from paceline._embedded import coordinator
 from paceline._fork import protect
+from paceline._group import Group
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.nowhere import NoMesh
 from paceline._loop import loop_thread
+from paceline._session.identity import JoinRequest
 from paceline.config import Config
-from paceline.elastic.join import connect, rules_of
-from paceline.elastic.session import CoordinatedSession
-from paceline.embedded import coordinator
 from paceline.errors import (
     CoordinatorUnreachable,
     InvalidRank,
@@ -40,10 +44,6 @@ from paceline.errors import (
     StaleGeneration,
     StepOrderError,
 )
-from paceline.group import Group
-from paceline.links.fault import Fault, Suspicion
-from paceline.links.nowhere import NoMesh
-from paceline.session.identity import JoinRequest
 from paceline.torch._compiling import never_traced
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from paceline.torch.backend._operation import Operation, raising_torch_errors, seconds_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.elastic.session import Session
+from paceline._elastic.session import Session
 from paceline.errors import OperationTimeout
 
 __all__ = ["Store", "unwrap_store"]

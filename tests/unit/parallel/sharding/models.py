@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from unit.parallel.helpers import Array, Weights
 
 from paceline import nn
-from paceline.parallel import FSDP, Parameter, ShardingStrategy
+from paceline._parallel import FSDP, Parameter, ShardingStrategy
 
 INPUTS, OUTPUTS = 5, 2
 Gradients = dict[str, Array | None]

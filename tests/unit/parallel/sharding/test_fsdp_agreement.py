@@ -9,11 +9,11 @@ import pytest
 from unit.parallel.helpers import Branches, scale
 
 from paceline import nn
+from paceline._group import Group
+from paceline._parallel import FSDP, ShardingStrategy
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, SizeMismatch
-from paceline.group import Group
 from paceline.optim import SGD
-from paceline.parallel import FSDP, ShardingStrategy
 from paceline.testing import run_ranks
 
 ONE = np.ones((1, 6))

@@ -12,11 +12,11 @@ from unit.parallel.helpers import Array, Weights, weights
 from unit.parallel.sharding.models import chosen, close, data, layers, net, same_bits, squared, strategies, wrap
 
 from paceline import nn
-from paceline.elastic.sampler import ElasticSampler
-from paceline.group import Group
+from paceline._elastic.sampler import ElasticSampler
+from paceline._group import Group
+from paceline._parallel import FSDP, Parameter, ShardingStrategy
+from paceline._parallel._parameter import HasParameters
 from paceline.optim import SGD, Adam, Optimizer
-from paceline.parallel import FSDP, Parameter, ShardingStrategy
-from paceline.parallel._parameter import HasParameters
 from paceline.testing import run_ranks
 from support.turns import by_turns
 

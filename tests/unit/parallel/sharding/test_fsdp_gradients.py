@@ -24,11 +24,11 @@ from unit.parallel.sharding.models import (
 )
 
 from paceline import nn
+from paceline._group import Group
+from paceline._parallel import FSDP, Parameter
 from paceline.config import Config
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.group import Group
 from paceline.optim import SGD
-from paceline.parallel import FSDP, Parameter
 from paceline.testing import run_ranks
 
 HASTY = Config(step_timeout=5.0)

@@ -10,7 +10,7 @@ from unit.parallel.helpers import Array
 from unit.parallel.sharding.models import chosen, wrap
 
 from paceline import nn
-from paceline.group import Group
+from paceline._group import Group
 from paceline.testing import run_ranks
 
 ONE = np.ones((1, 2))

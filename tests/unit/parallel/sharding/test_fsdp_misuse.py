@@ -12,6 +12,9 @@ from unit.parallel.helpers import Array, Branches, scale
 from unit.parallel.sharding.models import chosen, close, data, holding, inside, layers, net, squared, strategies, wrap
 
 from paceline import nn
+from paceline._group import Group
+from paceline._parallel import FSDP, Parameter, ShardingStrategy
+from paceline._parallel.sharding._runner import MAX_SCATTERING
 from paceline.config import Config
 from paceline.errors import (
     DivergenceError,
@@ -21,10 +24,7 @@ from paceline.errors import (
     StepOrderError,
     UnsupportedOp,
 )
-from paceline.group import Group
 from paceline.optim import SGD, Adam
-from paceline.parallel import FSDP, Parameter, ShardingStrategy
-from paceline.parallel.sharding._runner import MAX_SCATTERING
 from paceline.testing import local_groups, run_groups, run_ranks
 
 pytestmark = pytest.mark.slow

@@ -26,9 +26,9 @@ from unit.parallel.sharding.models import (
     wrap,
 )
 
+from paceline._group import Group
 from paceline.config import Config
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.group import Group
 from paceline.optim import SGD
 from paceline.testing import run_ranks
 

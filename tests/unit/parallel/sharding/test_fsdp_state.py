@@ -23,11 +23,11 @@ from unit.parallel.sharding.models import (
     wrap,
 )
 
+from paceline._group import Group
+from paceline._parallel import FSDP
 from paceline.config import Config
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError
-from paceline.group import Group
 from paceline.optim import SGD
-from paceline.parallel import FSDP
 from paceline.testing import run_ranks
 
 HASTY = Config(step_timeout=5.0)

@@ -24,11 +24,11 @@ from unit.parallel.sharding.models import (
     wrap,
 )
 
+from paceline._group import Group
+from paceline._parallel import DDP, FSDP, Parameter
 from paceline.config import Config
 from paceline.errors import StepOrderError
-from paceline.group import Group
 from paceline.optim import SGD, Adam
-from paceline.parallel import DDP, FSDP, Parameter
 from paceline.testing import run_ranks
 from support.turns import by_turns
 

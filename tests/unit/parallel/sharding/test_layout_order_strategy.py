@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._links.base import Peer
+from paceline._parallel import ShardingStrategy
+from paceline._parallel.sharding._placement import FlatLayout, Placement, place
+from paceline._parallel.sharding._runner import UnitOrder
 from paceline.errors import InvalidWorldSize
-from paceline.links.base import Peer
-from paceline.parallel import ShardingStrategy
-from paceline.parallel.sharding._placement import FlatLayout, Placement, place
-from paceline.parallel.sharding._runner import UnitOrder
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
 worlds = st.integers(1, 12)

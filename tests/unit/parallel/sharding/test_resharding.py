@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._group import Group
+from paceline._links.local import local_meshes
+from paceline._parallel.sharding._holdings import ShardMove, holding, places_of
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.group import Group
-from paceline.links.local import local_meshes
-from paceline.parallel.sharding._holdings import ShardMove, holding, places_of
 from paceline.testing import run_ranks
 from support.parts import SOON
 

@@ -1,0 +1,347 @@
+"""Runs a program over links: moves bytes, reduces, and turns whatever goes wrong into one suspicion.
+
+It owns the wire side of a collective: what a frame must carry to be believed, and who is blamed when it does not.
+It runs in the thread that calls it and starts none.
+
+Letters: N elements, W world size. `base` and `out` are flat, shape [N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from paceline._arrays import Array, as_bytes, copy_bytes, from_bytes
+from paceline._collectives import blame
+from paceline._collectives.arithmetic import Arithmetic
+from paceline._collectives.choose import nodes_of
+from paceline._collectives.exchange import Disagreement, Exchange, History
+from paceline._collectives.program import Area, Do, Move, Program
+from paceline._links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh
+from paceline._links.fault import Suspicion
+from paceline._links.frame import Frame, FrameKind
+from paceline._signature import Signature
+from paceline.errors import PacelineError
+
+__all__ = ["PHASE", "CollectiveCall", "Engine"]
+
+T = TypeVar("T")
+
+PHASE = 1 << 28
+"""Parts of phase p of an operation are numbered from here times p."""
+
+_NOTHING = memoryview(bytearray())  # as a place for an empty frame it is written to
+
+_SETTLING = -1
+"""In place of a part's number: all frames are sent, and other ranks still read the last ones."""
+
+
+@dataclass(slots=True)
+class CollectiveCall:
+    """One call of a collective.
+
+    Attributes:
+        operation: its number in the group.
+        signature: what part 0 must say.
+        started: when it was issued, a `time.monotonic()` value.
+        deadline: when its time is over, likewise.
+        phase: of an operation that runs several programs one after the other, from 0.
+    """
+
+    operation: int
+    signature: bytes
+    started: float
+    deadline: float
+    phase: int = 0
+
+    def __str__(self) -> str:
+        return self.signature.decode("ascii")
+
+
+class Engine:
+    """Runs one program at a time over a mesh's links for collectives.
+
+    Args:
+        mesh: the mesh.
+        history: this member's operations in the group.
+        label: what the members of a part of the view must agree on; part of every signature.
+
+    Attributes:
+        mesh: the mesh.
+        nodes: the node of each rank.
+        neighbours: `Mesh.neighbours`.
+        plans: programs and signatures of earlier operations, by their arguments; the tasks keep them here.
+    """
+
+    def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
+        self.mesh = mesh
+        self.nodes = nodes_of(mesh.peers)
+        self.neighbours = mesh.neighbours  # once: it counts all peers
+        self.plans: dict[Any, Any] = {}
+        self._label = f"group={label}" if label else ""
+        self._exchange = Exchange(mesh, history)
+        self._call: CollectiveCall | None = None
+        self._program: Program | None = None
+        self._at: Move | None = None  # the move of it that is being carried out, for blame
+
+    def run(
+        self,
+        call: CollectiveCall,
+        program: Program,
+        base: Array,
+        out: Array,
+        arithmetic: Arithmetic | None = None,
+        first: Frame | None = None,
+    ) -> None:
+        """Carries out all moves; then `out` holds the result, and nobody reads `base` or `out` any more.
+
+        Args:
+            call: the call.
+            program: this rank's moves.
+            base: this rank's value; not written to unless it is `out`.
+            out: where the result goes; may be `base`.
+            arithmetic: for programs that reduce.
+            first: the frame for the first receive, if it has been received already.
+
+        Raises:
+            PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
+        """
+        exchange, deadline, size = self._exchange, call.deadline, base.itemsize
+        scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
+        areas, out_bytes = (base, out, scratch), as_bytes(out)
+        base_bytes = out_bytes if base is out else as_bytes(base)
+        data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
+        scale = arithmetic is not None and arithmetic.scale is not None
+        held: dict[int, Array] = {}
+        self._program = program
+        for move in program.moves:
+            self._at = move
+            do, peer, part, n, own_area, own_lo, to_area, to_lo = move
+            if do is Do.SEND:
+                lend = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH
+                if scale and own_area is Area.BASE:
+                    assert arithmetic is not None
+                    payload = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n]))
+                else:
+                    payload = data[own_area][own_lo * size : (own_lo + n) * size]
+                exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
+                continue
+            place = data[to_area][to_lo * size : (to_lo + n) * size] if do is Do.STORE else None
+            if first is None:
+                frame = exchange.recv(peer, deadline, place)
+            else:
+                frame, first = first, None
+            self._check(call, peer, part, n * size, frame)
+            if place is not None:
+                if frame.payload is not place:
+                    copy_bytes(frame.payload, place)
+            else:
+                assert arithmetic is not None, "a program that reduces was started without arithmetic"
+                received = from_bytes(frame.payload, base.dtype)
+                if do is Do.HOLD:
+                    held[peer] = received
+                    continue
+                own, target = areas[own_area][own_lo : own_lo + n], areas[to_area][to_lo : to_lo + n]
+                if scale and own_area is Area.BASE:
+                    own = arithmetic.scaled(own)
+                if do is Do.FOLD:
+                    held[peer], held[self.mesh.rank] = received, own
+                    arithmetic.fold(held, target)
+                    held.clear()
+                else:
+                    # The lower rank's is always the left operand: where both compute the same pair, it is the same.
+                    left, right = (received, own) if peer < self.mesh.rank else (own, received)
+                    arithmetic.combine(left, right, target)
+                    if do is Do.FINALIZE:
+                        arithmetic.finish(target)
+            exchange.release()
+        if base is not out:
+            for base_lo, out_lo, n in program.keep:
+                out[out_lo : out_lo + n] = base[base_lo : base_lo + n]
+        if exchange.lent:
+            self._await_release(deadline)
+
+    def run_empty(self, call: CollectiveCall, program: Program) -> None:
+        """Runs a program whose frames carry no array, as a barrier does.
+
+        Raises:
+            PacelineError: as `run`.
+        """
+        exchange, deadline = self._exchange, call.deadline
+        self._program = program
+        for move in program.moves:
+            self._at = move
+            if move.do is Do.SEND:
+                if move.part or not exchange.mark(move.peer, call.operation, deadline):
+                    exchange.send(move.peer, self._frame(call, move.part, _NOTHING), deadline)
+                continue
+            found = exchange.recv(move.peer, deadline) if move.part else exchange.await_mark(move.peer, deadline)
+            if found != call.operation:
+                self._check(call, move.peer, move.part, 0, found if isinstance(found, Frame) else self._marked(found))
+        exchange.release()
+
+    def _marked(self, operation: int) -> Frame:
+        """The frame that a mark stands for: another barrier."""
+        signature = self.sign("barrier").encode()
+        return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
+
+    def _frame(self, call: CollectiveCall, part: int, payload: memoryview) -> Frame:
+        signature = b"" if part else call.signature
+        part += call.phase * PHASE
+        return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
+
+    def _check(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> None:
+        """Refuses any frame but the one that is due (I4)."""
+        if (
+            frame.operation != call.operation
+            or frame.part != part + call.phase * PHASE
+            or frame.generation != self.mesh.generation
+            or frame.signature != (b"" if part else call.signature)
+            or len(frame.payload) != nbytes
+        ):
+            self._refuse(call, peer, part + call.phase * PHASE, nbytes, frame)
+
+    def _await_release(self, deadline: float) -> None:
+        """Waits until no other rank reads this rank's arrays."""
+        for peer in sorted(self._exchange.lent):
+            self._at = _wait_for(Do.SEND, peer, _SETTLING)
+            self._exchange.await_release(peer, deadline)
+
+    def sign(
+        self, kind: str, detail: str = "", dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
+    ) -> Signature:
+        """The signature of an operation of this group."""
+        return Signature(kind, " ".join(filter(None, (self._label, detail))), dtype, shape)
+
+    def disagree(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
+        """Ends the generation because a rank's arguments do not fit this member's."""
+        mesh = self.mesh
+        self._raise(blame.misfits(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
+
+    def first_frame(
+        self, call: CollectiveCall, peer: int, asked: Signature
+    ) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
+        """The first frame of an operation whose array the sender describes; dtype and shape, as it says.
+
+        Args:
+            call: the call.
+            peer: who sends it.
+            asked: kind and detail, which must agree.
+        """
+        self._at = _wait_for(Do.STORE, peer, 0)
+        frame = self._exchange.recv(peer, call.deadline)
+        if frame.operation != call.operation or frame.part != 0 or frame.generation != self.mesh.generation:
+            self._refuse(call, peer, 0, len(frame.payload), frame)
+        try:
+            told = Signature.decode(frame.signature)
+        except ValueError as error:
+            self._breach(call, peer, str(error))
+        if told[:2] != asked[:2]:
+            self._refuse(call, peer, 0, len(frame.payload), frame)
+        if told.dtype is None or told.shape is None:
+            self._breach(call, peer, "no description of the array")
+        return frame, told.dtype, told.shape
+
+    def attempt(self, call: CollectiveCall, body: Callable[[CollectiveCall], T]) -> T:
+        """Runs the body of an operation; whatever it raises is this generation's end.
+
+        Raises:
+            PacelineError: the generation has failed.
+            BaseException: what the body raised by itself, after the others were told.
+        """
+        mesh, fault = self.mesh, self.mesh.fault
+        self._call, self._program = call, None
+        try:
+            fault.check()
+            self._exchange.begin(call.operation, call.signature)
+            return body(call)
+        except PacelineError as error:
+            if not fault.failed:
+                fault.suspect(blame.raised(mesh.peers, mesh.rank, call.operation, str(call), error))
+            raise
+        except Disagreement as found:
+            mine, frame = found.mine.decode("ascii"), found.frame
+            self._raise(blame.disagrees(mesh.peers, mesh.rank, found.peer, frame.operation, mine, frame))
+        except (LinkEnded, LinkTimeout) as error:
+            self._raise(self._blame_link(call, error))
+        except BaseException as error:
+            fault.suspect(blame.raised(mesh.peers, mesh.rank, call.operation, str(call), error))
+            raise
+        finally:
+            if self._exchange.holds_frames:
+                with suppress(LinkEnded):  # taken back while it was read: that is seen before its result counts
+                    self._exchange.release()
+            if fault.failed:
+                self._exchange.recall()  # the arrays are the caller's again, alone (I7)
+            self._call = self._at = None
+
+    def abort(self, operation: int, cause: BaseException) -> None:
+        """Ends the generation from another thread, because nobody waits for this operation any longer.
+
+        Args:
+            operation: the operation, running or in line.
+            cause: a TimeoutError accuses whom the running operation waits for; anything else is this member's own.
+        """
+        mesh, call, at = self.mesh, self._call, self._at
+        if isinstance(cause, TimeoutError):
+            if call is None or at is None:
+                mesh.fault.suspect(blame.not_begun(mesh.peers, mesh.rank, operation))
+            else:
+                mesh.fault.suspect(self._late(call, at))
+        else:
+            name = str(call) if call is not None and call.operation == operation else "in line"
+            mesh.fault.suspect(blame.raised(mesh.peers, mesh.rank, operation, name, cause))
+
+    def _refuse(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
+        """Tells apart a peer that is in another call from one that breaks the protocol."""
+        mesh = self.mesh
+        if frame.generation != mesh.generation:
+            self._breach(call, peer, f"a frame of generation {frame.generation} in generation {mesh.generation}")
+        self._exchange.compare(peer, frame)  # a frame of an earlier operation shows where the two parted
+        if frame.operation > call.operation:
+            self._exchange.ask(peer, call.deadline)  # the peer is ahead, and knows what it called where this member is
+        described = part == frame.part and part % PHASE == 0
+        if frame.operation != call.operation or (described and frame.signature != call.signature):
+            self._raise(blame.disagrees(mesh.peers, mesh.rank, peer, call.operation, str(call), frame))
+        elif frame.part != part:
+            what = f"frame {frame.part} where frame {part} was due"
+        else:
+            what = f"{len(frame.payload)} bytes in frame {part} where {nbytes} were due"
+        self._breach(call, peer, what)
+
+    def _breach(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
+        mesh = self.mesh
+        self._raise(blame.broke_protocol(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
+
+    def _blame_link(self, call: CollectiveCall, error: LinkEnded | LinkTimeout) -> Suspicion:
+        mesh, at = self.mesh, self._at
+        assert at is not None, "a link failed outside a move"
+        if isinstance(error, LinkEnded):
+            peer = at.peer if self._exchange.releasing is None else self._exchange.releasing
+            return blame.link_ended(mesh.peers, mesh.rank, peer, call.operation, str(call), error)
+        return self._late(call, at)
+
+    def _late(self, call: CollectiveCall, at: Move) -> Suspicion:
+        mesh, seconds = self.mesh, monotonic() - call.started
+        sending = at.do is Do.SEND
+        moves = self._program.moves if self._program is not None else ()
+        total = sum(move.peer == at.peer and (move.do is Do.SEND) is sending for move in moves)
+        if at.part == _SETTLING:
+            what = "read what it was lent"
+        else:
+            what = f"{'take' if sending else 'send'} frame {at.part + 1}{f' of {total}' if total else ''}"
+        return blame.timed_out(mesh.peers, mesh.rank, at.peer, call.operation, str(call), what, seconds)
+
+    def _raise(self, suspicion: Suspicion) -> NoReturn:
+        self.mesh.fault.suspect(suspicion)
+        raise self.mesh.fault.error() from None
+
+
+def _wait_for(do: Do, peer: int, part: int) -> Move:
+    """A move that no program has, so that a failure says what this member waited for."""
+    return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

@@ -1,0 +1,286 @@
+"""Sends and receives the frames of collectives, and finds disagreements when a member has waited for long.
+
+Most disagreements show in the first frame that arrives. Some show in none: where two ranks name different roots, both
+may wait for each other, or for a rank that has nothing to send. So a member that has waited for `PATIENCE` tells the
+one it waits for which call it is in, and looks at what others have sent it. Among members
+that wait for each other in a circle, at least one sees the difference, and reports it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+from typing import TypeAlias, TypeVar
+
+from paceline._links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
+from paceline._links.frame import Frame, FrameKind
+
+__all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange", "History"]
+
+M = TypeVar("M")
+
+History: TypeAlias = Callable[[int], bytes | None]
+"""The signature of this member's operation of a number, if it is still remembered."""
+
+PATIENCE = 2.0
+"""Seconds to wait before asking around; longer than most honest steps."""
+
+WAITING = 0xFFFF_FFFF
+"""Part number of the frame "I wait for you in this operation"; it has a signature and no payload."""
+
+
+_NOTES = 8
+"""Notes of a peer that one look around takes in; an honest peer sends one for each operation."""
+
+
+class Disagreement(Exception):
+    """A peer's frame shows that it is in another call.
+
+    Attributes:
+        peer: the peer's rank.
+        mine: signature of this member's call of that number.
+        frame: the peer's frame.
+    """
+
+    def __init__(self, peer: int, mine: bytes, frame: Frame) -> None:
+        super().__init__(peer, mine, frame)
+        self.peer = peer
+        self.mine = mine
+        self.frame = frame
+
+
+class Exchange:
+    """Sends and receives over all links for collectives. One thread uses it at a time.
+
+    Attributes:
+        lent: ranks that may still read what was lent to them.
+        releasing: the rank that took back an array while it was read here; None if none did.
+    """
+
+    def __init__(self, mesh: Mesh, history: History) -> None:
+        self._mesh = mesh
+        self._history = history
+        self.lent: set[int] = set()
+        self.releasing: int | None = None
+        self._taken: dict[int, None] = {}  # ranks of which a frame may have been received that is not released yet
+        self._links: dict[int, Link] = {}
+        self._early: dict[int, Frame] = {}  # found while looking around, to be read later; one from a rank at most
+        self._call = (0, b"")  # operation and signature
+
+    def begin(self, operation: int, signature: bytes) -> None:
+        """This member enters a call."""
+        self._call = (operation, signature)
+
+    def link(self, peer: int) -> Link:
+        """The link to a rank."""
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = self._mesh.link(peer, Purpose.COLLECTIVE)
+        return link
+
+    def send(self, peer: int, frame: Frame, deadline: float, *, lend: bool = False) -> None:
+        """Sends a frame to a rank, or lends it.
+
+        Raises:
+            Disagreement: some rank is in another call than this member.
+            LinkTimeout: the deadline has passed.
+            LinkEnded: the link is gone.
+            PacelineError: the generation has failed.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        if lend:
+            self.lent.add(peer)
+        self._patiently(link.lend if lend else link.send, deadline, frame)
+
+    def _patiently(self, act: Callable[..., M], deadline: float, *args: object) -> M:
+        """Does something that may take long, `act(*args, until)`; looks around then."""
+        while True:
+            until = monotonic() + PATIENCE
+            try:
+                return act(*args, until if until < deadline else deadline)
+            except LinkTimeout:
+                if monotonic() >= deadline:
+                    raise
+                self._look_around()  # two ranks that both send, where one should receive, find out here
+
+    def recv(self, peer: int, deadline: float, into: memoryview | None = None) -> Frame:
+        """The next frame from a rank; its payload may be put in `into` (`Link.recv`).
+
+        Raises:
+            Disagreement: some rank is in another call than this member.
+            LinkTimeout: the deadline has passed.
+            LinkEnded: the link is gone.
+            PacelineError: the generation has failed.
+        """
+        link, held = self._links.get(peer) or self.link(peer), peer in self._taken
+        frame = self._receive(peer, link, link.recv, deadline, into)
+        if not held and frame.payload is into:  # it is where it belongs, and nothing of the link's is held for it
+            del self._taken[peer]
+        return frame
+
+    def mark(self, peer: int, number: int, deadline: float) -> bool:
+        """Tells a rank a mark; False if it must be sent a frame (`Link.mark`).
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        return self._patiently(link.mark, deadline, number)
+
+    def await_mark(self, peer: int, deadline: float) -> Frame | int:
+        """The next mark of a rank, or a frame that came instead (`Link.await_mark`).
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `recv`.
+        """
+        link = self._links.get(peer) or self.link(peer)
+        early = self._early.get(peer)
+        if early is not None and early.operation > self._call[0]:
+            self._taken[peer] = None
+            try:  # it is ahead already: then its mark is there, or it never told one
+                return link.await_mark(monotonic())
+            except LinkTimeout:
+                pass
+        return self._receive(peer, link, link.await_mark, deadline)
+
+    def _receive(self, peer: int, link: Link, receive: Callable[..., M], deadline: float, *args: object) -> Frame | M:
+        self._taken[peer] = None  # before: an interrupt may come between a frame's arrival and the next line
+        asked = False
+        while True:
+            if self._early and (early := self._early.pop(peer, None)) is not None:
+                return early
+            until = monotonic() + PATIENCE
+            try:
+                frame = receive(until if until < deadline else deadline, *args)
+            except LinkTimeout:
+                if monotonic() >= deadline:
+                    raise
+                asked = asked or self._tell(link)
+                self._look_around(peer)
+                continue
+            if not isinstance(frame, Frame) or frame.part != WAITING:
+                return frame
+            self.compare(peer, frame)
+            if monotonic() >= deadline:  # however many notes come
+                raise LinkTimeout("nothing but notes came")
+
+    @property
+    def holds_frames(self) -> bool:
+        """True if a frame may have been received that is not released yet."""
+        return bool(self._taken)
+
+    def release(self) -> None:
+        """The payloads of all frames received so far are needed no longer.
+
+        Raises:
+            LinkEnded: a rank, `releasing`, had taken back what was being read. Those of all others are released.
+        """
+        taken_back: LinkEnded | None = None
+        for peer in self._taken:
+            try:
+                self._release(peer)
+            except LinkEnded as error:
+                taken_back = taken_back or error
+        self._taken.clear()
+        if taken_back is not None:
+            raise taken_back
+
+    def _release(self, peer: int) -> None:
+        try:
+            self._links[peer].release()
+        except LinkEnded:
+            self.releasing = peer if self.releasing is None else self.releasing
+            raise
+
+    def await_release(self, peer: int, deadline: float) -> None:
+        """Waits until a rank has released all that was lent to it.
+
+        Raises:
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        self._patiently(self._links[peer].await_release, deadline)
+        self.lent.discard(peer)
+
+    def recall(self) -> None:
+        """Takes back all that was lent."""
+        for peer in self.lent:
+            self._links[peer].recall()
+        self.lent.clear()
+
+    def ask(self, peer: int, deadline: float) -> None:
+        """Tells a rank that is ahead which call this member is in, and gives it time to compare, before the deadline.
+
+        Raises:
+            PacelineError: it has compared; its verdict names both calls.
+        """
+        compared = threading.Event()
+        self._mesh.fault.on_failure(compared.set)
+        self._tell(self.link(peer))
+        # It may look around only once it has waited for PATIENCE itself. Others' deadlines are about the same as ours.
+        compared.wait(max(0.0, min(PATIENCE + 0.5, (deadline - monotonic()) / 2)))
+        self._mesh.fault.forget(compared.set)
+        self._mesh.fault.check()
+
+    def _tell(self, link: Link) -> bool:
+        """Tells a rank which call this member is in; False if that cannot go out yet, for the link is being dialled."""
+        operation, signature = self._call
+        note = Frame(FrameKind.DATA, self._mesh.generation, operation, WAITING, signature, b"")
+        try:
+            link.send(note, monotonic())
+        except LinkTimeout:
+            return False
+        return True
+
+    def _look_around(self, awaited: int | None = None) -> None:
+        """Receives one frame of every rank but the awaited one, and compares its call with this member's."""
+        for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
+            if peer == awaited or peer in self._early:
+                continue
+            link, copied = self.link(peer), False
+            try:
+                frame = self._first_of(peer, link)
+                if frame is not None:
+                    self.compare(peer, frame)
+                    # Copied: its sender need not wait for our turn.
+                    self._early[peer] = replace(frame, payload=bytes(frame.payload))
+                    copied = peer not in self._taken
+            finally:
+                if copied:
+                    self._release(peer)
+                elif peer not in self._taken:  # else it may hold a frame that is still needed
+                    with suppress(LinkEnded):  # nothing that was read counts
+                        link.release()
+
+    def _first_of(self, peer: int, link: Link) -> Frame | None:
+        """What has come from a rank, behind notes, which are compared; None for nothing."""
+        for _ in range(_NOTES):
+            try:
+                frame = link.recv(monotonic())
+            except (LinkTimeout, LinkEnded):
+                return None  # an end counts when something is awaited from there
+            if frame.part != WAITING:
+                return frame
+            self.compare(peer, frame)
+        return None
+
+    def compare(self, peer: int, frame: Frame) -> None:
+        """Compares the call that a frame names with this member's call of the same number, if it has made it.
+
+        Raises:
+            Disagreement: they differ.
+        """
+        if not frame.signature:
+            return
+        operation, mine = self._call
+        if operation != frame.operation:
+            mine = self._history(frame.operation) or frame.signature
+        if not _agree(mine, frame.signature):
+            raise Disagreement(peer, mine, frame)
+
+
+def _agree(a: bytes, b: bytes) -> bool:
+    """True if two signatures can be of one call; the receiver of a broadcast may have left out the array."""
+    return a == b or a.startswith(b + b" ") or b.startswith(a + b" ")

@@ -1,0 +1,341 @@
+"""Messages between two ranks: as frames and back, and matched by tag in the order of arrival, from one rank or any.
+
+A message is the frames of one number: part 0 says "send tag=T dtype[shape]", and all parts carry segments. A message
+that its sender gave up half-way is dropped when the next one begins. Memory is taken as bytes arrive, never because a
+signature announces them (I9).
+
+A mailbox has no thread of its own: a thread that waits for a message takes in what has arrived, one thread at a time
+(the pump), and the others wait for it. Links ring a doorbell, so that waiting for any rank needs no polling. Messages
+that nobody has asked for stay here up to a limit; beyond it they stay in the link, and the sender waits.
+
+What ends the generation is a lost peer or a broken protocol; a timeout of `send` or `recv` ends that call alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from time import monotonic
+from typing import Any, NoReturn
+
+import numpy as np
+
+from paceline._arrays import Array, as_bytes, as_flat, check_out, deliver, landing, native
+from paceline._collectives import blame
+from paceline._collectives.program import SEGMENT_BYTES
+from paceline._links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
+from paceline._links.frame import Frame, FrameKind
+from paceline._signature import Signature
+from paceline._wait import SLICE
+from paceline.errors import OperationTimeout
+
+__all__ = ["Assembler", "MAX_WAITING_BYTES", "Mailbox", "ArrayMessage", "to_frames"]
+
+
+@dataclass(slots=True, eq=False)
+class ArrayMessage:
+    """A message, whole or on its way.
+
+    Attributes:
+        source: rank that sent it.
+        tag: its tag.
+        dtype: of the array.
+        shape: of the array.
+        missing: bytes that have not arrived.
+        payloads: what has arrived, in order.
+    """
+
+    source: int
+    tag: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    missing: int
+    payloads: list[bytes | memoryview] = field(default_factory=list)
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes here, with 1 KiB for itself, so that empty messages weigh something too."""
+        return sum(map(len, self.payloads)) + 1024
+
+    def unpack(self, result: Array) -> None:
+        """Copies a whole message into a contiguous array of its dtype and shape."""
+        target, at = as_bytes(result.reshape(-1)), 0
+        for payload in self.payloads:
+            target[at : at + len(payload)] = payload
+            at += len(payload)
+
+
+def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Frame]:
+    """The frames of a message; their payloads are views of `x` where its layout allows.
+
+    Raises:
+        UnsupportedOp: the dtype cannot travel.
+        LimitExceeded: the array is too large, or has too many dimensions.
+    """
+    signature = Signature("send", f"tag={tag}", native(x.dtype), x.shape).encode()
+    data = as_bytes(as_flat(x))
+    for part, at in enumerate(range(0, max(1, len(data)), SEGMENT_BYTES)):
+        yield Frame(FrameKind.DATA, generation, number, part, signature, data[at : at + SEGMENT_BYTES])
+        signature = b""
+
+
+class Assembler:
+    """Makes messages of the frames of one source, in the order in which they come."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._number = 0
+        self._part = 0
+        self._message: ArrayMessage | None = None
+
+    def add(self, frame: Frame) -> ArrayMessage | None:
+        """Takes the next frame; returns the message that it completes, if it does.
+
+        Raises:
+            ValueError: no right sender sends this frame now; the text says what is wrong.
+        """
+        if frame.part == 0:
+            if frame.operation != self._number + 1:
+                raise ValueError(f"message {frame.operation} where message {self._number + 1} was due")
+            self._message = self._open(frame.signature)
+            self._number, self._part = frame.operation, 0
+        message = self._message
+        if message is None or frame.operation != self._number or frame.part != self._part:
+            raise ValueError(f"frame {frame.part} of message {frame.operation} out of order")
+        due = min(SEGMENT_BYTES, message.missing)
+        if len(frame.payload) != due:
+            raise ValueError(f"{len(frame.payload)} bytes in frame {frame.part} where {due} were due")
+        message.payloads.append(frame.payload)
+        message.missing -= due
+        self._part += 1
+        if message.missing:
+            return None
+        self._message = None
+        return message
+
+    def _open(self, data: bytes) -> ArrayMessage:
+        signature = Signature.decode(data)
+        name, _, tag = signature.detail.partition("=")
+        if signature.kind != "send" or name != "tag" or not tag.isdecimal():
+            raise ValueError(f"no message: {data[:80]!r}")
+        if signature.dtype is None or signature.shape is None:
+            raise ValueError(f"a message without an array: {data[:80]!r}")
+        nbytes = prod(signature.shape) * signature.dtype.itemsize
+        return ArrayMessage(self._source, int(tag), signature.dtype, signature.shape, nbytes)
+
+
+MAX_WAITING_BYTES = 64 << 20
+"""Weight of the messages from one rank that may wait here (`ArrayMessage.weight`)."""
+
+_SLICE = 0.02
+"""Seconds after which a blocked sender takes in what has arrived, so that two ranks may both send first."""
+
+_ALL = -1
+"""On the doorbell: look again, whomever you wait for."""
+
+
+class Mailbox:
+    """Messages to and from the members of one generation. Thread-safe."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._changed = threading.Condition(
+            self._lock
+        )  # guards these, and tells of messages that came and of a free pump:
+        self._messages: deque[ArrayMessage] = deque()
+        self._weight: Counter[int] = Counter()  # of the messages, by source
+        self._links: dict[int, Link] = {}
+        self._pumping = False
+        self._doorbell: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks whose links may have something
+        self._assemblers = [Assembler(rank) for rank in range(mesh.size)]  # the pump's, like `_ended`
+        self._ended: dict[int, LinkEnded] = {}
+        self._sent = [0] * mesh.size  # by destination: number of the last message; guarded by the lock of that rank
+        self._sending = [threading.Lock() for _ in range(mesh.size)]
+        self._wake = partial(self._doorbell.put, _ALL)
+        mesh.fault.on_failure(self._wake)
+
+    def close(self) -> None:
+        """Hears of no failure any more; its links are the mesh's to close."""
+        self._mesh.fault.forget(self._wake)
+
+    def send(self, x: Array, dst: int, tag: int, deadline: float) -> None:
+        """Sends a message; returns when `x` may be changed. See `Group.send`."""
+        mesh, started = self._mesh, monotonic()
+        if not self._sending[dst].acquire(timeout=max(0.0, deadline - started)):
+            self._send_late(dst, tag, started)
+        try:
+            number = self._sent[dst] + 1
+            frames = to_frames(x, tag, mesh.generation, number)
+            if dst == mesh.rank:
+                self._send_to_self(frames)
+                self._sent[dst] = number
+                return
+            link = self._link(dst)
+            for frame in frames:
+                self._push(link, frame, deadline)
+                self._sent[dst] = number  # not before part 0 is out: a call that sent nothing takes no number
+        except LinkTimeout:
+            self._send_late(dst, tag, started)
+        except LinkEnded as end:
+            self._lost(dst, f"send tag={tag}", end)
+        finally:
+            self._sending[dst].release()
+
+    def recv(self, src: int | None, tag: int, out: Array | None, deadline: float) -> tuple[Array, int]:
+        """The next message with this tag, and its source. See `Group.recv`."""
+        started = monotonic()
+        sources = [rank for rank in range(self._mesh.size) if rank == src or src is None]
+        peers = [rank for rank in sources if rank != self._mesh.rank]
+        for peer in peers:
+            self._link(peer)
+        while True:
+            with self._lock:
+                message = self._take(sources, tag, out)
+                if message is None and self._pumping:
+                    left = max(0.0, deadline - monotonic())
+                    if not self._changed.wait(min(SLICE, left)) and left <= SLICE:
+                        self._recv_late(src, tag, started)
+                    continue
+                self._pumping = self._pumping or message is None
+            if message is not None:
+                result = landing(out, None, message.dtype, message.shape)
+                message.unpack(result)
+                return deliver(result, out), message.source
+            left = max(0.0, deadline - monotonic())
+            try:
+                self._check_sources(peers, tag)
+                self._drain(self._doorbell.get(timeout=min(SLICE, left)))
+            except queue.Empty:
+                if left <= SLICE:
+                    self._recv_late(src, tag, started)
+            finally:
+                self._free_pump()
+
+    def _link(self, peer: int) -> Link:
+        with self._lock:
+            link = self._links.get(peer)
+            if link is None:
+                link = self._mesh.link(peer, Purpose.POINT_TO_POINT)
+                link.on_readable(partial(self._doorbell.put, peer))
+                self._links[peer] = link
+                self._doorbell.put(peer)  # what it rang for before this was known
+            return link
+
+    def _send_to_self(self, frames: Iterator[Frame]) -> None:
+        """Through the same frames as to others, copied: the sender may change its array."""
+        with self._lock:
+            for frame in frames:
+                message = self._assemblers[self._mesh.rank].add(replace(frame, payload=bytes(frame.payload)))
+                if message is not None:
+                    self._keep(message)
+        self._doorbell.put(_ALL)
+
+    def _push(self, link: Link, frame: Frame, deadline: float) -> None:
+        while True:
+            try:
+                link.send(frame, min(deadline, monotonic() + _SLICE))
+            except LinkTimeout:
+                if monotonic() >= deadline:
+                    raise
+                self._take_in()
+            else:
+                return
+
+    def _take_in(self) -> None:
+        """Receives all frames that have arrived, unless another thread is doing so."""
+        for peer in self._mesh.linked(Purpose.POINT_TO_POINT):
+            self._link(peer)  # its messages were not asked for yet, but it may be blocked until somebody takes them in
+        with self._lock:
+            if self._pumping:
+                return
+            self._pumping = True
+        try:
+            while True:
+                self._drain(self._doorbell.get_nowait())
+        except queue.Empty:
+            pass
+        finally:
+            self._free_pump()
+
+    def _free_pump(self) -> None:
+        with self._lock:
+            self._pumping = False
+            self._changed.notify_all()
+
+    def _drain(self, rank: int) -> None:
+        """Receives all frames that have arrived from a rank. Only the pump calls this."""
+        link = self._links.get(rank)
+        if link is None or rank in self._ended:
+            return
+        while self._weight[rank] < MAX_WAITING_BYTES:
+            try:
+                frame = link.recv(0.0)
+            except LinkTimeout:
+                return
+            except LinkEnded as end:
+                self._ended[rank] = end
+                return
+            try:
+                if frame.generation != self._mesh.generation:
+                    raise ValueError(f"a frame of generation {frame.generation} in {self._mesh.generation}")
+                message = self._assemblers[rank].add(frame)
+            except ValueError as error:
+                peers, me = self._mesh.peers, self._mesh.rank
+                self._mesh.fault.suspect(blame.broke_protocol(peers, me, rank, 0, "messages", str(error)))
+                raise self._mesh.fault.error() from None
+            if message is not None:
+                with self._lock:
+                    self._keep(message)
+
+    def _keep(self, message: ArrayMessage) -> None:
+        self._messages.append(message)
+        self._weight[message.source] += message.weight
+        self._changed.notify_all()
+
+    def _take(self, sources: list[int], tag: int, out: Array | None) -> ArrayMessage | None:
+        """Takes the first message that matches; one that does not fit `out` stays."""
+        for message in self._messages:
+            if message.tag == tag and message.source in sources:
+                if out is not None:
+                    check_out(out, message.dtype, message.shape)
+                self._messages.remove(message)
+                self._weight[message.source] -= message.weight
+                self._doorbell.put(message.source)  # there is room again for what waits in the link
+                return message
+        return None
+
+    def _check_sources(self, peers: list[int], tag: int) -> None:
+        """Raises if no message can come any more: the generation has failed, or all peers asked for have gone."""
+        self._mesh.fault.check()
+        for peer in peers:
+            end = self._ended.get(peer)
+            if end is not None and (not end.orderly or all(other in self._ended for other in peers)):
+                self._lost(peer, f"recv tag={tag}", end)
+
+    def _lost(self, peer: int, mine: str, end: LinkEnded) -> NoReturn:
+        mesh = self._mesh
+        mesh.fault.suspect(blame.link_ended(mesh.peers, mesh.rank, peer, 0, mine, end))
+        raise mesh.fault.error() from None
+
+    def _send_late(self, dst: int, tag: int, started: float) -> NoReturn:
+        mesh, seconds = self._mesh, monotonic() - started
+        me = mesh.peers[mesh.rank]
+        text = f"send tag={tag}: {mesh.peers[dst]} did not take the message of {me} in {seconds:.3g} s"
+        raise OperationTimeout(text, ranks=(mesh.peers[dst].rank,), generation=mesh.generation) from None
+
+    def _recv_late(self, src: int | None, tag: int, started: float) -> NoReturn:
+        mesh, seconds = self._mesh, monotonic() - started
+        source = "any rank" if src is None else str(mesh.peers[src])
+        with self._lock:
+            others = sum(src is None or message.source == src for message in self._messages)
+        text = f"recv tag={tag}: nothing from {source} to {mesh.peers[mesh.rank]} in {seconds:.3g} s"
+        text += f"; {others} messages with other tags wait" if others else ""
+        raise OperationTimeout(
+            text, ranks=() if src is None else (mesh.peers[src].rank,), generation=mesh.generation
+        ) from None

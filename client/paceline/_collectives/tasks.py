@@ -1,0 +1,317 @@
+"""What a collective means in terms of arrays: all_reduce, reduce, reduce_scatter, broadcast, scatter and the barrier.
+
+A task is a collective whose arguments have been checked. It is made in the caller's thread, where user mistakes raise;
+its body runs when the operation's turn has come. Collectives that join arrays are in `gather_tasks.py`, all_reduce of
+compressed arrays in `compressed_tasks.py`.
+
+Letters: N elements, W world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline._arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
+from paceline._collectives.arithmetic import Arithmetic, Reduction, arithmetic, reduction
+from paceline._collectives.choose import Choice, where_of
+from paceline._collectives.engine import CollectiveCall, Engine
+from paceline._collectives.program import (
+    SEGMENT_BYTES,
+    Program,
+    all_reduce_program,
+    barrier_program,
+    broadcast_program,
+    reduce_program,
+    reduce_scatter_program,
+    scatter_program,
+)
+from paceline._collectives.rows import SumOrder
+from paceline._collectives.schedules import tree_parent
+from paceline._links.shm.control_segment import frame_bytes
+from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
+
+__all__ = [
+    "Chooser",
+    "Task",
+    "barrier_task",
+    "broadcast_task",
+    "reduce_task",
+    "reducing_task",
+    "scatter_task",
+    "segment",
+]
+
+T = TypeVar("T")
+
+Chooser: TypeAlias = Callable[..., Choice]
+"""Picks a schedule, as `choose.choose` does: (collective, bytes, world, sums=..., nodes=...) to a choice."""
+
+
+class Task(NamedTuple, Generic[T]):
+    """A collective, ready to run.
+
+    Attributes:
+        signature: what its part 0 says.
+        body: does it, once.
+    """
+
+    signature: bytes
+    body: Callable[[CollectiveCall], T]
+
+
+def barrier_task(engine: Engine, choose: Chooser) -> Task[None]:
+    """See `Group.barrier`; made once."""
+    task: Task[None] | None = engine.plans.get(choose)
+    if task is None:
+        mesh = engine.mesh
+        program = barrier_program(choose("barrier", 0, mesh.size, nodes=engine.nodes).schedule, mesh.rank, mesh.size)
+        task = Task(engine.sign("barrier").encode(), lambda call: engine.run_empty(call, program))
+        engine.plans[choose] = task
+    return task
+
+
+def segment(dtype: np.dtype[Any], engine: Engine) -> int:
+    """Elements per frame; twice as many in shared memory, where a frame costs more than its bytes.
+
+    Fewer where many ranks share a node, whose links have less memory each.
+
+    Source: W=2, lent arrays of 16 and 64 MiB: 1.9 and 12.7 ms with frames of 1 MiB, 1.4 and 8.1 ms with 2 MiB.
+    """
+    nbytes = SEGMENT_BYTES * (2 if where_of(engine.nodes) == "one_node" else 1)
+    return min(nbytes, frame_bytes(engine.neighbours)) // dtype.itemsize
+
+
+ORDERS = ("fastest", "rank")
+
+_Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, str, Chooser]
+"""Collective, op, dtype, shape, order, detail, chooser."""
+
+_MOST_PLANS = 256
+"""More than the operations that a step repeats."""
+
+
+def reducing_task(
+    engine: Engine,
+    collective: Literal["all_reduce", "reduce_scatter"],
+    x: Array,
+    op: str,
+    out: Array | None,
+    choose: Chooser,
+    order: str = "fastest",
+    detail: str = "",
+    divisor: Callable[[], float] | None = None,
+) -> Task[Array]:
+    """See `Group.all_reduce` and `Group.reduce_scatter`; `detail` is more that ranks must agree on."""
+    if divisor is not None:
+        detail += _divided(op, x)
+    op = op if type(op) is str else repr(op)  # a key must be hashable; what it is not, `reduction` says
+    key = (collective, op, x.dtype, x.shape, order, detail, choose)
+    plan: _ReductionPlan = engine.plans.get(key) or _plan(engine, key, x)
+    if out is not None:
+        check_out(out, plan.dtype, plan.shape)
+
+    def body(call: CollectiveCall) -> Array:
+        result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
+        how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
+        _reduce(engine, call, plan.program, x, result, how)
+        return deliver(result, out)
+
+    return Task(plan.signature, body)
+
+
+class _ReductionPlan(NamedTuple):
+    """An all_reduce or reduce_scatter of a given dtype and shape, ready for arrays. Each is made once."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    reduce: Reduction
+    how: Arithmetic
+    signature: bytes
+    program: Program
+
+
+def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
+    """Training repeats a few operations for ever: each is planned once."""
+    collective, op, _, shape, order, detail, choose = key
+    mesh, dtype = engine.mesh, native(x.dtype)
+    reduce = reduction(op, dtype)
+    if collective == "reduce_scatter":
+        shape = _part(x, mesh.rank, mesh.size)
+    signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
+    choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
+    at = choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype, engine)
+    program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
+    if len(engine.plans) >= _MOST_PLANS:
+        engine.plans.clear()
+    how = arithmetic(reduce, mesh.size)
+    plan = engine.plans[key] = _ReductionPlan(dtype, shape, reduce, how, signature, program)
+    return plan
+
+
+def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
+    """The shape of one of W equal parts of axis 0.
+
+    Raises:
+        SizeMismatch: it has none.
+    """
+    if world == 1:
+        return x.shape
+    if x.ndim == 0 or x.shape[0] % world:
+        text = f"reduce_scatter cuts axis 0 into {world} equal parts, and shape {x.shape} has none, at rank {rank}"
+        raise SizeMismatch(text)
+    return (x.shape[0] // world, *x.shape[1:])
+
+
+def reduce_task(
+    engine: Engine, x: Array, op: str, root: int, out: Array | None, choose: Chooser, order: str = "fastest"
+) -> Task[Array | None]:
+    """See `Group.reduce`."""
+    mesh, dtype = engine.mesh, native(x.dtype)
+    reduce = reduction(op, dtype)
+    signature = engine.sign("reduce", f"op={op} root={root}{_order(order)}", dtype, x.shape).encode()
+    at_root = mesh.rank == root
+    if out is not None and at_root:
+        check_out(out, dtype, x.shape)
+    choice = choose("reduce", x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
+    program = reduce_program(choice.schedule, mesh.rank, mesh.size, root, x.size, segment(dtype, engine))
+
+    def body(call: CollectiveCall) -> Array | None:
+        result = landing(out, x, dtype, x.shape, in_place=True) if at_root else np.empty(0, dtype)
+        _reduce(engine, call, program, x, result, arithmetic(reduce, mesh.size))
+        return deliver(result, out) if at_root else None
+
+    return Task(signature, body)
+
+
+def _reduce(engine: Engine, call: CollectiveCall, program: Program, x: Array, result: Array, how: Arithmetic) -> None:
+    flat = result.reshape(-1)
+    base = flat if x is result else as_flat(x)
+    if base is not flat and np.may_share_memory(base, flat):
+        base = flat
+    engine.run(call, program, base, flat, how)
+    if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
+        how.finish(flat)
+
+
+def _sums(reduce: Reduction, order: str) -> SumOrder:
+    return SumOrder.IN_RANK_ORDER if order == "rank" else reduce.sums
+
+
+def _divided(op: str, x: Array) -> str:
+    if op != "sum" or x.dtype.kind not in "fcV":
+        raise UnsupportedOp(f"a divisor is for sums of floats and complex numbers, not for {op!r} of {x.dtype}")
+    return " divided=yes"
+
+
+def _order(order: str) -> str:
+    if order not in ORDERS:
+        raise UnsupportedOp(f"order is one of {', '.join(ORDERS)}, not {order!r}")
+    return "" if order == "fastest" else f" order={order}"
+
+
+def broadcast_task(
+    engine: Engine, x: Array | None, root: int, out: Array | None, choose: Chooser, kind: str = "broadcast"
+) -> Task[Array]:
+    """See `Group.broadcast`; `kind` is what the signature calls it."""
+    mesh = engine.mesh
+
+    def program(n: int, dtype: np.dtype[Any]) -> Program:
+        schedule = choose("broadcast", n * dtype.itemsize, mesh.size, nodes=engine.nodes).schedule
+        return broadcast_program(schedule, mesh.rank, mesh.size, root, n, segment(dtype, engine))
+
+    if mesh.rank == root and x is None:
+        raise UnsupportedOp(f"broadcast needs an array at its root, rank {root}; it got None")
+    like = x if x is not None else out
+    if like is None:
+        parent = tree_parent(mesh.rank, mesh.size, root)
+        assert parent is not None, "only the root has no parent, and it knows its array"
+        return _receive_unknown(engine, kind, root, parent, program)
+    dtype, shape = native(like.dtype), like.shape
+    signature = engine.sign(kind, f"root={root}", dtype, shape).encode()
+    if out is not None:
+        check_out(out, dtype, shape)
+    plan = program(like.size, dtype)
+
+    def body(call: CollectiveCall) -> Array:
+        result = landing(out, x if mesh.rank == root else None, dtype, shape, in_place=True)
+        flat = result.reshape(-1)
+        base = flat if mesh.rank != root or x is None or np.may_share_memory(x, result) else as_flat(x)
+        engine.run(call, plan, base, flat)
+        return deliver(result, out)
+
+    return Task(signature, body)
+
+
+def scatter_task(
+    engine: Engine, xs: Sequence[npt.ArrayLike] | Array | None, root: int, out: Array | None
+) -> Task[Array]:
+    """See `Group.scatter`."""
+    mesh = engine.mesh
+
+    def program(n: int, dtype: np.dtype[Any]) -> Program:
+        return scatter_program(mesh.rank, mesh.size, root, n, segment(dtype, engine))
+
+    if mesh.rank == root:
+        whole = _whole(xs, mesh.size, root)
+        dtype, shape = native(whole.dtype), whole.shape[1:]
+    elif out is None:
+        return _receive_unknown(engine, "scatter", root, root, program)
+    else:
+        whole, dtype, shape = None, native(out.dtype), out.shape
+    signature = engine.sign("scatter", f"root={root}", dtype, shape).encode()
+    if out is not None:
+        check_out(out, dtype, shape)
+    plan = program(prod(shape), dtype)
+
+    def body(call: CollectiveCall) -> Array:
+        result = landing(out, whole, dtype, shape)
+        flat = result.reshape(-1)
+        engine.run(call, plan, flat if whole is None else as_flat(whole), flat)
+        return deliver(result, out)
+
+    return Task(signature, body)
+
+
+def _receive_unknown(
+    engine: Engine, kind: str, root: int, source: int, program: Callable[[int, np.dtype[Any]], Program]
+) -> Task[Array]:
+    """A receiver that learns dtype and shape from the first frame."""
+    asked = engine.sign(kind, f"root={root}")
+
+    def body(call: CollectiveCall) -> Array:
+        first, dtype, shape = engine.first_frame(call, source, asked)
+        try:
+            result = new_array(shape, dtype)
+        except LimitExceeded as error:
+            engine.disagree(call, source, f"announces an array that cannot be: {error}")
+        flat = result.reshape(-1)
+        told = CollectiveCall(call.operation, first.signature, call.started, call.deadline)
+        engine.run(told, program(flat.size, flat.dtype), flat, flat, first=first)
+        return result
+
+    return Task(asked.encode(), body)
+
+
+def _whole(xs: Sequence[npt.ArrayLike] | Array | None, world: int, root: int) -> Array:
+    """The root's parts as one array, shape [W, ...]."""
+    needs = f"scatter needs {world} arrays of one dtype and shape at its root, rank {root}; it got"
+    if xs is None:
+        raise UnsupportedOp(f"{needs} None")
+    if isinstance(xs, np.ndarray):
+        if xs.ndim == 0 or len(xs) != world:
+            raise SizeMismatch(f"{needs} one of shape {xs.shape}")
+        return as_array(xs)
+    if not isinstance(xs, Sequence):
+        raise UnsupportedOp(f"{needs} {type(xs).__name__}")
+    parts = [as_array(part) for part in xs]
+    if len(parts) != world:
+        raise SizeMismatch(f"{needs} {len(parts)}")
+    kinds = {(native(part.dtype), part.shape) for part in parts}
+    if len(kinds) > 1:
+        raise SizeMismatch(f"{needs} {', '.join(sorted(f'{dtype}{shape}' for dtype, shape in kinds))}")
+    return np.stack(parts)

@@ -1,0 +1,74 @@
+"""Nested dicts, lists and tuples of arrays, fused into one vector for each dtype, and put together again.
+
+Dicts are walked in the order of their keys as text, so that ranks which filled theirs in another order agree.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from paceline._arrays import Array, as_array, as_flat
+from paceline._signature import dtype_name
+
+__all__ = ["Fusion", "leaves"]
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of path ("layer/0/weight") and leaf, in an order that depends on the paths alone."""
+    if isinstance(tree, dict):
+        for key in sorted(tree, key=str):
+            yield from leaves(tree[key], f"{path}/{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from leaves(item, f"{path}/{index}" if path else str(index))
+    else:
+        yield path, tree
+
+
+class Fusion:
+    """A tree as a few vectors, copied.
+
+    Attributes:
+        vectors: one for each dtype, in the order of their names, shape [elements of that dtype].
+        digest: 8 hexadecimal digits of all paths, dtypes and shapes, for ranks to compare.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        named = [(path, as_array(leaf)) for path, leaf in leaves(tree)]
+        self._shapes = [array.shape for _, array in named]
+        self._dtypes = [dtype_name(array.dtype) for _, array in named]
+        words = [f"{path} {dtype_name(array.dtype)}{array.shape}" for path, array in named]
+        self.digest = f"{zlib.crc32('; '.join(words).encode()):08x}"
+        self._names = sorted(set(self._dtypes))
+        self.vectors = [
+            np.concatenate([as_flat(array) for _, array in named if dtype_name(array.dtype) == name])
+            for name in self._names
+        ]
+
+    def rebuild(self, vectors: list[Array]) -> Any:
+        """The tree with other numbers: its arrays are views of these vectors."""
+        at = dict.fromkeys(self._names, 0)
+        by_name = dict(zip(self._names, vectors, strict=True))
+        arrays = []
+        for name, shape in zip(self._dtypes, self._shapes, strict=True):
+            n = int(np.prod(shape))
+            arrays.append(by_name[name][at[name] : at[name] + n].reshape(shape))
+            at[name] += n
+        return _fill(self._tree, iter(arrays))
+
+
+def _fill(tree: Any, new: Iterator[Array]) -> Any:
+    if isinstance(tree, dict):
+        filled = {key: _fill(tree[key], new) for key in sorted(tree, key=str)}
+        return {key: filled[key] for key in tree}
+    if isinstance(tree, list):
+        return [_fill(item, new) for item in tree]
+    if isinstance(tree, tuple):
+        items = [_fill(item, new) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return next(new)

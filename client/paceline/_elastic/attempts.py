@@ -1,0 +1,113 @@
+"""Counts attempts: those at a step or block that failed in a row, and the blocks that were finished between two steps.
+
+A failed attempt does not count if the worker that caused it has left since: if five machines are reclaimed during one
+long step, the step is not at fault. A worker is identified by its process, so that a process that returns as a new
+member after each failure is the same worker. Host and process id are not enough: a restarted container keeps them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import numpy as np
+
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline.errors import PacelineError, StepVoid
+
+__all__ = ["FinishedBlocks", "FailedAttempts", "MAX_ATTEMPTS", "BlockOutcome"]
+
+MAX_ATTEMPTS = 5
+"""Failures in a row, of workers that are all still present, after which another attempt is pointless."""
+
+_Worker = tuple[str, int, int]
+
+
+class FailedAttempts:
+    """The failed attempts at one step or block."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._attempts = 0
+        self._causes: list[tuple[str, frozenset[_Worker]]] = []
+
+    def begin(self, what: str, members: Iterable[Peer]) -> int:
+        """Begins an attempt; returns its number in the row, from 1.
+
+        Args:
+            what: what is tried, such as "step 12".
+            members: the members that take part.
+
+        Raises:
+            StepVoid: it has failed too often; the text has every cause.
+        """
+        self._look_at(what)
+        present = {_worker(peer) for peer in members}
+        self._causes = [(text, culprits) for text, culprits in self._causes if culprits <= present]
+        if len(self._causes) >= MAX_ATTEMPTS:
+            causes = "; ".join(text for text, _ in self._causes)
+            raise StepVoid(f"{what} failed {len(self._causes)} times in a row: {causes}")
+        return self._attempts + 1
+
+    def add(self, what: str, cause: BaseException | None, members: Iterable[Peer]) -> None:
+        """Records that an attempt has failed.
+
+        Args:
+            what: as given to `begin`.
+            cause: why; a PacelineError says which ranks are to blame.
+            members: the members of its generation.
+        """
+        self._look_at(what)
+        blamed = cause.ranks if isinstance(cause, PacelineError) else ()
+        culprits = frozenset(_worker(peer) for peer in members if peer.rank in blamed)
+        self._attempts += 1
+        self._causes.append((f"{type(cause).__name__}: {cause}", culprits))
+
+    def _look_at(self, what: str) -> None:
+        if what != self._what:
+            self._what, self._attempts = what, 0
+            self._causes.clear()
+
+
+def _worker(peer: Peer) -> _Worker:
+    return peer.host, peer.pid, peer.start_ticks
+
+
+class BlockOutcome(enum.Enum):
+    """What happens to a block that a failure interrupted."""
+
+    AGAIN = "again"
+    """It runs again."""
+    PASSED = "passed"
+    """Another member has finished it, so all members had reached its end."""
+    OVERTAKEN = "overtaken"
+    """The others went on without this member, which was admitted again at a later step: it skips the block."""
+
+
+class FinishedBlocks:
+    """The number of finished blocks (`session.retry`) since the last step, here and at the furthest member."""
+
+    def __init__(self) -> None:
+        self._here = self._furthest = 0
+
+    @property
+    def passed(self) -> bool:
+        """True if another member has finished the block that was interrupted here: so all had reached its end."""
+        return self._furthest > self._here
+
+    def done(self) -> None:
+        """Counts a finished block."""
+        self._here += 1
+
+    def forget(self) -> None:
+        """Starts again from zero, because a step was applied."""
+        self._here = self._furthest = 0
+
+    def compare(self, group: Group) -> None:
+        """Learns how many blocks the furthest member has finished, at the begin of a generation. A collective.
+
+        Raises:
+            PacelineError: the generation has failed.
+        """
+        self._furthest = int(group.all_reduce(np.int64(self._here), op="max", label="blocks"))

@@ -1,0 +1,253 @@
+"""What the steps need from a session: messages to and from the coordinator, and access to other members' state."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import math
+from collections.abc import Sequence
+
+from paceline._elastic.offer import Content, OfferedState
+from paceline._elastic.peer_calls import Holder, get_manifest, out_of_reach, take_shards, take_state
+from paceline._elastic.reshard_plan import ReshardPlan
+from paceline._group import Group
+from paceline._links.base import Mesh, Peer
+from paceline._links.grpc_mesh import GrpcMesh
+from paceline._links.local import LocalMesh, next_meshes
+from paceline._session.line_messages import CatchUpAsked, JobDone, MayGo, MemberInbox, Tried, ViewCame
+from paceline._session.member import MemberConnection
+from paceline.config import Config
+from paceline.errors import LinkUnavailable
+from paceline_protocol import WHOLE, Meet, Tag
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["RemoteCoordinator", "NullCoordinator", "JobCoordinator"]
+
+
+class JobCoordinator(abc.ABC):
+    """The part of a session that the steps use.
+
+    Attributes:
+        job: name of the job.
+        group: the session's group.
+        inbox: messages from the coordinator.
+        offered: the state that other members may fetch.
+        config: timeouts.
+    """
+
+    job: str
+    group: Group
+    inbox: MemberInbox
+    offered: OfferedState
+    config: Config
+
+    @property
+    @abc.abstractmethod
+    def member_id(self) -> str:
+        """This member's id, as others know it now."""
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Tells the coordinator that training begins."""
+
+    @abc.abstractmethod
+    def meet(self, meet: Meet) -> None:
+        """Tells the coordinator that this member has stopped between steps and what state it holds."""
+
+    @abc.abstractmethod
+    def go_on(self) -> None:
+        """Stops repeating the last `meet`, for instance after a reconnect: this member goes on."""
+
+    @abc.abstractmethod
+    def finish(self, step: int) -> None:
+        """Tells the coordinator that all steps are done; the answer arrives in `inbox`."""
+
+    @abc.abstractmethod
+    def move(self, mesh: Mesh) -> None:
+        """Moves the group to the links of the next generation."""
+
+    @abc.abstractmethod
+    def word_completed(self, step: int) -> None:
+        """Notes the last step that every member has entered, for the next heartbeat."""
+
+    @abc.abstractmethod
+    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
+        """Fetches a state that other members hold.
+
+        Raises:
+            LinkUnavailable: no member gave it.
+        """
+
+    @abc.abstractmethod
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
+        """Fetches the shards that a plan needs of a state that other members hold in parts.
+
+        Raises:
+            LinkUnavailable: no member gave one of them.
+        """
+
+    @abc.abstractmethod
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        """Starts to test whether this member and each of these can connect; a `Tried` in `inbox` has the result.
+
+        It gives up a test that is under way.
+        """
+
+    @abc.abstractmethod
+    def manifest_of(self, donor: Peer) -> bytes:
+        """Fetches another member's manifest.
+
+        Raises:
+            PacelineError: the member did not give it.
+        """
+
+
+class RemoteCoordinator(JobCoordinator):
+    """A session with a coordinator."""
+
+    def __init__(self, connection: MemberConnection, config: Config) -> None:
+        self.job = connection.job
+        self.group = connection.group
+        self.inbox = connection.inbox
+        self.offered = OfferedState()
+        self.config = config
+        self._connection = connection
+        self._how = config.failure_timeout, connection.credentials
+        self._trying: asyncio.Task[None] | None = None  # on the loop
+
+    @property
+    def member_id(self) -> str:
+        """See `JobCoordinator.member_id`."""
+        return self._connection.member_id
+
+    def open(self) -> None:
+        """See `JobCoordinator.open`."""
+        self._connection.start_line(self.offered)
+
+    def meet(self, meet: Meet) -> None:
+        """See `JobCoordinator.meet`."""
+        said = pb.Meet(
+            generation=meet.generation,
+            holds_base=meet.holds_base,
+            fingerprint=meet.fingerprint,
+            manifest=meet.manifest,
+            leaving=meet.leaving,
+            closed=meet.closed,
+            unproven=meet.unproven,
+        )
+        if math.isfinite(meet.step_timeout):
+            said.step_timeout.FromMilliseconds(round(1e3 * meet.step_timeout))
+        if meet.tag is not None:
+            said.tag.generation, said.tag.step = meet.tag
+            said.tag.SetInParent()
+        if meet.node_size != 1:
+            said.node_size, said.stored = meet.node_size, meet.stored
+            said.shares.extend(pb.Share(part=share.part, parts=share.parts) for share in meet.shares)
+        if meet.prepared is not None:
+            said.prepared.generation, said.prepared.step = meet.prepared
+        self._connection.line.meet(said)
+
+    def go_on(self) -> None:
+        """See `JobCoordinator.go_on`."""
+        self._connection.line.go_on()
+
+    def finish(self, step: int) -> None:
+        """See `JobCoordinator.finish`."""
+        self._connection.line.finish(self.group.generation, step)
+
+    def move(self, mesh: Mesh) -> None:
+        """See `JobCoordinator.move`."""
+        assert isinstance(mesh, GrpcMesh)
+        self._connection.move(mesh)
+
+    def word_completed(self, step: int) -> None:
+        """See `JobCoordinator.word_completed`."""
+        self._connection.line.word_completed(step)
+
+    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
+        """See `JobCoordinator.take`."""
+        return self._connection.run(take_state(self.job, tag, donors, own, *self._how))
+
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
+        """See `JobCoordinator.take_shards`."""
+        self._connection.run(take_shards(self.job, tag, holders, plan, *self._how))
+
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        """See `JobCoordinator.try_to_reach`."""
+
+        async def ask() -> None:
+            if self._trying is not None:
+                self._trying.cancel()  # the line has other members now
+            self._trying = asyncio.current_task()
+            troubles = await out_of_reach(self.job, members, self._connection.knocker, *self._how)
+            self.inbox.put(Tried(members, troubles))
+
+        self._connection.begin(ask)
+
+    def manifest_of(self, donor: Peer) -> bytes:
+        """See `JobCoordinator.manifest_of`."""
+        return self._connection.run(get_manifest(self.job, donor, *self._how))
+
+
+class NullCoordinator(JobCoordinator):
+    """Stands in for the coordinator in a world of one: it answers every call at once, as a coordinator would."""
+
+    def __init__(self, job: str, group: Group, config: Config) -> None:
+        self.job = job
+        self.group = group
+        self.inbox = MemberInbox()
+        self.offered = OfferedState()
+        self.config = config
+
+    @property
+    def member_id(self) -> str:
+        """See `JobCoordinator.member_id`; empty, since there are no other members."""
+        return ""
+
+    def open(self) -> None:
+        """See `JobCoordinator.open`."""
+
+    def meet(self, meet: Meet) -> None:
+        """See `JobCoordinator.meet`."""
+        if meet.leaving:
+            self.inbox.put(MayGo(last=True))
+            return
+        if meet.stored:
+            assert meet.tag is not None
+            self.inbox.put(CatchUpAsked(meet.generation, meet.tag, [], WHOLE, b""))
+            return
+        mesh = self.group.mesh
+        assert isinstance(mesh, LocalMesh)
+        (following,) = next_meshes([mesh])
+        following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
+        self.inbox.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
+
+    def go_on(self) -> None:
+        """See `JobCoordinator.go_on`; does nothing, since no message is ever repeated."""
+
+    def finish(self, step: int) -> None:
+        """See `JobCoordinator.finish`."""
+        self.inbox.put(JobDone(step))
+
+    def move(self, mesh: Mesh) -> None:
+        """See `JobCoordinator.move`."""
+        self.group.move(mesh)
+
+    def word_completed(self, step: int) -> None:
+        """See `JobCoordinator.word_completed`."""
+
+    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
+        """See `JobCoordinator.take`; always raises, since there are no other members."""
+        raise LinkUnavailable("this job has a single worker: no other member holds a state")
+
+    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
+        """See `JobCoordinator.take_shards`; always raises, since there are no other members."""
+        raise LinkUnavailable("this job has a single worker: no other member holds a state")
+
+    def try_to_reach(self, members: Sequence[Peer]) -> None:
+        """See `JobCoordinator.try_to_reach`; never called, since there are no other members."""
+        raise AssertionError("this job has a single worker: there is no member to reach")
+
+    def manifest_of(self, donor: Peer) -> bytes:
+        """See `JobCoordinator.manifest_of`; never called, since there are no other members."""
+        raise AssertionError("this job has a single worker: there is no manifest to compare with")

@@ -1,0 +1,152 @@
+"""Describes in words where members differ: in the bits of their states, and in the manifests of what they train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._elastic.state import TrainState
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline.checkpoint.tree import split
+from paceline.errors import DivergenceError, PacelineError, SettingsMismatch, SizeMismatch
+
+__all__ = ["crc_of", "difference", "digests_of", "find_minority", "partial_digest", "where_they_differ"]
+
+_MOST_NAMES = 6
+"""Most names of arrays in a text: enough to see which part of a model differs."""
+
+_WINDOW_BYTES = 1 << 12
+"""Bytes of state in one digest: few, because every step reads them from memory."""
+
+
+def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
+    """CRC-32 of a window of one of the arrays; the next step takes the next array, the next round the next window.
+
+    Args:
+        arrays: the state, alike on every member.
+        step: number of the step.
+    """
+    if not arrays:
+        return 0
+    turn, which = divmod(step, len(arrays))
+    array = arrays[which]
+    if not array.nbytes:
+        return 0
+    start = turn % -(-array.nbytes // _WINDOW_BYTES) * _WINDOW_BYTES
+    if array.flags.c_contiguous:
+        return zlib.crc32(array.reshape(-1).view(np.uint8)[start : start + _WINDOW_BYTES].data)
+    first, count = start // array.itemsize, _WINDOW_BYTES // array.itemsize
+    return zlib.crc32(np.asarray(array.flat[first : first + count]).view(np.uint8).data)  # in C order too
+
+
+def digests_of(state: TrainState) -> dict[str, int]:
+    """32-bit digests of each array that is not sharded and of the rest of each part; the same names on all members."""
+    arrays = {name: crc_of(array) for name, array in state.named().items()}
+    return {**arrays, **{name: crc_of(part.rest()) for name, (_, part) in state.objects.items()}}
+
+
+def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
+    """Describes which arrays and parts are not the same on all members.
+
+    Args:
+        names: the names of `digests_of`.
+        digests: digests of all members, shape [W, number of names].
+    """
+    odd = [name for name, differs in zip(names, (digests != digests[0]).any(axis=0), strict=True) if differs]
+    if not odd:  # the word is of the state, and of whether the update ran
+        return "optimizer.step() ran in the step before at some of them only"
+    more = f" and {len(odd) - _MOST_NAMES} more" if len(odd) > _MOST_NAMES else ""
+    return f"they differ in {', '.join(odd[:_MOST_NAMES])}{more}"
+
+
+def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tuple[list[int], str]:
+    """Finds the ranks that do not hold what most members hold, and a sentence on where they differ. A collective.
+
+    Args:
+        group: all members, of which some differ.
+        state: this member's state.
+        step: number of the next step; some members may have another one.
+        digest: digest of this member's state.
+
+    Raises:
+        DivergenceError: there is no majority, so that no member can tell which state is right.
+        PacelineError: the generation has failed.
+    """
+    found: Any = group.all_gather(np.array([step << 32 | digest], np.uint64))
+    digests = digests_of(state)
+    theirs: Any = group.all_gather(np.array([[*digests.values()]], np.uint32))
+    where = where_they_differ(list(digests), theirs)
+    with contextlib.suppress(PacelineError):
+        group.barrier()  # so that no member ends the generation before all know
+    values, counts = np.unique(found, return_counts=True)
+    if 2 * counts.max() <= group.size:
+        text = f"before step {step}, members did not hold the same bits: {where}"
+        raise DivergenceError(text, generation=group.generation)
+    odd = [int(rank) for rank in np.flatnonzero(found != values[np.argmax(counts)])]
+    members = ", ".join(str(group.members[rank]) for rank in odd)
+    return odd, f"before step {step}, {members} did not hold the same bits as the others: {where}"
+
+
+def crc_of(tree: Any) -> int:
+    """CRC-32 of nested values.
+
+    Raises:
+        UnsupportedOp: a value cannot be kept in a checkpoint.
+    """
+    skeleton, arrays = split(tree)
+    crc = zlib.crc32(json.dumps(skeleton, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        crc = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zlib.crc32(name.encode(), crc))
+    return crc
+
+
+def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
+    """The error for a worker that trains something else than the line does; it names the first difference.
+
+    Args:
+        mine: this worker's manifest.
+        theirs: the line's.
+        donor: who gave that.
+    """
+    try:
+        here, there = json.loads(mine), json.loads(theirs)
+        found = next(_settings(here["settings"], there["settings"]), None)
+        if found is not None:
+            return SettingsMismatch(f"{found} on {donor} and the line's other members")
+        found = next(_parts(here["parts"], there["parts"]), None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return SettingsMismatch(f"{donor} trains something else, and does not say what: {error!s:.200}")
+    return SizeMismatch(
+        f"{found or 'what this worker trains is not what is trained'} on {donor} and the line's other members"
+    )
+
+
+def _settings(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            yield f"{name} is {here.get(name, 'not set')} here but {there.get(name, 'not set')}"
+
+
+def _parts(here: dict[str, Any], there: dict[str, Any]) -> Iterator[str]:
+    for name in sorted(here.keys() | there.keys()):
+        if name not in here or name not in there:
+            yield f"the training state has {'no ' if name not in here else 'a '}part {name!r} here, which differs"
+            continue
+        (kind, arrays), (their_kind, their_arrays) = here[name], there[name]
+        if kind != their_kind:
+            yield f"{name} is a {kind} here but a {their_kind}"
+        mine, others = ({path: (dtype, shape) for path, dtype, shape in each} for each in (arrays, their_arrays))
+        for path in [*mine, *(path for path in others if path not in mine)]:
+            if mine.get(path) != others.get(path):
+                yield f"{name}: {path!r} is {_words(mine.get(path))} here but {_words(others.get(path))}"
+
+
+def _words(described: tuple[str, list[int]] | None) -> str:
+    return "not there" if described is None else f"{described[0]}{described[1]}"

@@ -1,0 +1,161 @@
+"""Lets the training state change only inside a step's gate, and carries out what a step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline._elastic.attempts import FinishedBlocks
+from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.recovery import StateRecovery
+from paceline._elastic.rules import StateWatch
+from paceline._elastic.saver import Saver
+from paceline._elastic.state import TrainState
+from paceline._elastic.step import Step
+from paceline.errors import DivergenceError, StepOrderError
+from paceline_protocol import MemberState
+
+__all__ = ["StateGuard"]
+
+_MOST_DIVERGENCES = 3
+"""Divergences after which a member leaves: one may be a flipped bit, three have a lasting cause."""
+
+
+class StateGuard:
+    """Guards one member's training state; a `step.StepRunner` and a `state.Gate`.
+
+    Args:
+        coordinator: the session.
+        state: what is trained.
+        member: what this member holds and may do next.
+        saver: keeps checkpoints.
+        recovery: takes the state from others, or finishes a step.
+        blocks: counts the blocks between the steps.
+        committed: called with the number of the last committed step.
+
+    Attributes:
+        step: the attempt that runs; None between two.
+    """
+
+    def __init__(
+        self,
+        coordinator: JobCoordinator,
+        state: TrainState,
+        member: MemberState,
+        saver: Saver,
+        recovery: StateRecovery,
+        blocks: FinishedBlocks,
+        committed: Callable[[int], None],
+    ) -> None:
+        self.step: Step | None = None
+        self._coordinator = coordinator
+        self._state = state
+        self._member = member
+        self._saver = saver
+        self._recovery = recovery
+        self._blocks = blocks
+        self._tell_committed = committed
+        self._watch = StateWatch(state)
+        self._divergences = 0
+
+    def begin(self) -> None:
+        """Checks the state when a step begins.
+
+        Raises:
+            StepOrderError: the state has changed since the step before.
+        """
+        self._check_state(self._watch.begin)
+
+    def forget(self) -> None:
+        """Forgets what the state looked like: in a new generation it may have come from another member."""
+        self._watch.forget()
+
+    # What a step asks -------------------------------------------------------------------------------------------------
+
+    def word_completed(self, step: int) -> None:
+        """Commits the step before `step`: every member has entered `step`, so all have applied the one before."""
+        self._coordinator.word_completed(step)
+        self._saver.commit(step - 1)
+        self._tell_committed(step - 1)
+        self._member.all_began()
+        self._state.keep_live_share()
+
+    def about_to_change(self) -> None:
+        """Stops offering the state to others, because it is about to change.
+
+        Raises:
+            StepOrderError: it has changed already.
+        """
+        if self.step is not None and not self.step.keeps_copy:
+            self._check_state(self._watch.before_update)
+        self._coordinator.offered.withdraw()
+        self._saver.wait_until_copied()
+
+    def diverged(self, text: str) -> None:
+        """See `step.StepRunner`."""
+        if self.step is not None:
+            self.step.spoiled = True
+        self.spoiled()
+        self._divergences += 1
+        if self._divergences >= _MOST_DIVERGENCES:
+            raise DivergenceError(f"{text}, {self._divergences} times by now: its memory or its script is to blame")
+
+    def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
+        """See `step.StepRunner`."""
+        self._member.prepare(step.number)
+        self._recovery.keep_gradients(small, updated=step.updates)
+
+    def applied(self, step: int) -> None:
+        """Records that the step was applied here."""
+        self._watch.applied()
+        self._blocks.forget()
+        self._member.applied(step)
+
+    def _check_state(self, look: Callable[[], None]) -> None:
+        """Runs a check of the state; if the state has changed where it must not, it is marked as unusable."""
+        try:
+            look()
+        except StepOrderError:
+            self.spoil()
+            raise
+
+    @property
+    def is_updating(self) -> bool:
+        """True while an optimizer of the state runs."""
+        return self.step is not None and self.step.updating
+
+    # The gate of the training state -----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """See `state.Gate`."""
+        step = self.step
+        if step is None or not step.entered or step.left:
+            raise StepOrderError("optimizer.step() was called outside of a step: call it inside `with step:`")
+        if step.updated and self._state.spreads:  # a step that is finished later runs it once
+            raise StepOrderError("optimizer.step() was called twice in one step: a sharded state has one update")
+        step.updates = step.updating = (
+            True  # set first: an interrupt after the gate opens leaves the state half changed
+        )
+        try:
+            step.open_gate()
+        except BaseException:
+            step.updating = step.is_open
+            raise
+        step.updated = True
+
+    def changed(self) -> None:
+        """See `state.Gate`."""
+        if self.step is not None:
+            self.step.updating = False
+
+    def spoil(self) -> None:
+        """See `state.Gate`."""
+        if self.step is not None:
+            self.step.spoil()
+        else:
+            self.spoiled()
+
+    def spoiled(self) -> None:
+        """Marks this member's state as unusable until it has taken the base from others."""
+        self._state.is_whole = False
+        self._member.spoiled()

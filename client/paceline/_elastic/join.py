@@ -1,0 +1,205 @@
+"""`paceline.join`: from arguments and environment to a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import SupportsIndex
+
+from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
+from paceline._allocator import keep_frame_memory
+from paceline._collectives.choose import RULES, Rules, load_rules
+from paceline._elastic.session import CoordinatedSession, Session, SoloSession
+from paceline._elastic.torchrun_world import join_torchruns_world
+from paceline._fork import check_process
+from paceline._interrupt import quiet_interrupt
+from paceline._loop import loop_thread
+from paceline._session.identity import JoinRequest
+from paceline._session.member import MemberConnection
+from paceline.config import Config, checked_timeout
+from paceline.credentials import Credentials
+from paceline.errors import InvalidRank, InvalidWorldSize
+
+__all__ = ["connect", "join", "rules_of"]
+
+DEFAULT_JOB = "default"
+MAX_JOB_BYTES = 128
+"""Longest name of a job (session.proto)."""
+
+
+def join(
+    coordinator: str | None = None,
+    *,
+    job: str | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | None = None,
+    advertise: str | None = None,
+    config: Config | None = None,
+    credentials: Credentials | None = None,
+    coordinator_returns: bool = True,
+) -> Session:
+    """Joins a job and waits for its first view.
+
+    What is not given comes from the environment (`paceline.config.ENVIRONMENT`), then from the defaults. Without an
+    address in either, the world is this process alone and needs no coordinator; but under torchrun it is torchrun's,
+    with the ranks that it gave, and rank 0 has the coordinator.
+
+    Args:
+        coordinator: its address, "host:port" (port 7400 if left out).
+        job: name of the job; all workers that name it meet in it.
+        min_workers: the first view forms with at least this many.
+        max_workers: no view has more; `min_workers` if left out.
+        rank: explicit rank, with `world_size`: for jobs whose places are given out elsewhere.
+        world_size: explicit number of workers.
+        timeout: seconds to wait for the view.
+        advertise: host or host:port at which peers reach this worker; found by itself if left out.
+        config: timeouts and limits.
+        credentials: certificates for TLS, and a token.
+        coordinator_returns: False where it lives in one of the members and ends with it: a coordinator whose address
+            refuses connections is gone then, and is not waited for.
+
+    Returns:
+        The session; a context manager that leaves at its end.
+
+    Raises:
+        CoordinatorUnreachable: nobody, or no Paceline coordinator, answers there.
+        OrphanedError: the coordinator has ended meanwhile, for good.
+        TlsFailed: TLS with the coordinator cannot be had; the text says why.
+        NotAuthenticated, NotPermitted: the coordinator wants a token, or another one.
+        OperationTimeout: no view formed in time; the text says what was waited for.
+        SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
+        InvalidRank, InvalidWorldSize: of the arguments; or torchrun started this worker, and torch, which finds the
+            others, cannot be imported.
+        ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed;
+            credentials do not go together.
+        ForkedSession: this process was forked from one that has joined.
+    """
+    check_process()
+    name: object = job
+    if name is not None and not (isinstance(name, str) and 0 < len(name.encode()) <= MAX_JOB_BYTES):
+        raise ValueError(f"a job's name is a text of 1 to {MAX_JOB_BYTES} bytes, not {job!r:.80}")
+    environ = os.environ
+    config = config or Config.from_environment(environ)
+    if timeout is not None:
+        config = replace(config, join_timeout=timeout)
+    job = job or environ.get("PACELINE_JOB") or DEFAULT_JOB
+    coordinator = coordinator or environ.get("PACELINE_COORDINATOR")
+    # An argument beats the environment as a whole: an explicit rank leaves the variables for bounds unread.
+    ranked, bounded = (rank, world_size) != (None, None), (min_workers, max_workers) != (None, None)
+    if not ranked:
+        min_workers = _first(min_workers, environ, "PACELINE_MIN_WORKERS")
+        max_workers = _first(max_workers, environ, "PACELINE_MAX_WORKERS")
+    if not ranked and not bounded:
+        rank = _first(None, environ, "PACELINE_RANK")
+        world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
+    wanted = _membership(job, min_workers, max_workers, rank, world_size, rules_of(config))
+    if coordinator is None:
+        if wanted.min_workers > 1:
+            raise InvalidWorldSize(
+                f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
+            )
+        workers = _of_torchrun(environ) if (rank, min_workers, max_workers) == (None, None, None) else 1
+        if workers > 1:
+            place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
+            return join_torchruns_world(place, workers, config.join_timeout)
+        return SoloSession(job, config)
+    connection = connect(
+        parse_endpoint(coordinator, default_port=DEFAULT_PORT),
+        wanted,
+        config,
+        advertise=advertise,
+        credentials=credentials,
+        coordinator_returns=coordinator_returns,
+    )
+    connection.open(checked_timeout(config.join_timeout))
+    return CoordinatedSession(connection, config)
+
+
+def rules_of(config: Config) -> Rules:
+    """By what this worker chooses among schedules.
+
+    Raises:
+        ValueError: the file that it names is malformed.
+    """
+    return load_rules(Path(config.tuning)) if config.tuning else RULES
+
+
+def connect(
+    coordinator: Endpoint,
+    wanted: JoinRequest,
+    config: Config,
+    *,
+    advertise: str | None = None,
+    credentials: Credentials | None = None,
+    coordinator_returns: bool = True,
+) -> MemberConnection:
+    """A connection that is yet to be opened, with what the environment says of addresses and credentials."""
+    keep_frame_memory()
+    quiet_interrupt()
+    return MemberConnection(
+        coordinator,
+        wanted,
+        advertise or os.environ.get("PACELINE_ADVERTISE"),
+        config,
+        loop_thread(),
+        credentials or Credentials.from_environment(os.environ),
+        coordinator_returns,
+    )
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> int:
+    """Number of workers of the torchrun that started this one; 1 if none did."""
+    return (_first(None, environ, "WORLD_SIZE") or 1) if "TORCHELASTIC_RUN_ID" in environ else 1
+
+
+def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int | None:
+    """The argument, or else the variable as an integer."""
+    text = environ.get(name)
+    if argument is not None or not text:
+        return argument
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, not {text!r}") from None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
+def _membership(
+    job: str,
+    min_workers: int | None,
+    max_workers: int | None,
+    rank: int | None,
+    world_size: int | None,
+    rules: Rules,
+) -> JoinRequest:
+    for name, value in (("world_size", world_size), ("min_workers", min_workers), ("max_workers", max_workers)):
+        if value is not None and not _is_whole(value):
+            raise InvalidWorldSize(f"{name} must be a whole number, not {value!r}")
+    if rank is not None and not _is_whole(rank):
+        raise InvalidRank(f"rank must be a whole number, not {rank!r}")
+    if (rank is None) != (world_size is None):
+        raise InvalidRank("rank and world_size go together: give both, or neither")
+    if rank is not None and world_size is not None:
+        if min_workers is not None or max_workers is not None:
+            raise InvalidWorldSize("explicit ranks fix the world: leave min_workers and max_workers out")
+        if world_size < 1:
+            raise InvalidWorldSize(f"world_size must be at least 1, not {world_size}")
+        if not 0 <= rank < world_size:
+            raise InvalidRank(f"rank {rank} is outside a world of {world_size}")
+        return JoinRequest(job, world_size, world_size, rank, rules)
+    least = 1 if min_workers is None else min_workers
+    most = least if max_workers is None else max_workers
+    if least < 1:
+        raise InvalidWorldSize(f"min_workers must be at least 1, not {least}")
+    if most < least:
+        raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
+    return JoinRequest(job, least, most, None, rules)

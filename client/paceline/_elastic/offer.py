@@ -1,0 +1,310 @@
+"""The state that a member offers to others, which fetch it in chunks and check them by hashes.
+
+The giver reads its live arrays while it trains. They cannot change meanwhile: a change needs the word of the step, and
+that needs the taker to enter the step. If the taker is declared dead and the step goes on without it, the offer is
+withdrawn before anything changes, and a chunk that was read meanwhile is not sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._elastic.parcel import Parcel
+from paceline._elastic.reshard_plan import ElementRun, checksum
+from paceline._signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
+from paceline.checkpoint.pieces import Shard
+from paceline.checkpoint.tree import Skeleton, join, split_shards
+from paceline.errors import PacelineError, SizeMismatch
+from paceline_protocol import Tag
+
+__all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "OfferedState"]
+
+CHUNK_BYTES = 1 << 20
+HASH_BYTES = 16
+
+
+class Content:
+    """A state as bytes: a skeleton and a sequence of arrays; shards are kept apart from them.
+
+    Args:
+        skeleton: as `tree.split_shards` makes it.
+        arrays: by name, the arrays that every member has whole; referred to, not copied.
+        shards: by name, this member's shards of sharded arrays.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        arrays: Mapping[str, NDArray[Any]],
+        shards: Mapping[str, Sequence[Shard]] | None = None,
+    ) -> None:
+        self.skeleton = skeleton
+        self.arrays = arrays
+        self.shards = shards or {}
+        self._flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
+        self._starts = np.cumsum([0, *(flat.size for flat in self._flat)]).tolist()
+
+    @classmethod
+    def of(cls, tree: Any, more: Sequence[Mapping[str, Shard]] = ()) -> Content:
+        """The content of nested values.
+
+        Args:
+            tree: the values; `Shard`s in place of sharded arrays.
+            more: other shards of the same arrays, by name.
+        """
+        skeleton, leaves = split_shards(tree)
+        arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
+        shards = {
+            name: [leaf, *(held[name] for held in more if name in held)]
+            for name, leaf in leaves.items()
+            if isinstance(leaf, Shard)
+        }
+        return cls(skeleton, arrays, shards)
+
+    def select(self, runs: Sequence[ElementRun], most_bytes: int) -> list[NDArray[Any]]:
+        """Views of some runs of the sharded arrays, shape [count] each.
+
+        Raises:
+            PacelineError: a run is not held here, or they have more than `most_bytes` in all.
+        """
+        found = [self._find(run) for run in runs]
+        if (size := sum(array.nbytes for array in found)) > most_bytes:
+            raise PacelineError(f"{size} bytes were requested; at most {most_bytes} are sent at a time")
+        return found
+
+    def _find(self, run: ElementRun) -> NDArray[Any]:
+        for shard in self.shards.get(run.name, ()):
+            first = run.start - shard.start
+            if first >= 0 and 0 <= run.count <= shard.values.size - first:
+                return shard.values.reshape(-1)[first : first + run.count]
+        raise PacelineError(f"this member does not have {run!s:.200}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all arrays."""
+        return int(self._starts[-1])
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks; the last one may be shorter."""
+        return -(-self.size // CHUNK_BYTES)
+
+    def read(self, chunk: int) -> bytes:
+        """A copy of a chunk."""
+        return b"".join(bytes(piece) for piece in self._pieces(chunk))
+
+    def write(self, chunk: int, data: bytes) -> None:
+        """Replaces a chunk.
+
+        Raises:
+            SizeMismatch: it has another length.
+        """
+        start = 0
+        for piece in self._pieces(chunk):
+            if start + piece.size > len(data):
+                raise SizeMismatch(f"chunk {chunk} of a state has {len(data)} bytes only")
+            piece[...] = np.frombuffer(data, np.uint8, piece.size, start)
+            start += piece.size
+        if start != len(data):
+            raise SizeMismatch(f"chunk {chunk} of a state has {len(data)} bytes, not {start}")
+
+    def hash(self, chunk: int) -> bytes:
+        """BLAKE2b of a chunk."""
+        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        for piece in self._pieces(chunk):
+            digest.update(piece.data)
+        return digest.digest()
+
+    def tree(self) -> Any:
+        """The nested values; None in place of sharded arrays."""
+        return join(self.skeleton, {**dict.fromkeys(self.shards), **self.arrays})
+
+    def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
+        low, high = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size)
+        first = int(np.searchsorted(self._starts, low, side="right")) - 1
+        for start, flat in zip(self._starts[first:], self._flat[first:], strict=False):
+            if start >= high:
+                return
+            yield flat[max(low - start, 0) : high - start]
+
+
+class Description:
+    """What a state consists of, without its bytes.
+
+    Attributes:
+        skeleton: as `tree.split_shards` made it.
+        arrays: name, dtype and shape of each array, in order.
+        hashes: hashes of the chunks.
+        spread: names of the sharded arrays; the coordinator says who holds which shard.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        arrays: Sequence[tuple[str, str, tuple[int, ...]]],
+        hashes: bytes,
+        spread: Sequence[str] = (),
+    ) -> None:
+        self.skeleton = skeleton
+        self.arrays = list(arrays)
+        self.hashes = hashes
+        self.spread = list(spread)
+
+    @classmethod
+    def of(cls, content: Content) -> Description:
+        """The description of a content."""
+        arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in content.arrays.items()]
+        hashes = b"".join(map(content.hash, range(content.chunks)))
+        return cls(content.skeleton, arrays, hashes, list(content.shards))
+
+    def to_json(self) -> bytes:
+        """Everything but the hashes."""
+        fields = {"skeleton": self.skeleton, "arrays": self.arrays, "spread": self.spread}
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
+        """Reads the description that another member sent; never evaluates it (I9).
+
+        Args:
+            data: the JSON.
+            hashes: of the chunks.
+            most_bytes: the largest size that is accepted.
+
+        Raises:
+            ValueError: it is malformed, or describes more than `most_bytes`, or another number of chunks.
+        """
+        try:
+            fields = json.loads(data)
+            skeleton, arrays = fields["skeleton"], [_array_from(entry) for entry in fields["arrays"]]
+            spread = _names_from(fields["spread"])
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"malformed description of a state: {type(error).__name__}: {error!s:.200}") from error
+        names = [*(name for name, *_ in arrays), *spread]
+        if len(set(names)) < len(names):
+            raise ValueError("malformed description of a state: two arrays have the same name")
+        size = sum(prod(dims) * dtype_named(dtype).itemsize for _, dtype, dims in arrays)
+        if size > most_bytes:
+            raise ValueError(f"the state has {size} bytes, which is not to be believed of this model")
+        if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
+            raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
+        join(skeleton, dict.fromkeys(names, np.empty(0)))  # a malformed skeleton fails here, not later
+        return cls(skeleton, arrays, hashes, spread)
+
+    def hash(self, chunk: int) -> bytes:
+        """The hash of a chunk."""
+        return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+
+    def allocate(self, own: Mapping[str, NDArray[Any]]) -> Content:
+        """Memory for the state, filled with this member's values where arrays match, so equal chunks are not sent."""
+        arrays = {}
+        for name, dtype, shape in self.arrays:
+            mine = own.get(name)
+            alike = mine is not None and mine.shape == shape and mine.dtype == dtype_named(dtype)
+            arrays[name] = mine.copy(order="C") if alike and mine is not None else np.zeros(shape, dtype_named(dtype))
+        return Content(self.skeleton, arrays, dict.fromkeys(self.spread, ()))
+
+
+def _names_from(told: Any) -> list[str]:
+    """Checks names of arrays that another member sent."""
+    if type(told) is not list or not all(type(name) is str for name in told):
+        raise ValueError(f"malformed names of arrays: {told!r:.80}")
+    return told
+
+
+def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
+    """Checks name, dtype and shape of an array that another member sent."""
+    name, dtype, dims = entry
+    if type(name) is not str or type(dtype) is not str or type(dims) is not list or len(dims) > MAX_DIMENSIONS:
+        raise ValueError(f"malformed description of an array: {name!r:.80} {dtype!r:.80} {dims!r:.80}")
+    if not all(type(n) is int and 0 <= n <= MAX_ARRAY_BYTES for n in dims):
+        raise ValueError(f"malformed shape of an array: {dims!r:.80}")
+    # NumPy has limits for the other dimensions of an empty array too.
+    if prod(filter(None, dims)) * dtype_named(dtype).itemsize > MAX_ARRAY_BYTES:
+        raise ValueError(f"the shape of an array is too large: {dims!r:.80}")
+    return name, dtype, tuple(dims)
+
+
+class OfferedState:
+    """The state that this member offers to others now, at most one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tag: Tag | None = None
+        self._content: Content | None = None
+        self._description: Description | None = None
+        self._epoch = 0  # grows when the bits of the offer may change; offering the same tag again keeps it
+        self.manifest = b""
+
+    def offer(self, tag: Tag, content: Content) -> None:
+        """Offers a state to others."""
+        with self._lock:
+            self._epoch += tag != self._tag
+            self._tag, self._content, self._description = tag, content, None
+
+    def withdraw(self) -> None:
+        """Withdraws the offer before the state changes; chunks that are being read are not sent."""
+        with self._lock:
+            self._epoch += 1
+            self._tag = self._content = self._description = None
+
+    def describe(self, tag: Tag) -> Description:
+        """The description of the offered state; hashes are computed at the first call.
+
+        Raises:
+            PacelineError: another state is offered, or none.
+        """
+        content, epoch = self._get(tag)
+        with self._lock:
+            known = self._description if self._content is content else None
+        if known is None:
+            known = Description.of(content)
+            self._check(epoch, tag)
+            with self._lock:
+                if self._content is content:
+                    self._description = known
+        return known
+
+    def read(self, tag: Tag, chunk: int) -> bytes:
+        """A chunk.
+
+        Raises:
+            PacelineError: another state is offered, or none, or there is no such chunk.
+        """
+        content, epoch = self._get(tag)
+        if not 0 <= chunk < content.chunks:
+            raise PacelineError(f"the state has {content.chunks} chunks; there is no chunk {chunk}")
+        data = content.read(chunk)
+        self._check(epoch, tag)
+        return data
+
+    def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Parcel:
+        """Copies some runs of sharded arrays: name, first element and count of each.
+
+        Raises:
+            PacelineError: another state is offered, or none, or a run is not held, or they have more than `most_bytes`.
+        """
+        content, epoch = self._get(tag)
+        asked = [ElementRun(*run) for run in runs]
+        parcel = Parcel(content.select(asked, most_bytes), checksum(asked))
+        self._check(epoch, tag)
+        return parcel
+
+    def _get(self, tag: Tag) -> tuple[Content, int]:
+        with self._lock:
+            if self._content is None or self._tag != tag:
+                raise PacelineError(f"this member does not hold the state {tag} now")
+            return self._content, self._epoch
+
+    def _check(self, epoch: int, tag: Tag) -> None:
+        with self._lock:
+            if self._epoch != epoch:
+                raise PacelineError(f"the state {tag} is no longer offered")

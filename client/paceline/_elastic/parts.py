@@ -1,0 +1,447 @@
+"""The objects of a training state behind one interface, which tells large state from small.
+
+Each object has two kinds of state. *Large* state (parameters, moments) changes only after the gate, in
+`optimizer.step`: a step that is undone has not changed it, so it needs no copy, and other members read the live arrays.
+*Small* state (buffers, learning rates, anything without a known gate) may change at any time: it is copied when a step
+begins, and restored when the step is undone.
+
+Arrays of other frameworks are read and written through NumPy views of their memory (`foreign`).
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._elastic.foreign import (
+    copied,
+    from_arrays,
+    is_foreign,
+    marks_of,
+    taken,
+    to_arrays,
+    to_plain,
+    view,
+)
+from paceline._parallel._optimizer_state import OptimizerState
+from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._holdings import Holding
+from paceline._parallel.sharding._sharded_model import ShardedModel
+from paceline.checkpoint.pieces import Shard
+from paceline.checkpoint.tree import Leaf
+from paceline.errors import SizeMismatch, UnsupportedOp
+
+__all__ = ["as_trained", "check_fit", "opaque", "StatePart", "part_of", "trains", "write_in_place"]
+
+Tree = Any
+"""Nested dicts, lists and tuples of arrays and plain values."""
+
+_NOTHING = Holding((0, 1), {}, {})
+
+
+class StatePart(abc.ABC):
+    """One object of a training state.
+
+    Attributes:
+        kind: a word for what it is; the same on every member.
+    """
+
+    kind: str
+
+    def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
+        """Large state: the live arrays by path, in the same order on every member.
+
+        Args:
+            held: this member's shards of sharded arrays.
+        """
+        del held
+        return {}
+
+    def spread(self) -> dict[str, Parameter]:
+        """The arrays that are sharded over ranks: by path the piece that defines their shards."""
+        return {}
+
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        """Copies arrays of the same shapes into the live ones."""
+        write_in_place(self.arrays(held), arrays)
+
+    @abc.abstractmethod
+    def rest(self) -> Tree:
+        """A copy of everything that is not in `arrays`."""
+
+    @abc.abstractmethod
+    def load_rest(self, rest: Tree) -> None:
+        """Loads what another member's `rest` returned; the caller writes the arrays in place.
+
+        Raises:
+            SizeMismatch: it does not fit.
+        """
+
+    def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
+        """A copy of everything, for `back_to`; reuses the memory of an earlier copy where it fits."""
+        arrays = before[0] if before is not None else {}
+        return {path: copied(_values(leaf), arrays.get(path)) for path, leaf in self.arrays().items()}, self.rest()
+
+    def back_to(self, kept: tuple[Tree, Tree]) -> None:
+        """Restores what `kept` returned."""
+        arrays, rest = kept
+        self.load_rest(rest)
+        self.write(_NOTHING, arrays)
+
+    def small(self) -> Tree:
+        """A copy of what may change outside the gate."""
+        return self.rest()
+
+    def put_back(self, small: Tree) -> None:
+        """Undoes all changes since `small` was taken."""
+        self.load_rest(small)
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of a step that is undone."""
+        return
+
+    def fixed(self) -> Tree:
+        """A copy of the small state that only a step's block changes; without settings, which may change any time."""
+        return self.rest()
+
+    def parameters(self) -> Mapping[str, Any]:
+        """A model's parameters by path; a tied one has one of its paths."""
+        return {}
+
+    def trained(self) -> Sequence[Any]:
+        """The models' parameters that `gated().step` changes."""
+        return ()
+
+    def holds(self) -> set[int] | None:
+        """Marks (`marks_of`) of the parameters and arrays in this part; None if they cannot be known."""
+        return None
+
+    def gated(self) -> Any:
+        """The object whose `step` changes large state; None if there is none."""
+        return None
+
+
+class _Model(StatePart):
+    """A module of this or another framework, wrapped or not."""
+
+    kind = "model"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known: dict[str, Any] = {}
+        """The parameters at the last call of `arrays`; it takes a millisecond to list those of a module."""
+
+    def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
+        self._known = self.parameters()
+        return {path: held.values.get(id(p)) or view(p) for path, p in self._known.items()}
+
+    def spread(self) -> dict[str, Parameter]:
+        return {path: p for path, p in self.parameters().items() if _is_spread(p)}
+
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        if isinstance(self._model, ShardedModel):
+            self._model.will_load(values=any(array is not None for array in arrays.values()))
+        super().write(held, arrays)
+
+    def parameters(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        for path, parameter in self._model.named_parameters():
+            if id(parameter) not in seen:  # one that is tied has several paths
+                seen.add(id(parameter))
+                found[path] = parameter
+        return found
+
+    def holds(self) -> set[int] | None:
+        return {mark for parameter in self.parameters().values() for mark in marks_of(as_trained(parameter))}
+
+    def _buffers(self) -> dict[str, NDArray[Any]]:
+        named = getattr(self._model, "named_buffers", None)
+        return {} if named is None else {path: view(buffer) for path, buffer in named()}
+
+    def rest(self) -> Tree:
+        return self._rest(self.parameters())
+
+    def _rest(self, parameters: Mapping[str, Any]) -> Tree:
+        return {"buffers": self.fixed(), "frozen": [path for path, p in parameters.items() if not trains(p)]}
+
+    def load_rest(self, rest: Tree) -> None:
+        old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
+        write_in_place(self._buffers(), rest if old else rest["buffers"])
+        for path, parameter in {} if old else self.parameters().items():
+            if trains(parameter) == (path in rest["frozen"]):
+                parameter.requires_grad = not trains(parameter)
+
+    def fixed(self) -> Tree:
+        return {path: buffer.copy() for path, buffer in self._buffers().items()}
+
+    def small(self) -> Tree:
+        begin = getattr(self._model, "begin_step", None)
+        if begin is not None:
+            begin()  # `drop_gradients` will go back to here
+        return self._rest(self._known or self.parameters())
+
+    def clear_gradients(self) -> None:
+        drop = getattr(self._model, "drop_gradients", None)  # a wrapper keeps more than the parameters show
+        if drop is not None:
+            drop()
+            return
+        for _, parameter in self._model.named_parameters():
+            parameter.grad = None
+
+
+class _Optimizer(StatePart):
+    """An optimizer of `paceline.optim`, or the stand-in for one of another framework."""
+
+    kind = "optimizer"
+
+    def __init__(self, optimizer: OptimizerState) -> None:
+        self._optimizer = optimizer
+
+    def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
+        return {**self._optimizer.live_arrays(), **held.states.get(id(self._optimizer), {})}
+
+    def spread(self) -> dict[str, Parameter]:
+        pieces = {key: self._optimizer.parameters[key.rpartition("/")[0]] for key in self._optimizer.live_arrays()}
+        return {key: p for key, p in pieces.items() if _is_spread(p)}
+
+    def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
+        super().write(held, arrays)
+        if any(array is not None for array in arrays.values()):
+            self._optimizer.is_new = False
+
+    def rest(self) -> Tree:
+        return {"settings": self.small(), "numbers": self._optimizer.numbers()}
+
+    def load_rest(self, rest: Tree) -> None:
+        mine = self.rest()
+        if _names(mine) != _names(rest):
+            raise SizeMismatch(f"the state does not fit this {type(self._optimizer).__name__}: other names in it")
+        self.put_back(rest["settings"])
+        self._optimizer.load_numbers(rest["numbers"])
+
+    def small(self) -> Tree:
+        return dict(self._optimizer.settings)
+
+    def put_back(self, small: Tree) -> None:
+        self._optimizer.load_settings(small)
+
+    def clear_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
+    def fixed(self) -> Tree:
+        return None
+
+    def trained(self) -> Sequence[Any]:
+        return [as_trained(parameter) for parameter in self._optimizer.parameters.values()]
+
+    def holds(self) -> set[int] | None:
+        return set()
+
+    def gated(self) -> Any:
+        return self._optimizer.stepper
+
+
+class _Values(StatePart):
+    """A nested dict of arrays (also of frameworks) and plain values, which the user may change at any time."""
+
+    kind = "values"
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def rest(self) -> Tree:
+        return {key: to_plain(value) for key, value in self._values.items()}
+
+    def load_rest(self, rest: Tree) -> None:
+        for key in self._values.keys() - rest.keys():
+            del self._values[key]
+        for key, value in rest.items():
+            self._values[key] = taken(value, self._values.get(key))
+
+    def holds(self) -> set[int] | None:
+        return set(_marks(self._values))
+
+
+class _Opaque(StatePart):
+    """Anything else with `state_dict` and `load_state_dict`: copied whole at every step unless it has a gate.
+
+    An object with a gate is an optimizer of another framework. Outside of the gate only its settings, the items of
+    `param_groups`, may change.
+    """
+
+    def __init__(self, thing: Any, kind: str = "") -> None:
+        self._thing = thing
+        self.kind = kind or type(thing).__name__
+        self._gate = callable(getattr(thing, "step", None)) and callable(getattr(thing, "zero_grad", None))
+
+    def rest(self) -> Tree:
+        frameworks: list[str] = []
+        tree = to_arrays(self._thing.state_dict(), frameworks)
+        return {"state": tree, "frameworks": frameworks}
+
+    def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
+        frameworks: list[str] = []
+        tree = to_arrays(self._thing.state_dict(), frameworks, before[1]["state"] if before is not None else None)
+        return {}, {"state": tree, "frameworks": frameworks}
+
+    def load_rest(self, rest: Tree) -> None:
+        self._thing.load_state_dict(from_arrays(rest["state"], iter(rest["frameworks"])))
+
+    def small(self) -> Tree:
+        return [to_arrays(settings, []) for settings in self._settings()] if self._gate else self.rest()
+
+    def put_back(self, small: Tree) -> None:
+        if not self._gate:
+            self.load_rest(small)
+            return
+        for group, kept, here in zip(self._groups(), small, self._settings(), strict=True):
+            for key, value in kept.items():
+                if is_foreign(here.get(key)):
+                    np.copyto(view(here[key]), value)
+                else:
+                    group[key] = copy.deepcopy(value)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return list(getattr(self._thing, "param_groups", ()))
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """The settings of each group of parameters."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+
+    def fixed(self) -> Tree:
+        return None if self._gate else self.rest()
+
+    def trained(self) -> Sequence[Any]:
+        return [parameter for group in self._groups() for parameter in group.get("params", ())] if self._gate else ()
+
+    def holds(self) -> set[int] | None:
+        return set() if self._gate or not self.rest()["frameworks"] else None
+
+    def clear_gradients(self) -> None:
+        if self._gate:
+            self._thing.zero_grad()
+
+    def gated(self) -> Any:
+        return self._thing if self._gate else None
+
+
+def opaque(thing: Any, kind: str) -> StatePart:
+    """Makes a part of an object with `state_dict` and `load_state_dict`; `kind` must be the same on all members."""
+    return _Opaque(thing, kind)
+
+
+def part_of(name: str, thing: Any) -> StatePart:
+    """Makes a part of an object, by its own method `as_part` if it has one.
+
+    Raises:
+        UnsupportedOp: the object cannot be given to another member; the text names it.
+    """
+    own = getattr(thing, "as_part", None)
+    part = own() if callable(own) else None
+    if isinstance(part, StatePart):
+        return part
+    if isinstance(thing, OptimizerState):
+        return _Optimizer(thing)
+    if callable(getattr(thing, "named_parameters", None)):
+        return _Model(thing)
+    if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        return _Opaque(thing)
+    if isinstance(thing, dict):
+        return _Values(thing)
+    raise UnsupportedOp(
+        f"{name} is a {type(thing).__name__}: a training state takes modules, optimizers, dicts of arrays, and "
+        "objects with state_dict() and load_state_dict()"
+    )
+
+
+def _is_spread(parameter: Any) -> bool:
+    """True if the parameter, or the piece that is trained in its place, belongs to a wrapper that shards."""
+    owner = getattr(parameter, "_owner", None)
+    return isinstance(owner, ShardedModel) and owner.spreads
+
+
+def _values(leaf: Leaf) -> NDArray[Any]:
+    return leaf.values if isinstance(leaf, Shard) else leaf
+
+
+def as_trained(parameter: Any) -> Any:
+    """The object that optimizers have for a parameter: for a sharded torch model, a tensor over this member's piece."""
+    return getattr(parameter, "tensor", parameter)
+
+
+def trains(parameter: Any) -> bool:
+    """False if the parameter is frozen."""
+    return bool(getattr(parameter, "requires_grad", True))
+
+
+def _marks(tree: Tree) -> Iterator[int]:
+    """Yields the marks of all values in nested ones."""
+    if isinstance(tree, Mapping | list | tuple):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _marks(value)
+    else:
+        yield from marks_of(tree)
+
+
+def _names(rest: Tree) -> Tree:
+    """The names in an optimizer's small state."""
+    return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}
+
+
+def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
+    """Copies arrays in place into those of the same path, all or none; from a whole array a shard takes its elements.
+
+    Args:
+        here: the arrays or shards that are written.
+        there: the arrays or shards that are read; None leaves a sharded array as it is.
+
+    Raises:
+        SizeMismatch: paths or shapes differ; nothing was changed.
+    """
+    check_fit(here, there)
+    for path, array in here.items():
+        other = there[path]
+        if not isinstance(array, Shard):
+            np.copyto(array, other)
+        elif other is not None:
+            values = array.values.reshape(-1)
+            whole = not isinstance(other, Shard)
+            flat = np.asarray(other if whole else other.values).reshape(-1)
+            np.copyto(values, flat[array.start : array.start + values.size] if whole else flat)
+
+
+def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
+    """Checks that `write_in_place` would succeed.
+
+    Raises:
+        SizeMismatch: paths or shapes differ, or a dtype cannot be converted.
+    """
+    odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
+    for path in sorted(here.keys() & there.keys()):
+        mine, other = here[path], there[path]
+        if isinstance(mine, Shard) and other is None:
+            continue
+        if isinstance(other, Shard) and not (
+            isinstance(mine, Shard) and (mine.start, mine.values.size) == (other.start, other.values.size)
+        ):
+            odd.append(f"{path} has {other.values.size} elements from {other.start}, which are not those held here")
+            continue
+        (kind, shape), (their_kind, their_shape) = _kind(mine), _kind(other)
+        if shape != their_shape or not np.can_cast(their_kind, kind, "same_kind"):
+            odd.append(f"{path} is {their_kind}{list(their_shape)}, not {kind}{list(shape)}")
+    if odd:
+        raise SizeMismatch(f"the state does not fit: {'; '.join(odd[:8])}")
+
+
+def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of the whole array."""
+    if isinstance(leaf, Shard):
+        return leaf.values.dtype, leaf.shape
+    array = np.asarray(leaf)
+    return array.dtype, array.shape

@@ -1,0 +1,340 @@
+"""The user's session: a member's place in a job, from `join` to `leave`."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from paceline import errors
+from paceline._fork import check_process
+from paceline._group import Group
+from paceline._links.base import Peer
+from paceline._links.local import local_meshes
+from paceline._session.store import MemoryStore, Store
+from paceline.config import Config
+
+if TYPE_CHECKING:
+    from paceline._elastic.coordination import JobCoordinator
+    from paceline._elastic.retry import Attempt
+    from paceline._elastic.state import TrainState
+    from paceline._elastic.step import Step
+    from paceline._elastic.training_loop import TrainingLoop
+    from paceline._session.member import MemberConnection
+
+__all__ = ["CoordinatedSession", "Session", "SoloSession"]
+
+MAX_NAME_BYTES = 256
+"""Longest name of a barrier (session.proto)."""
+
+_DO_WITHOUT = (
+    "A script does without it before its steps. What one worker of each host is to do, such as a download, goes into "
+    "`with paceline.once_per_host(path) as first: if first: ...`"
+)
+
+_log = logging.getLogger("paceline.session")
+
+
+class Session(abc.ABC):
+    """A live registration. Made by `paceline.join`; a context manager that leaves at its end.
+
+    Attributes:
+        job: name of the job.
+        group: the object that collectives are called on; one for the session's life.
+        store: the job's key-value store.
+    """
+
+    job: str
+    group: Group
+    store: Store
+    all_start_again = False  # once one worker fails, as under torchrun: then none comes later, and has no rank
+    _line: TrainingLoop | None = None
+    _asked_early = ""  # which of rank and size was asked for before the first loop over steps
+    _on_commit: list[Callable[[int], None]]
+    _on_view: list[Callable[[], None]]
+
+    @property
+    def rank(self) -> int:
+        """This member's rank in the current view; another one may have it in the next.
+
+        Raises:
+            StepOrderError: this worker is in no view yet. One that comes to a job whose steps are running, as every
+                replacement does, gets its rank in its first step.
+        """
+        return self._in_view("rank").rank
+
+    @property
+    def size(self) -> int:
+        """Number of members in the current view.
+
+        Raises:
+            StepOrderError: as `rank`.
+        """
+        return self._in_view("size").size
+
+    def _in_view(self, asked: str) -> Group:
+        if self._line is None:
+            self._asked_early = self._asked_early or asked
+        if not self.members:
+            raise errors.StepOrderError(f"session.{asked} is not known: {self.group.mesh.fault.error()}. {_DO_WITHOUT}")
+        return self.group
+
+    @property
+    def generation(self) -> int:
+        """Number of the current view; it only grows. 0 before the first."""
+        return self.group.generation
+
+    @property
+    @abc.abstractmethod
+    def members(self) -> Sequence[Peer]:
+        """The members of the current view in rank order; none while this worker is in no view."""
+
+    def steps(
+        self,
+        state: TrainState,
+        *,
+        total: int,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        seed: int = 0,
+    ) -> Iterator[Step]:
+        """The steps of the job, each until it counts: workers may die, freeze, join and leave meanwhile.
+
+            for step in session.steps(state, total=1000):
+                with step:
+                    dy = loss_gradient(ddp(x[step.indices]), t[step.indices])
+                    optimizer.zero_grad()
+                    ddp.backward(dy, step.weight)
+                    optimizer.step()
+                if step.applied:
+                    log(...)
+
+        A failure of the group inside the block undoes the step, on every member, and the same number comes again under
+        the next generation. All state that the block changes must be in `state`; what it prints or writes to files
+        happens once for each attempt (`on_commit` hears of committed steps once). Collectives belong before
+        `optimizer.step()`, or between steps into `retry()`; in a step with several updates behind `step.keep_copy()`.
+        They are refused elsewhere. In the first three steps of the job it is looked at whether state changes outside of
+        the block, or before `optimizer.step()`; learning rates and `requires_grad` may.
+
+        Whoever comes later is given the state of those who train, and begins with their next step. SIGTERM, and
+        `paceline drain`, have a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0.
+        So it ends that of a worker that comes when all is done.
+
+        Args:
+            state: all that training changes.
+            total: number of the last step.
+            checkpoint_dir: where checkpoints are kept, and looked for at the start; alike on all workers. Where the
+                state is spread (`FSDP`) it must lie on a disk that all workers share: they write together.
+            checkpoint_every: steps between two; with a directory alone, the last state is kept.
+            seed: of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank).
+
+        Raises:
+            Dismissed: this worker has nothing more to do.
+            StepVoid: a step failed five times in a row; the text has the causes.
+            ValueError: an argument is out of range, or `state` lacks a model that its optimizers train, or a scheduler.
+            StepOrderError: a collective came behind `optimizer.step()` or between steps, or that outside of a step; the
+                state changed where it must not, or by an optimizer that is no part of it; or it is half changed, for an
+                earlier loop was interrupted in a step: load a checkpoint, or make its objects anew.
+            SettingsMismatch, SizeMismatch: this worker trains something else than the others; the text says what.
+            DivergenceError: members hold different bits.
+            OrphanedError: the coordinator did not come back; or some of a spread state is lost, and there is no
+                checkpoint to go on from.
+            CheckpointFailed: the last checkpoint could not be written, or one that others see does not come.
+            LinkUnavailable: nobody gave this worker the state, again and again.
+            CheckpointDamaged: all checkpoints are.
+            InvalidWorldSize: the model is spread over nodes that the workers of a fixed world do not make up.
+            UnsupportedOp: the state cannot be given to another member.
+        """
+        from paceline._elastic.steps import make_loop, run_steps
+
+        check_process()
+        if self._line is not None and not (self._line.done or self._line.left):
+            raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
+        if self._asked_early and self._line is None and not self.all_start_again:
+            _log.warning(
+                "session.%s was read before session.steps(): a worker that is restarted would end there with "
+                "StepOrderError, because it gets a rank only in its first step. %s",
+                self._asked_early,
+                _DO_WITHOUT,
+            )
+        self._line = make_loop(
+            self._port(),
+            state,
+            total,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            seed=seed,
+            before=self._line,
+        )
+        self._line.on_commit = self._on_commit
+        self._line.on_view = self._on_view
+        return run_steps(self._line, state, total)
+
+    def retry(self) -> Iterator[Attempt]:
+        """Attempts at a block between two steps that changes no state: an evaluation.
+
+        All members must call it alike: by `step.number`, and not by `step.applied`, which is this member's own.
+
+            for attempt in session.retry():
+                with attempt:
+                    score = group.all_reduce(evaluate(...), op="mean")
+
+        A failure of the group ends the attempt, and the next one runs under the next generation. Whoever gets no seat
+        there is past the block when it comes in again, and makes no other attempt.
+
+        Raises:
+            PacelineError: a failure that `steps` cannot recover from, for it has not begun or has ended.
+        """
+        from paceline._elastic.retry import attempts
+
+        return attempts(self._line, self.group)
+
+    def on_commit(self, hear: Callable[[int], None]) -> None:
+        """Has a function called with the number of each committed step, once and in order, on the training thread.
+
+        A step is committed when every member has applied it, which the next step finds out.
+        """
+        self._on_commit.append(hear)
+
+    def on_view(self, hear: Callable[[], None]) -> None:
+        """Has a function called when a new view begins, on the training thread; `rank` and `size` are the new ones."""
+        self._on_view.append(hear)
+
+    @abc.abstractmethod
+    def _port(self) -> JobCoordinator:
+        """What steps need of this session."""
+
+    @abc.abstractmethod
+    def barrier(self, name: str, *, timeout: float | None = None) -> None:
+        """Waits until every member of the view has called it with this name, as often as this member has.
+
+        Args:
+            name: 1 to 256 bytes.
+            timeout: seconds; None for `call_timeout`. A coordinator that is away has 5 s more to come back and answer.
+
+        Raises:
+            OperationTimeout: some did not arrive; the text lists who is missing (rank, host, since when).
+            PeerLost: a member was lost; the text names it.
+        """
+
+    @abc.abstractmethod
+    def leave(self, cause: BaseException | None = None) -> None:
+        """Ends the session: what was sent is delivered, then the others are told. Idempotent.
+
+        Args:
+            cause: the error that makes this member go; the others' errors will name it.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+
+class SoloSession(Session):
+    """A world of one without a coordinator: what `join` gives when no PACELINE_* variable is set."""
+
+    def __init__(self, job: str, config: Config) -> None:
+        self.job = job
+        (mesh,) = local_meshes(1)
+        self.group = Group(mesh, config)
+        self.store = MemoryStore(config.call_timeout)
+        self._members = tuple(mesh.peers)
+        self._left = False
+        self._config = config
+        self._on_commit, self._on_view = [], []
+
+    def _port(self) -> JobCoordinator:
+        from paceline._elastic.coordination import NullCoordinator
+
+        return NullCoordinator(self.job, self.group, self._config)
+
+    @property
+    def members(self) -> Sequence[Peer]:
+        """See `Session.members`."""
+        return self._members
+
+    def barrier(self, name: str, *, timeout: float | None = None) -> None:
+        """See `Session.barrier`: nobody else to wait for."""
+        if self._left:
+            raise errors.SessionClosed("the session has ended")
+
+    def leave(self, cause: BaseException | None = None) -> None:
+        """See `Session.leave`."""
+        if not self._left:
+            self._left = True
+            self.group.close()
+
+
+class CoordinatedSession(Session):
+    """A session with a coordinator."""
+
+    def __init__(self, connection: MemberConnection, config: Config) -> None:
+        self._connection = connection
+        self._config = config
+        self.job = connection.job
+        self.group = connection.group
+        self.store = connection.store
+        self._leave_lock = threading.Lock()
+        self._left = False
+        self._on_commit, self._on_view = [], []
+        self.after: Callable[[], None] = lambda: None
+        """Called when the session has ended: by whoever has started something for its sake."""
+        atexit.register(self._leave_at_exit)
+
+    def _port(self) -> JobCoordinator:
+        from paceline._elastic.coordination import RemoteCoordinator
+
+        return RemoteCoordinator(self._connection, self._config)
+
+    @property
+    def members(self) -> Sequence[Peer]:
+        """See `Session.members`."""
+        return self._connection.mesh.peers
+
+    def barrier(self, name: str, *, timeout: float | None = None) -> None:
+        """See `Session.barrier`."""
+        check_process()
+        if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+            raise ValueError(f"a barrier's name has 1 to {MAX_NAME_BYTES} bytes, not {len(name.encode())}")
+        if self._left:
+            raise errors.SessionClosed("the session has ended")
+        self._connection.barrier(name, self._config.call_timeout if timeout is None else timeout)
+
+    def leave(self, cause: BaseException | None = None) -> None:
+        """See `Session.leave`."""
+        check_process()
+        with self._leave_lock:
+            if self._left:
+                return
+            self._left = True
+        atexit.unregister(self._leave_at_exit)
+        start = time.monotonic()
+        # An error that the failed generation raised here is no news; one of this member's own is.
+        fault = self._connection.mesh.fault
+        own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
+        try:
+            self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
+        finally:
+            self.after()
+        _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
+
+    def _leave_at_exit(self) -> None:
+        try:
+            check_process()
+        except errors.ForkedSession:
+            return  # a forked child that exits: the session is the parent's
+        # Set by the interpreter when a script ends by an uncaught exception: the others shall be told of it. In an
+        # interactive session it is any earlier error, which ended nothing.
+        interactive = sys.flags.interactive or hasattr(sys, "ps1")
+        self.leave(None if interactive else getattr(sys, "last_value", None))

@@ -1,0 +1,132 @@
+"""The sharded part of a training state: its models and optimizers, and their arrays by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from paceline._elastic.parts import StatePart
+from paceline._parallel._optimizer_state import OptimizerState
+from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._holdings import Holding, ShardMove, holding, places_of
+from paceline._parallel.sharding._placement import ShardingStrategy
+from paceline._parallel.sharding._sharded_model import ShardedModel
+from paceline.checkpoint.pieces import Shard
+from paceline.errors import UnsupportedOp
+from paceline_protocol import Share
+
+__all__ = ["ShardedState"]
+
+
+class ShardedState:
+    """The part of a `TrainState` that FSDP shards.
+
+    Args:
+        parts: the parts of the state, by name.
+        things: the objects that the parts represent, by name.
+    """
+
+    def __init__(self, parts: Mapping[str, StatePart], things: Mapping[str, Any]) -> None:
+        self._parts = parts
+        self._things = things
+        self._models = [thing for thing in things.values() if isinstance(thing, ShardedModel)]
+        self._optimizers = [thing for thing in things.values() if isinstance(thing, OptimizerState)]
+
+    @property
+    def node_size(self) -> int:
+        """The number of ranks that hold one copy between them: 1 if each holds all, 0 for all ranks.
+
+        Raises:
+            UnsupportedOp: models are sharded in different ways, or over nodes without a size, which a worker that
+                joins later could not know.
+        """
+        sizes: set[int] = set()
+        for part in (part for model in self._models for part in model.parts() if part.spreads):
+            size = part.intra_node_size
+            hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
+            if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
+                raise UnsupportedOp(
+                    "HYBRID_SHARD needs intra_node_size= in session.steps, because a worker that joins later, or "
+                    "replaces another, may be on any host"
+                )
+            sizes.add((size or 0) if hybrid else 0)
+        if len(sizes) > 1:
+            raise UnsupportedOp(
+                f"units of the training state are sharded over nodes of different sizes: {sorted(sizes)}"
+            )
+        return sizes.pop() if sizes else 1
+
+    @property
+    def agreed(self) -> list[int]:
+        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.fingerprint`."""
+        return [unit.fingerprint for model in self._models for unit in model.units()]
+
+    @property
+    def share(self) -> Share:
+        """The share that this member holds."""
+        return Share(*self.holding().share)
+
+    def check(self) -> None:
+        """Checks that everything that is sharded can move to other ranks; not needed in a world of one.
+
+        Raises:
+            UnsupportedOp: a part cannot; the text says what to give instead.
+        """
+        ours = {id(piece) for model in self._models for _, piece in model.named_parameters()}
+        spreads = self.node_size != 1
+        gated: dict[int, str] = {}
+        for name, part in self._parts.items():
+            if any(id(p) not in ours and _moves(p) for p in part.spread().values()):
+                raise UnsupportedOp(f"{name} is of a sharded model: give the FSDP wrapper to the training state")
+            if spreads and part.gated() is not None:
+                if not isinstance(self._things[name], OptimizerState):
+                    raise UnsupportedOp(
+                        f"{name} cannot be sharded along with the model: use an optimizer of paceline.optim, or one of "
+                        "torch.optim that has the parameters of a paceline.torch.FSDP"
+                    )
+                gated.setdefault(id(self._things[name]), name)
+        if len(gated) > 1:  # to finish a step, a member would have to know which of them had run elsewhere
+            raise UnsupportedOp(
+                f"{' and '.join(gated.values())} are several optimizers of a sharded state: make one, of a "
+                "wrapper around all models, or use ShardingStrategy.NO_SHARD"
+            )
+        self.holding()
+
+    def holding(self, *, to_write: bool = False) -> Holding:
+        """The shards that this member holds; see `sharding.resharding.holding`."""
+        return holding(self._models, self._optimizers, to_write=to_write)
+
+    def gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
+        """The gradients that the optimizer would use now."""
+        pieces = (piece for optimizer in self._optimizers for piece in optimizer.parameters.values())
+        return [(piece, piece.grad) for piece in pieces if piece.grad is not None]
+
+    def move(self, share: Share) -> ShardMove:
+        """Prepares the change to another share."""
+        return ShardMove(self._models, self._optimizers, share)
+
+    def named(self, held: Holding) -> dict[str, Shard]:
+        """The arrays of a holding by the names that `checkpoint.tree` gives them."""
+        return {
+            f"parts.{name}.arrays.{path}": leaf
+            for name, part in self._parts.items()
+            for path, leaf in part.arrays(held).items()
+            if isinstance(leaf, Shard)
+        }
+
+    def cut(self, parts: int) -> dict[str, tuple[int, int]]:
+        """How arrays are cut into `parts` parts, by name; see `reshard_plan.assign`."""
+        places = places_of(self._models, parts)
+        return {
+            f"parts.{name}.arrays.{path}": places[id(piece)]
+            for name, part in self._parts.items()
+            for path, piece in part.spread().items()
+        }
+
+
+def _moves(parameter: Parameter) -> bool:
+    """True if the parameter is sharded over several ranks, now or when others join."""
+    owner = parameter._owner
+    return isinstance(owner, ShardedModel) and owner.group.size != 1

@@ -1,0 +1,396 @@
+"""`TrainState`: everything that training changes, so that a step can be undone and newcomers can receive it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._elastic.offer import Content
+from paceline._elastic.parts import StatePart, check_fit, part_of
+from paceline._elastic.reshard_plan import ReshardPlan, fill
+from paceline._elastic.sampler import ElasticSampler
+from paceline._elastic.sharded_state import ShardedState
+from paceline._parallel._optimizer_state import standing_for
+from paceline._parallel._parameter import Parameter
+from paceline.checkpoint.pieces import Shard
+from paceline.checkpoint.tree import Leaf, join, split, split_shards
+from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline_protocol import WHOLE, Share
+
+__all__ = ["Gate", "TrainState"]
+
+_log = logging.getLogger("paceline.elastic")
+
+_BLOCK = 1 << 20
+"""Elements that a fingerprint hashes at a time."""
+
+_COSTLY_BYTES = 1 << 20
+"""Bytes of small state above which a warning is logged: it is copied in every step."""
+
+
+class Gate(Protocol):
+    """Is asked before an optimizer changes large state."""
+
+    def open(self) -> None:
+        """Waits until the state may change; raises if it must not."""
+
+    def spoil(self) -> None:
+        """Notes that the change was interrupted half way."""
+
+    def changed(self) -> None:
+        """Notes that the change is complete. If neither this nor `spoil` is called, it was interrupted too."""
+
+
+class TrainState:
+    """What training changes: model, optimizer, sampler, and whatever else goes with them.
+
+        sampler = paceline.ElasticSampler(n, global_batch=256)
+        state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
+        for step in session.steps(state, total=1000): ...
+
+    Takes modules (wrapped or not), optimizers, samplers, dicts of arrays and values, nested or not, and anything that
+    has `state_dict()` and `load_state_dict()`; of any framework whose arrays show NumPy their memory. Arrays of a dict,
+    torch's tensors too, are restored where they lie, if shape and dtype are the same.
+
+    What only `optimizer.step` changes is never copied: `session.steps` runs that call only when it is sure that the
+    step will be applied on every worker. Everything else is copied when a step begins. So give every object that
+    `optimizer.step` changes, and change them nowhere else; gradients need not be given.
+
+    For a model that FSDP shards, give the wrapper and one optimizer of `paceline.optim`, or of `torch.optim` for
+    `paceline.torch.FSDP`: their shards move with the ranks.
+
+    Args:
+        parts: the objects, by names that are the same on every member.
+
+    Attributes:
+        step: number of steps that were applied to it.
+        sampler: the `ElasticSampler` among the parts, None if there is none.
+        is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is unusable
+            until `load_state_dict` has replaced all of it.
+
+    Raises:
+        UnsupportedOp: a part cannot be given to another member, or there are two samplers.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        self.step = 0
+        self.is_whole = True
+        self._things = {name: standing_for(thing) for name, thing in parts.items()}
+        self._parts: dict[str, StatePart] = {name: part_of(name, thing) for name, thing in self._things.items()}
+        samplers = [thing for thing in parts.values() if isinstance(thing, ElasticSampler)]
+        if len(samplers) > 1:
+            raise UnsupportedOp("a training state has one sampler, which gives step.indices: leave out the others")
+        self.sampler: ElasticSampler | None = samplers[0] if samplers else None
+        self._given = parts
+        self._spread = ShardedState(self._parts, self._things)
+        self._kept: dict[Share, dict[str, Shard]] = {}
+        """Earlier shares that are still offered to other members, with their arrays by name."""
+        self._copy: dict[str, tuple[Any, Any]] = {}
+        """Copies of all parts, if a step has asked for them."""
+        self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
+        """Guarded optimizers, each with the `step` that the object itself had; None if its class had it."""
+
+    # For users --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that this member holds, for a checkpoint; sharded arrays as `Shard`s."""
+        skeleton, leaves = split_shards(self.content())
+        copied: dict[str, Any] = join(skeleton, {name: _copy(leaf) for name, leaf in leaves.items()})
+        return copied
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Loads everything in place, or nothing if it raises.
+
+        Args:
+            saved: of `state_dict`. For an array that is sharded here, either the whole array or this member's shard;
+                None leaves it as it is.
+
+        Raises:
+            SizeMismatch: it has other parts or other shapes; the text names them.
+            Exception: what a part's own `load_state_dict` raised.
+        """
+        step, parts = int(saved["step"]), saved["parts"]
+        held = self._spread.holding(to_write=True)
+        if odd := sorted(self._parts.keys() ^ parts.keys()):
+            raise SizeMismatch(f"the state does not fit: {', '.join(odd)} on one side only")
+        for name, part in self._parts.items():
+            try:
+                check_fit(part.arrays(held), parts[name]["arrays"])
+            except SizeMismatch as error:
+                raise SizeMismatch(f"{name}: {error}") from None
+        before: list[tuple[StatePart, Any]] = []
+        was_whole, self.is_whole = self.is_whole, False
+        try:
+            for name, part in self._parts.items():
+                before.append((part, part.rest()))
+                part.load_rest(parts[name]["rest"])
+        except BaseException:
+            for part, rest in before:
+                part.load_rest(rest)
+            self.is_whole = was_whole
+            raise
+        for name, part in self._parts.items():
+            part.write(held, parts[name]["arrays"])
+        self.step = step
+        self.is_whole = True
+
+    # For the loop over the steps --------------------------------------------------------------------------------------
+
+    def content(self) -> dict[str, Any]:
+        """Everything as nested values: the live large arrays, and copies of the rest.
+
+        Arrays that a strategy shards over members are `Shard`s, in a world of one too.
+        """
+        held = self._spread.holding()
+        parts = {name: {"arrays": part.arrays(held), "rest": part.rest()} for name, part in self._parts.items()}
+        return {"step": self.step, "parts": parts}
+
+    def has(self, thing: object) -> bool:
+        """True if this object is one of the parts."""
+        return any(part is thing for part in self._given.values())
+
+    def offered(self) -> Content:
+        """What other members may fetch: everything, and the earlier shares that are kept."""
+        return Content.of(self.content(), list(self._kept.values()))
+
+    @property
+    def objects(self) -> dict[str, tuple[Any, StatePart]]:
+        """By name, each object and the part that represents it."""
+        return {name: (self._things[name], part) for name, part in self._parts.items()}
+
+    def named(self) -> dict[str, NDArray[Any]]:
+        """The live arrays of large state that are not sharded, by part and path, in the same order on every member."""
+        held = self._spread.holding()
+        leaves = {f"{name} {path!r}": x for name, part in self._parts.items() for path, x in part.arrays(held).items()}
+        return {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
+
+    def large(self) -> list[NDArray[Any]]:
+        """The arrays of `named`."""
+        return list(self.named().values())
+
+    def small(self) -> dict[str, Any]:
+        """A copy of what may change outside the gate."""
+        return {name: part.small() for name, part in self._parts.items()}
+
+    def undo(self, small: Mapping[str, Any]) -> None:
+        """Undoes a step: restores small state and drops gradients."""
+        self.put_back(small)
+        self.clear_gradients()
+
+    def keep_copy(self) -> None:
+        """Copies everything, for `undo_updates`. The memory stays allocated, since new memory is far slower."""
+        self._copy = {name: part.kept(self._copy.get(name)) for name, part in self._parts.items()}
+
+    def undo_updates(self, small: Mapping[str, Any]) -> None:
+        """Undoes a step, and all changes of large state since `keep_copy`."""
+        for name, part in self._parts.items():
+            part.back_to(self._copy[name])
+        self.undo(small)
+
+    def put_back(self, small: Mapping[str, Any]) -> None:
+        """Restores what `small` returned; gradients stay."""
+        for name, part in self._parts.items():
+            part.put_back(small[name])
+
+    def clear_gradients(self) -> None:
+        """Drops all gradients."""
+        for part in self._parts.values():
+            part.clear_gradients()
+
+    def advance(self, world: int) -> None:
+        """Counts an applied step, and moves the sampler on in a world of that size."""
+        self.step += 1
+        if self.sampler is not None:
+            self.sampler.advance(world)
+
+    def manifest(self, **settings: object) -> bytes:
+        """The parts with their shapes, and the run's settings, as canonical JSON; must be the same on all members."""
+        held = self._spread.holding()
+        described = {
+            name: [part.kind, [[path, *_described(leaf)] for path, leaf in part.arrays(held).items()]]
+            for name, part in self._parts.items()
+        }
+        if self.sampler is not None:
+            settings |= self.sampler.settings
+        words = {name: str(value) for name, value in settings.items()}
+        return json.dumps({"settings": words, "parts": described}, separators=(",", ":"), sort_keys=True).encode()
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the whole state; for arrays that are sharded already, of the values that they were cut from.
+
+        So it is the same for members that have cut the same state, if none has changed it since.
+        """
+        skeleton, leaves = split_shards(self.content())
+        is_cut = self._spread.share != WHOLE
+        origin = self._spread.agreed if is_cut else []
+        digest = hashlib.sha256(json.dumps([skeleton, origin], sort_keys=True).encode())
+        for name, leaf in sorted(leaves.items()):  # the order of a dict's keys is no part of its value
+            digest.update(f"{name} {_described(leaf)}".encode())
+            if isinstance(leaf, Shard) and is_cut:  # a small one may lie whole at one member, and is cut all the same
+                continue
+            values = leaf.values if isinstance(leaf, Shard) else leaf
+            for start in range(0, values.size, _BLOCK):  # what is zero everywhere takes no memory
+                block = np.ascontiguousarray(values.reshape(-1)[start : start + _BLOCK])
+                digest.update(block.view(np.uint8).data)
+        return digest.digest()
+
+    def check_round_trip(self) -> None:
+        """Checks that every part can be given to another member and loads again unchanged.
+
+        Raises:
+            UnsupportedOp: a value cannot be sent, or changes when it is loaded again, or is sharded in a way that
+                cannot change; the text names it.
+        """
+        self._spread.check()
+        for name, part in self._parts.items():
+            before, arrays = split(part.rest())
+            size = sum(array.nbytes for array in arrays.values())
+            if part.gated() is None and size > _COSTLY_BYTES:
+                _log.warning("%s has no step() of its own: its %.1f MB are copied in every step", name, size / 1e6)
+            self.is_whole = False
+            part.load_rest(join(before, arrays))
+            self.is_whole = True
+            after, again = split(part.rest())
+            changed = [path for path in arrays if path not in again or not _same(arrays[path], again[path])]
+            if before != after or changed:
+                where = f" at {changed[0]}" if changed else ""
+                raise UnsupportedOp(f"the state of {name} does not come back as it was given{where}")
+
+    # Shards -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def spreads(self) -> bool:
+        """True if the state is sharded over members; also in a world of one."""
+        return self._spread.node_size != 1
+
+    @property
+    def node_size(self) -> int:
+        """So many ranks hold one copy between them: 1 where each holds all, 0 for all ranks."""
+        return self._spread.node_size
+
+    def shares(self) -> tuple[Share, ...]:
+        """The shares that this member can give in full, the live one first."""
+        return tuple(dict.fromkeys((self._spread.share, *self._kept)))
+
+    def resharding(self, share: Share, *, own: bool = True) -> ReshardPlan:
+        """Prepares a change to a share; allocates memory for it and changes nothing else.
+
+        Args:
+            share: the share to hold; may be the present one.
+            own: False if the shares that this member holds are of another state than the wanted one.
+        """
+        move = self._spread.move(share)
+        targets = self._spread.named(move.target)
+        sources = [self._spread.named(self._spread.holding()), *self._kept.values()]
+        wanted = fill(targets, sources if own else [])
+        return ReshardPlan(share, own, targets, wanted, self._spread.cut, move.switch)
+
+    def switch(self, plan: ReshardPlan, rest: Mapping[str, Any] | None = None) -> None:
+        """Makes the prepared and filled share the live one. All or nothing.
+
+        The share before is kept until `keep_live_share` if it is of the same state.
+
+        Args:
+            plan: the latest of `resharding`.
+            rest: everything that is not sharded, as `load_state_dict` takes it; None leaves it as it is.
+
+        Raises:
+            SizeMismatch: `rest` does not fit.
+            Exception: what a part's own `load_state_dict` raised.
+        """
+        before, shards = self._spread.share, self._spread.named(self._spread.holding())
+        if rest is not None:
+            self.load_state_dict(rest)
+        was_whole, self.is_whole = self.is_whole, False
+        if not plan.own:
+            self._kept.clear()
+        plan.switch()
+        if plan.own and before != plan.share:
+            self._kept.pop(plan.share, None)
+            self._kept[before] = shards
+        self.is_whole = was_whole
+
+    def keep_live_share(self) -> None:
+        """Drops all shares but the live one."""
+        self._kept.clear()
+
+    def take_gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
+        """Takes the gradients of the next update away, because the user's loop may clear those that it finds."""
+        taken = self._spread.gradients()
+        self.clear_gradients()
+        return taken
+
+    def update(self, gradients: Sequence[tuple[Parameter, NDArray[Any]]]) -> None:
+        """Runs the update that stopped at the gate, on the gradients that `take_gradients` returned.
+
+        The state is whole when the caller has loaded the rest from other members.
+        """
+        self.is_whole = False
+        for parameter, gradient in gradients:
+            parameter._hold(gradient)
+        for thing, own in self._gates:
+            if own is None:
+                type(thing).step(thing)
+            else:
+                own()
+
+    # The gate ---------------------------------------------------------------------------------------------------------
+
+    def guard(self, gate: Gate) -> None:
+        """Has every optimizer ask `gate` before it changes large state."""
+        self.unguard()
+        for thing in {id(part.gated()): part.gated() for part in self._parts.values()}.values():
+            if thing is not None:
+                self._gates.append((thing, getattr(thing, "__dict__", {}).get("step")))
+                thing.step = _guarded(thing.step, gate)
+
+    def unguard(self) -> None:
+        """Undoes `guard`."""
+        for thing, own in self._gates:
+            if own is None:
+                vars(thing).pop("step", None)  # the method of its class is there again
+            else:
+                thing.step = own
+        self._gates.clear()
+
+
+def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        gate.open()
+        try:
+            result = step(*args, **kwargs)
+        except BaseException:
+            gate.spoil()
+            raise
+        gate.changed()
+        return result
+
+    return guarded
+
+
+def _described(leaf: Leaf) -> tuple[str, list[int]]:
+    """The dtype and shape of the whole array."""
+    return str((leaf.values if isinstance(leaf, Shard) else leaf).dtype), list(leaf.shape)
+
+
+def _copy(leaf: Leaf) -> Leaf:
+    """A plain array of what is whole."""
+    if not isinstance(leaf, Shard):
+        return leaf.copy()
+    if leaf.values.size == prod(leaf.shape):
+        return leaf.values.reshape(leaf.shape).copy()
+    return replace(leaf, values=leaf.values.copy())
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -1,0 +1,149 @@
+"""The world of torchrun: its workers meet at a coordinator that rank 0 has, whose address is in torch's store.
+
+`join` uses it in a worker of torchrun, and the backend "paceline" for the default group of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from paceline._address import Endpoint, knock, parse_endpoint
+from paceline._elastic.session import CoordinatedSession, Session
+from paceline._embedded import coordinator
+from paceline._loop import loop_thread
+from paceline.errors import CoordinatorUnreachable, InvalidWorldSize, OrphanedError
+
+__all__ = ["join_rank_0", "join_torchruns_world", "next_world"]
+
+_log = logging.getLogger("paceline.torch")
+
+_ADDRESS_KEY = "paceline/coordinator/{}/{}"
+"""The key of torch's store under which rank 0 gives the address of its coordinator; it contains the number of restarts
+by torchrun and of worlds so far, because the store outlives both. Torchrun counts failures only: if a node joins or
+leaves, all ranks start again with the same number, and find the old address until rank 0 sets the new one."""
+
+_REFUSED_S = 1.0
+"""Seconds after which an address that refuses connections is given up; under torchrun's agent, after which the wait is
+logged."""
+
+_RETRY_S = 0.1
+"""Seconds between two tries to join rank 0's coordinator."""
+
+_KNOCK_S = 1.5
+"""Seconds to knock at an address: 1 s for an answer, the rest to resolve the name."""
+
+_worlds = 0
+"""The worlds that this process has joined."""
+
+
+def next_world() -> int:
+    """Counts another world that all ranks join; returns its number, from 1."""
+    global _worlds
+    _worlds += 1
+    return _worlds
+
+
+def join_torchruns_world(join: Callable[..., Session], world: int, seconds: float) -> Session:
+    """Joins all workers of torchrun as one world of a fixed size, for `paceline.join()` in such a worker.
+
+    Returns when all workers have joined and have links, so that any of them, rank 0 with its coordinator included, may
+    leave at once.
+
+    Args:
+        join: `paceline.join` with the arguments that do not come from torchrun.
+        world: number of workers, at least 2.
+        seconds: timeout for torchrun's store, and for all workers to join.
+
+    Raises:
+        InvalidWorldSize: torch, which finds the others, cannot be imported.
+        PacelineError: the world cannot be joined; the text says why.
+    """
+    try:
+        from torch.distributed.rendezvous import rendezvous
+    except ImportError as error:
+        raise InvalidWorldSize(
+            f"torchrun has started {world} workers (TORCHELASTIC_RUN_ID is set), which meet by means of torch, but "
+            f"it cannot be imported here: {error}. Install paceline[torch]; or give a coordinator's address "
+            "(PACELINE_COORDINATOR), or join(rank=0, world_size=1) for a worker that shall train alone"
+        ) from error
+    number = next_world()
+    store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    with contextlib.ExitStack() as cleanup:
+        with_rank = functools.partial(join, rank=rank, world_size=world)
+        session = join_rank_0(with_rank, store, rank, seconds, number, cleanup)
+        assert isinstance(session, CoordinatedSession)
+        session.after = cleanup.pop_all().close
+    try:
+        session.group.barrier(seconds)
+    except BaseException as error:
+        session.leave(error)
+        raise
+    session.all_start_again = True
+    return session
+
+
+def join_rank_0(
+    join: Callable[..., Session], store: Any, rank: int, seconds: float, number: int, cleanup: contextlib.ExitStack
+) -> Session:
+    """Joins at a coordinator that rank 0 starts, and that ends with `cleanup` there.
+
+    An address that refuses connections belongs to a rank 0 that has ended. Under torchrun's agent it will be replaced:
+    the agent ends all ranks after one has failed, and starts them again. An address that does not answer proves
+    nothing: its host may be off or slow. Dialling it could take the whole timeout, so the key is read and the address
+    is knocked at again instead.
+
+    Args:
+        join: `paceline.join` with all arguments but the coordinator's address.
+        store: torch's store, in which rank 0 gives the address.
+        rank: this process's rank.
+        seconds: how long to wait for a rank 0 that does not answer, or that torchrun starts again.
+        number: the world's number, from `next_world`.
+        cleanup: ends rank 0's coordinator.
+    """
+    join = functools.partial(join, coordinator_returns=False)
+    key = _ADDRESS_KEY.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number)
+    if rank == 0:
+        here = Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
+        address = cleanup.enter_context(coordinator(listen=str(here), for_good=True))
+        store.set(key, address)  # it listens already, so a rank that finds it refusing need not wait for it
+        return join(address)
+    has_agent, began, logged = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False
+    while True:
+        address = store.get(key).decode()
+        silent = _is_silent(address)
+        try:
+            if silent:
+                raise CoordinatorUnreachable(
+                    f"{address} does not answer: its host is off, or cannot be reached or found by name from here"
+                )
+            return join(address)
+        except (CoordinatorUnreachable, OrphanedError) as error:
+            waited = time.monotonic() - began
+            patience = seconds if has_agent or silent else _REFUSED_S
+            if isinstance(error, OrphanedError) or waited > patience:
+                raise type(error)(
+                    f"rank {rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "
+                    "ended (its output says why): start all ranks again; or the name in MASTER_ADDR resolves to "
+                    "another address on rank 0's host than here, perhaps a loopback address"
+                ) from error
+            if waited > _REFUSED_S and not logged:
+                logged = True
+                _log.warning(
+                    "rank %d waits for rank 0 to start a coordinator: %s; if it has started one, the name in "
+                    "MASTER_ADDR resolves to another address on its host than here",
+                    rank,
+                    error,
+                )
+        time.sleep(_RETRY_S)
+
+
+def _is_silent(address: str) -> bool:
+    """True if an address neither answers nor refuses: its host is off, out of reach, or slow."""
+    return loop_thread().run(knock(parse_endpoint(address), _KNOCK_S)) is None

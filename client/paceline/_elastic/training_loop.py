@@ -1,0 +1,408 @@
+"""One member's way through the steps of a job: it reads letters, takes and offers state, begins and ends steps.
+
+Everything here runs on the training thread, between the user's steps. `MemberState` decides what may happen next, the
+coordinator's messages arrive as letters, and `waiting` acts while there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
+from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.differences import difference, partial_digest
+from paceline._elastic.guard import StateGuard
+from paceline._elastic.peer_calls import Holder
+from paceline._elastic.recovery import StateRecovery
+from paceline._elastic.saver import Saver
+from paceline._elastic.state import TrainState
+from paceline._elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_entered
+from paceline._elastic.waiting import MeetingWait, await_finish
+from paceline._links.fault import Suspicion
+from paceline._session import line_messages as letters
+from paceline._wait import SLICE
+from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
+from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["TrainingLoop"]
+
+_log = logging.getLogger("paceline.elastic")
+
+_UPDATED = 0x9E3779B9
+"""Is XORed into a word's digest if the optimizer ran in the step before; any number but 0."""
+
+
+class TrainingLoop:
+    """One member's way through the steps of a job.
+
+    Args:
+        coordinator: the session.
+        state: the training state.
+        total: number of the last step.
+        seed: seed of `Step.rng`.
+        manifest: what must be the same on all members, as canonical JSON.
+        saver: writes checkpoints.
+        member: what this member holds and may do next.
+
+    Attributes:
+        done: True once the last step is committed.
+        left: True once the loop over the steps is over.
+        guard: the guard of the training state.
+    """
+
+    def __init__(
+        self,
+        coordinator: JobCoordinator,
+        state: TrainState,
+        total: int,
+        seed: int,
+        manifest: bytes,
+        saver: Saver,
+        member: MemberState,
+    ) -> None:
+        self.done = self.left = False
+        self.on_commit: list[Callable[[int], None]] = []
+        self.on_view: list[Callable[[], None]] = []
+        self._coordinator = coordinator
+        self._state = state
+        self._total = total
+        self._seed = seed
+        self._manifest = manifest
+        self._saver = saver
+        self._member = member
+        self._recovery = StateRecovery(coordinator, member, state, saver)
+        self._meeting_wait = MeetingWait(coordinator, member, self._say)
+        self._committed = member.held.step if member.held is not None else 0
+        self._failures = FailedAttempts()
+        self._blocks = FinishedBlocks()
+        self._overtaken = False
+        self._last_update = 0
+        self._large: list[NDArray[Any]] = []
+        self._told_lost = ""
+        self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
+
+    def held_of(self, state: TrainState) -> Tag | None:
+        """The tag of a state, if it is this line's; None if it is another one, or unusable."""
+        return self._member.held if state is self._state else None
+
+    # What the loop over the steps does --------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Opens the line, and compares this member's state with that of the others."""
+        self._coordinator.offered.manifest = self._manifest
+        self._coordinator.open()
+        mesh = self._coordinator.group.mesh
+        if mesh.peers:
+            if (
+                self._coordinator.group.has_same_state
+            ):  # an earlier loop ran in this generation: the others may be in a step
+                self._end_generation("began its steps anew")
+            self._do(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
+        else:
+            self._meeting_wait.as_candidate()
+
+    def wait_until_ready(self) -> None:
+        """Waits until a step may begin, or the job is done.
+
+        Raises:
+            Dismissed: this member wanted to leave, or joined after the job was done.
+            OrphanedError: the coordinator did not come back.
+            PacelineError: this member cannot be in the line; the text says why.
+        """
+        if (error := self._coordinator.group.mesh.fault.own_error) is not None:
+            raise error
+        while not self.done:
+            ready = self._member.phase is Phase.READY
+            letter = self._coordinator.inbox.get(
+                0.0 if ready else SLICE
+            )  # a view may have come while the generation went on
+            if letter is not None:
+                self._read(letter)
+            elif ready:
+                return
+            if self._member.phase is not Phase.READY and not self.done:
+                self._meeting_wait.look_around()
+
+    def begin(self) -> Step | None:
+        """The next step, entered with its word; None if the generation has failed before it began.
+
+        Raises:
+            StepVoid: the step has failed too often.
+            StepOrderError: the state has changed since the step before.
+        """
+        self.guard.begin()
+        if self._coordinator.inbox.draining and not self._member.leaving:
+            _log.info("leaving after this step: %s", self._coordinator.inbox.draining)
+        number, group = self._state.step + 1, self._coordinator.group
+        digest = partial_digest(self._large, number) ^ self._last_update
+        attempt = self._failures.begin(f"step {number}", group.mesh.peers)
+        # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
+        with_gradients = group.takes_piggybacks
+        self._member.begin()
+        try:
+            self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
+            values = step_word(self._flags(), number, digest)
+            pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
+        except PacelineError as error:
+            self._failed(error)
+            return None
+        step = self.guard.step = Step(number, attempt, group, self._state, self.guard, pending, digest, self._seed)
+        group.ban_collectives(BETWEEN_STEPS)
+        return step
+
+    def end(self, step: Step) -> None:
+        """Ends a step after its block, and begins a meeting if one is due.
+
+        Raises:
+            StepOrderError: the block was not entered.
+        """
+        self._coordinator.group.ban_collectives("")
+        self.guard.step = None
+        if not step.entered:
+            self.guard.spoiled()
+            raise not_entered(step)
+        over = step.generation != self._member.generation  # a block between the steps was interrupted, and run again
+        if not over:
+            # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
+            # another generation has begun since: members that took its base ran no optimizer.
+            self._last_update = _UPDATED if step.applied and step.updated else 0
+            self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
+        if not step.applied:
+            self._failed(step.cause, meet=not over)
+        elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
+            self._meeting_wait.planned = True
+            self._member.leaving = bool(self._coordinator.inbox.draining)
+            self._say(self._member.meet())
+
+    def close(self) -> None:
+        """Commits the last step by a closing word, and ends the job."""
+        group = self._coordinator.group
+        try:
+            group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
+            self.guard.word_completed(self._state.step + 1)
+            self._saver.keep(self._member.held, self._state, group)
+        except CheckpointFailed:
+            raise
+        except PacelineError as error:  # all members write a sharded state: the next generation tries again
+            self._failed(error)
+            return
+        self._coordinator.finish(self._total)
+        letter = await_finish(self._coordinator)
+        if letter is None:
+            self.done = True
+        else:  # this member holds the last state, which others have to take
+            self._read(letter)
+
+    def drain(self, reason: str) -> None:
+        """Makes this member leave after its present step."""
+        self._coordinator.inbox.draining = reason
+
+    def leave(self) -> None:
+        """Ends the loop over the steps, for whatever reason."""
+        self.left = True
+        self._coordinator.group.ban_collectives("")
+        self._coordinator.offered.withdraw()
+        self._saver.wait()
+
+    def retry(self) -> BlockOutcome:
+        """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
+        self._overtaken = False
+        self._member.closed = True
+        barred = self._coordinator.group.ban_reason
+        self._coordinator.group.ban_collectives("")
+        try:
+            self._say(self._member.meet())
+            self.wait_until_ready()
+        finally:
+            self._member.closed = False
+            self._coordinator.group.ban_collectives(barred)
+        if self._overtaken:
+            return BlockOutcome.OVERTAKEN
+        return BlockOutcome.PASSED if self._blocks.passed else BlockOutcome.AGAIN
+
+    def block_done(self) -> None:
+        """Counts a finished block between two steps."""
+        self._blocks.done()
+
+    def _tell_committed(self, step: int) -> None:
+        """Calls the listeners for commits, once for each step up to this one."""
+        while self._committed < step:
+            self._committed += 1
+            for hear in self.on_commit:
+                hear(self._committed)
+
+    # Letters ----------------------------------------------------------------------------------------------------------
+
+    def _read(self, letter: letters.Letter) -> None:
+        match letter:
+            case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:
+                _log.info("generation %d formed with this worker's former member id", letter.generation)
+            case letters.ViewCame():
+                self._enter_view(letter)
+            case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
+                self._recovery.learn([Holder(*holder) for holder in holders], fingerprint)
+                own = any(peer.member_id == self._coordinator.member_id for peer, _ in holders)
+                self._do(self._member.catch_up(generation, base, share, own=own))
+            case letters.NoSeat(reason):
+                _log.info("this worker has no place in the next generation and is spare: %s", reason)
+                self._come_back()
+            case letters.StateGone(reason):
+                self._committed, meet = self._recovery.start_from_checkpoint(reason)
+                self._say(meet)
+            case letters.Misfits(donor):
+                raise difference(self._manifest, self._coordinator.manifest_of(donor), donor)
+            case letters.MayGo(last):
+                if last:
+                    if not self._saver.keeps:
+                        number = self._state.step
+                        _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
+                    self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
+                raise Dismissed(self._coordinator.inbox.draining or "this worker was drained")
+            case letters.JobDone(step):
+                self._job_done(step)
+            case letters.CaughtOut():
+                if self._member.held is None:
+                    raise OrphanedError("the training state is lost, and this worker's own state was half changed")
+                _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
+                self._come_back()
+            case letters.Runs(_, members):
+                self._meeting_wait.line_runs(members)
+            case letters.Tried(members, troubles):
+                self._meeting_wait.tried(members, troubles)
+            case letters.Waits(reason):
+                self._meeting_wait.waits_for(reason)
+            case letters.Lost(error):
+                raise error
+
+    def _enter_view(self, view: letters.ViewCame) -> None:
+        if view.generation <= self._member.generation:
+            return
+        world = len(view.mesh.peers) if view.mesh is not None else 0
+        order = self._member.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
+        if view.mesh is None:
+            self._say(self._member.meet())
+            return
+        self._coordinator.move(view.mesh)
+        self._recovery.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
+        self._meeting_wait.view_came()
+        if view.lost and view.lost != self._told_lost:
+            self._told_lost = view.lost
+            _log.warning("job %r: %s", self._coordinator.job, view.lost)
+        if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
+            self._end_generation(f"holds the state {self._member.held}, and was to begin with {view.base}")
+        self._do(order)
+        if self._member.phase is Phase.READY:
+            self._recovery.train_on(self._member.shares[0])
+        self._large = self._state.large()
+        self.guard.forget()
+        self._last_update = 0
+        if view.base is not None:
+            self._recovery.has_a_base()
+            self._coordinator.group.confirm_same_state()
+            if not view.newcomers and not self._compare_blocks():
+                return
+            if view.rank in view.newcomers or self._recovery.read_a_checkpoint:
+                self._committed, self._recovery.read_a_checkpoint = view.base.step, False
+            if view.rank in view.newcomers:
+                self._blocks.forget()
+                self._overtaken = True  # no newcomer is admitted while members are in a block
+            _log.info(
+                "generation %d goes on from step %d with %d members",
+                view.generation,
+                view.base.step,
+                len(view.mesh.peers),
+            )
+            for hear in self.on_view:
+                hear()
+
+    def _end_generation(self, why: str) -> None:
+        """Tells the others that this member takes no part in the generation; `why` completes "rank 2 (host-b) ..."."""
+        mesh = self._coordinator.group.mesh
+        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._coordinator.group.progress().operation
+        mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
+
+    def _compare_blocks(self) -> bool:
+        """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
+        if self._member.phase is not Phase.READY:
+            return False
+        try:
+            self._blocks.compare(self._coordinator.group)
+        except PacelineError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _do(self, order: Meet | Take | None) -> None:
+        """Carries out an order of `MemberState`, and those that follow."""
+        meet = self._recovery.carry_out(order)
+        if meet is not None:
+            self._say(meet)
+
+    def _come_back(self) -> None:
+        """Becomes a candidate; offers shares of a sharded state that others may need at once."""
+        meet = self._member.cast_out()
+        if meet.unproven:
+            self._say(meet)
+        self._meeting_wait.as_candidate()
+
+    def _say(self, meet: Meet) -> None:
+        """Sends a meet, and offers the state to others, since it does not change while this member waits."""
+        if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
+            self._member.found(latest)  # others have written a newer one
+            meet = replace(meet, tag=latest)
+        fingerprint = self._recovery.fingerprint(meet)
+        if meet.tag is not None and not meet.stored:
+            self._coordinator.offered.offer(meet.tag, self._state.offered())
+        self._meeting_wait.said()
+        manifest, step_timeout = hashlib.sha256(self._manifest).digest(), self._coordinator.config.step_timeout
+        self._coordinator.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
+
+    def _job_done(self, step: int) -> None:
+        if self._member.generation:  # a candidate took no part in it
+            self._tell_committed(step)
+        if self._state.step < step or self._member.held is None:
+            raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
+        if step < self._total:
+            raise StepOrderError(
+                f"job {self._coordinator.job!r} is done: its last step was {step}, and {self._total} are asked for; "
+                f"to train on: paceline restart {self._coordinator.job}, or another name for the job"
+            )
+        if not self._coordinator.group.mesh.peers:  # it joined after the end, and has no rank to go on with
+            raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
+        self.done = True
+
+    # Around a step ----------------------------------------------------------------------------------------------------
+
+    def _flags(self) -> StepFlag:
+        inbox, flags = self._coordinator.inbox, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
+        if not inbox.connected:
+            return flags
+        if (
+            inbox.summoned == self._member.generation or self._meeting_wait.went_on
+        ):  # again for a meeting that did not happen
+            flags |= StepFlag.JOIN
+        if inbox.draining:
+            flags |= StepFlag.LEAVE
+        return flags
+
+    def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
+        """Handles a failed attempt: it is undone, and its generation is over (I1)."""
+        with contextlib.suppress(PacelineError):
+            self._coordinator.group.flush()
+        number = self._state.step + 1
+        if meet and self._coordinator.group.mesh.peers and not self._coordinator.group.mesh.fault.failed:
+            # The script caught the error that interrupted its update; the others have applied the step, and would wait.
+            self._end_generation(f"has not applied step {number}: {cause}"[:2000])
+        _log.info("step %d is undone: %s", number, cause)
+        self._failures.add(f"step {number}", cause, self._coordinator.group.mesh.peers)
+        if meet:
+            self._say(self._member.meet())

@@ -1,0 +1,596 @@
+"""The collectives that users call on a group: their arguments, and the task that each of them is.
+
+What a task does with the arrays is in `_collectives/tasks.py` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline._arrays import Array, as_array
+from paceline._collectives import blame
+from paceline._collectives.compressed_tasks import all_reduce_compressed_task
+from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
+from paceline._collectives.objects import decode_object, encode_object
+from paceline._collectives.tasks import broadcast_task, reduce_task, reducing_task, scatter_task
+from paceline._collectives.trees import Fusion
+from paceline._group.group_core import GroupCore, labelled
+from paceline._work import Work
+from paceline.compression import Codec, Memory, codec_of
+
+__all__ = ["Collectives"]
+
+T = TypeVar("T")
+
+_HEAD = 8
+"""Bytes of the length before each object."""
+
+
+class _Options(TypedDict, total=False):
+    """Options of every collective of arrays, as its overloads take them."""
+
+    out: Array | None
+    timeout: float | None
+
+
+class _Rooted(_Options, total=False):
+    root: int
+
+
+class _Reduce(_Rooted, total=False):
+    op: str
+    order: str
+
+
+class _AllReduce(_Options, total=False):
+    op: str
+    order: str
+    label: str
+    divisor: Callable[[], float] | None
+
+
+class _Compressed(_Options, total=False):
+    op: str
+    exact: int
+    memory: Memory | None
+    label: str
+
+
+class _AllGather(_Options, total=False):
+    uneven: bool
+    label: str
+
+
+class _Gather(_Rooted, total=False):
+    uneven: bool
+
+
+class _AllToAll(_Options, total=False):
+    send_counts: Sequence[int] | None
+    recv_counts: Sequence[int] | None
+
+
+class Collectives(GroupCore):
+    """The collectives of a `Group`.
+
+    `op` is sum, mean, prod, min, max, band, bor or bxor. Integers keep their type. A mean is the sum divided once by
+    W; it overflows only where the mean itself does, and rounds what comes near the smallest normal number of the
+    dtype. Every rank that gets an element gets the same bits.
+
+    `order="rank"` sums in rank order, ((x_0 + x_1) + x_2) + ..., whatever the size: the bits depend on the ranks'
+    values alone. float16 and bfloat16 are then added up in float32 and rounded once. "fastest" leaves the order to the
+    schedule: the same for the same size and world.
+    """
+
+    @overload
+    def all_reduce(
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllReduce]
+    ) -> Array: ...
+    @overload
+    def all_reduce(
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllReduce]
+    ) -> Work[Array]: ...
+    def all_reduce(
+        self,
+        x: npt.ArrayLike,
+        *,
+        op: str = "sum",
+        order: str = "fastest",
+        out: Array | None = None,
+        label: str = "",
+        divisor: Callable[[], float] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Combines the arrays of all ranks element by element; every rank gets the result.
+
+        Args:
+            x: this rank's array, any shape; dtype and shape must agree.
+            op: sum, mean, prod, min, max, band, bor or bxor.
+            order: "fastest" or "rank".
+            out: where to put the result; may be `x`.
+            label: a word that all ranks must agree on: tells operations of one size apart, in errors and records too.
+            divisor: gives what a sum is divided by, once and in the same pass over memory; the same on all ranks, or
+                they end with other bits. It is asked when the operation's turn has come, so it may be the result of
+                one before. For floats and complex numbers.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array of the shape and dtype of `x`, in native byte order.
+
+        Raises:
+            UnsupportedOp: the dtype does not have the op, or cannot travel.
+            SizeMismatch: `out` has another shape.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        array = as_array(x)
+        return self._issue(
+            lambda bound: reducing_task(
+                bound.engine, "all_reduce", array, op, out, self.choose, order, labelled(label), divisor
+            ),
+            timeout,
+            async_op,
+        )
+
+    @overload
+    def reduce(
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_Reduce]
+    ) -> Array | None: ...
+    @overload
+    def reduce(
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_Reduce]
+    ) -> Work[Array | None]: ...
+    def reduce(
+        self,
+        x: npt.ArrayLike,
+        *,
+        op: str = "sum",
+        root: int = 0,
+        order: str = "fastest",
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array | None] | None:
+        """Combines the arrays of all ranks element by element; the root gets the result.
+
+        Args:
+            x: this rank's array, any shape; dtype and shape must agree.
+            op: as for `all_reduce`.
+            root: rank of the root; must agree.
+            order: "fastest" or "rank".
+            out: at the root: where to put the result; may be `x`.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            At the root an array of the shape and dtype of `x`, elsewhere None.
+
+        Raises:
+            InvalidRank: `root` lies outside the world.
+            UnsupportedOp, SizeMismatch, PacelineError: as `all_reduce`.
+        """
+        self._check_rank("root", root)
+        array = as_array(x)
+        return self._issue(
+            lambda bound: reduce_task(bound.engine, array, op, root, out, self.choose, order), timeout, async_op
+        )
+
+    @overload
+    def reduce_scatter(
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllReduce]
+    ) -> Array: ...
+    @overload
+    def reduce_scatter(
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllReduce]
+    ) -> Work[Array]: ...
+    def reduce_scatter(
+        self,
+        x: npt.ArrayLike,
+        *,
+        op: str = "sum",
+        order: str = "fastest",
+        out: Array | None = None,
+        label: str = "",
+        divisor: Callable[[], float] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Combines the arrays of all ranks element by element; rank r gets the r-th of W equal parts of axis 0.
+
+        Args:
+            x: this rank's array, shape [W * m, ...]; dtype and shape must agree.
+            op: as for `all_reduce`.
+            order: "fastest" or "rank".
+            out: where to put the result, shape [m, ...].
+            label: as for `all_reduce`.
+            divisor: as for `all_reduce`.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array of shape [m, ...].
+
+        Raises:
+            SizeMismatch: axis 0 has no W equal parts, or `out` has another shape.
+            UnsupportedOp, PacelineError: as `all_reduce`.
+        """
+        array = as_array(x)
+        return self._issue(
+            lambda bound: reducing_task(
+                bound.engine, "reduce_scatter", array, op, out, self.choose, order, labelled(label), divisor
+            ),
+            timeout,
+            async_op,
+        )
+
+    def average(self, tree: T, *, timeout: float | None = None) -> T:
+        """The mean over all ranks of every array in nested dicts, lists and tuples; one all_reduce for each dtype.
+
+        Args:
+            tree: arrays of floats or complex numbers; paths, shapes and dtypes must agree.
+            timeout: seconds for each all_reduce.
+
+        Returns:
+            A tree of the same form with new arrays.
+
+        Raises:
+            UnsupportedOp: a dtype has no mean.
+            PacelineError: the generation has failed.
+        """
+        self._enter()
+        fusion = Fusion(tree)
+        detail = f" tree={fusion.digest}"
+        for vector in fusion.vectors:
+            self._issue(
+                lambda bound, vector=vector: reducing_task(
+                    bound.engine, "all_reduce", vector, "mean", vector, self.choose, detail=detail
+                ),
+                timeout,
+                async_op=False,
+            )
+        filled: T = fusion.rebuild(fusion.vectors)
+        return filled
+
+    @overload
+    def all_reduce_compressed(
+        self, x: npt.ArrayLike, codec: str | Codec, *, async_op: Literal[False] = ..., **options: Unpack[_Compressed]
+    ) -> Array: ...
+    @overload
+    def all_reduce_compressed(
+        self, x: npt.ArrayLike, codec: str | Codec, *, async_op: Literal[True], **options: Unpack[_Compressed]
+    ) -> Work[Array]: ...
+    def all_reduce_compressed(
+        self,
+        x: npt.ArrayLike,
+        codec: str | Codec,
+        *,
+        op: str = "sum",
+        exact: int = 0,
+        memory: Memory | None = None,
+        out: Array | None = None,
+        label: str = "",
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """As `all_reduce`, with fewer bits on the wire: every rank gets the same bits, near the exact result.
+
+        Each value is rounded by the codec when it leaves its rank, is added up in the dtype of `x` in rank order, and
+        the result is rounded once more. How near that is, the codec says (`paceline.compression.Int8`). In a world of
+        one nothing travels, and nothing is rounded. Links to all other ranks are opened.
+
+        Args:
+            x: this rank's array, float32 or float64, any shape; dtype and shape must agree. Values beyond float32's
+                range are infinite.
+            codec: "bf16", "int8" or a codec; must agree.
+            op: sum or mean.
+            exact: so many elements at the end of `x`, in C order, are not compressed; must agree. For a few: every rank
+                sends them to every other.
+            memory: what to keep for the next call with this array: memory for bytes and, if it has `feedback`, what was
+                rounded away, which the next call adds to its values.
+            out: where to put the result; may be `x`.
+            label: as for `all_reduce`.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array of the shape and dtype of `x`, in native byte order.
+
+        Raises:
+            UnsupportedOp: another dtype or op, or no such codec.
+            SizeMismatch: `out` has another shape, `memory` is another array's, or `x` has fewer elements than `exact`.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        array, how = as_array(x), codec_of(codec)
+        kept = Memory(feedback=False) if memory is None else memory
+        return self._issue(
+            lambda bound: all_reduce_compressed_task(
+                bound.engine, array, how, op, exact, out, self.choose, kept, self.empty, labelled(label)
+            ),
+            timeout,
+            async_op,
+        )
+
+    @overload
+    def broadcast(
+        self, x: npt.ArrayLike | None, *, async_op: Literal[False] = ..., **options: Unpack[_Rooted]
+    ) -> Array: ...
+    @overload
+    def broadcast(
+        self, x: npt.ArrayLike | None, *, async_op: Literal[True], **options: Unpack[_Rooted]
+    ) -> Work[Array]: ...
+    def broadcast(
+        self,
+        x: npt.ArrayLike | None,
+        *,
+        root: int = 0,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Gives the root's array to all ranks.
+
+        Args:
+            x: the root's array. Elsewhere only its dtype and shape count, which must agree; None to take them from
+                the root.
+            root: rank of the root; must agree.
+            out: where to put the result; may be `x`.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array like the root's, in native byte order; a copy at the root too, unless `out` is `x`.
+
+        Raises:
+            InvalidRank: `root` lies outside the world.
+            UnsupportedOp: the dtype cannot travel, or the root gave no array.
+            SizeMismatch: `out` has another shape.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        self._check_rank("root", root)
+        array = None if x is None else as_array(x)
+        return self._issue(lambda bound: broadcast_task(bound.engine, array, root, out, self.choose), timeout, async_op)
+
+    @overload
+    def scatter(
+        self, xs: Sequence[npt.ArrayLike] | Array | None, *, async_op: Literal[False] = ..., **options: Unpack[_Rooted]
+    ) -> Array: ...
+    @overload
+    def scatter(
+        self, xs: Sequence[npt.ArrayLike] | Array | None, *, async_op: Literal[True], **options: Unpack[_Rooted]
+    ) -> Work[Array]: ...
+    def scatter(
+        self,
+        xs: Sequence[npt.ArrayLike] | Array | None,
+        *,
+        root: int = 0,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Gives the r-th of the root's arrays to rank r.
+
+        Args:
+            xs: at the root: W arrays of one dtype and shape, or one array of shape [W, ...]. Elsewhere it does not
+                count, and may be None: dtype and shape come from the root.
+            root: rank of the root; must agree.
+            out: where to put the result.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            This rank's array, a copy at the root too, in native byte order.
+
+        Raises:
+            InvalidRank: `root` lies outside the world.
+            UnsupportedOp: the dtype cannot travel, or the root gave no arrays.
+            SizeMismatch: the root's arrays are not W, or not alike, or `out` has another shape.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        self._check_rank("root", root)
+        return self._issue(lambda bound: scatter_task(bound.engine, xs, root, out), timeout, async_op)
+
+    @overload
+    def all_gather(
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllGather]
+    ) -> Array: ...
+    @overload
+    def all_gather(
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllGather]
+    ) -> Work[Array]: ...
+    def all_gather(
+        self,
+        x: npt.ArrayLike,
+        *,
+        uneven: bool = False,
+        out: Array | None = None,
+        label: str = "",
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Joins the arrays of all ranks on axis 0, in rank order; every rank gets the result.
+
+        Args:
+            x: this rank's array, shape [m, ...]; 0-d counts as one row. Dtype and shape must agree.
+            uneven: m may differ between ranks, which costs one more exchange.
+            out: where to put the result.
+            label: as for `all_reduce`.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array of shape [W * m, ...], uneven [sum of all m, ...], in native byte order.
+
+        Raises:
+            UnsupportedOp: the dtype cannot travel.
+            SizeMismatch: `out` has another shape.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        array = as_array(x)
+        return self._issue(
+            lambda bound: all_gather_task(bound.engine, array, out, self.choose, uneven=uneven, detail=labelled(label)),
+            timeout,
+            async_op,
+        )
+
+    @overload
+    def gather(
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_Gather]
+    ) -> Array | None: ...
+    @overload
+    def gather(
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_Gather]
+    ) -> Work[Array | None]: ...
+    def gather(
+        self,
+        x: npt.ArrayLike,
+        *,
+        root: int = 0,
+        uneven: bool = False,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array | None] | None:
+        """Joins the arrays of all ranks on axis 0, in rank order; the root gets the result.
+
+        Args:
+            x: this rank's array, as for `all_gather`.
+            root: rank of the root; must agree.
+            uneven: as for `all_gather`.
+            out: at the root: where to put the result.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            At the root an array as of `all_gather`, elsewhere None.
+
+        Raises:
+            InvalidRank: `root` lies outside the world.
+            UnsupportedOp, SizeMismatch, PacelineError: as `all_gather`.
+        """
+        self._check_rank("root", root)
+        array = as_array(x)
+        return self._issue(
+            lambda bound: gather_task(bound.engine, array, root, out, self.choose, uneven=uneven), timeout, async_op
+        )
+
+    @overload
+    def all_to_all(
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllToAll]
+    ) -> Array: ...
+    @overload
+    def all_to_all(self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllToAll]) -> Work[Array]: ...
+    def all_to_all(
+        self,
+        x: npt.ArrayLike,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        out: Array | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Sends the r-th part of axis 0 to rank r, and joins what comes from all ranks, in rank order.
+
+        Args:
+            x: this rank's array, shape [m, ...]: W equal parts, or parts of `send_counts` rows. Dtype and the other
+                axes must agree.
+            send_counts: rows for each rank, W numbers that make m. All ranks give counts, or none does.
+            recv_counts: rows from each rank, if this rank knows them: then they are checked.
+            out: where to put the result; may be `x` if the shape is the same.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array of shape [m, ...], with counts [sum of received rows, ...], in native byte order.
+
+        Raises:
+            SizeMismatch: axis 0 has no such parts, the counts are not W numbers, or `out` has another shape.
+            CollectiveMismatch: a rank sends another number of rows than `recv_counts` says.
+            UnsupportedOp: the dtype cannot travel.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        array = as_array(x)
+        return self._issue(
+            lambda bound: all_to_all_task(bound.engine, array, send_counts, recv_counts, out), timeout, async_op
+        )
+
+    def broadcast_object(self, o: object = None, *, root: int = 0, timeout: float | None = None) -> Any:
+        """Gives the root's object to all ranks; each gets a copy of its own, the root too.
+
+        Args:
+            o: the root's object; elsewhere it does not count.
+            root: rank of the root; must agree.
+            timeout: seconds.
+
+        Raises:
+            UnsupportedOp: the object, or something in it, is of a type that does not travel; the text says where.
+            InvalidRank, PacelineError: as `broadcast`.
+        """
+        self._check_rank("root", root)
+        data = _encode(o) if self.rank == root else None
+        sent = self._issue(
+            lambda bound: broadcast_task(bound.engine, data, root, None, self.choose, "broadcast_object"),
+            timeout,
+            async_op=False,
+        )
+        return self._decode(sent, root)
+
+    def all_gather_object(self, o: object, *, timeout: float | None = None) -> list[Any]:
+        """The objects of all ranks, in rank order.
+
+        Raises:
+            UnsupportedOp, PacelineError: as `broadcast_object`.
+        """
+        data = _encode(o)
+        joined = self._issue(
+            lambda bound: all_gather_task(bound.engine, data, None, self.choose, uneven=True, kind="all_gather_object"),
+            timeout,
+            async_op=False,
+        )
+        return self._split(joined)
+
+    def gather_object(self, o: object, *, root: int = 0, timeout: float | None = None) -> list[Any] | None:
+        """The objects of all ranks, in rank order, at the root; None elsewhere.
+
+        Raises:
+            UnsupportedOp, InvalidRank, PacelineError: as `broadcast_object`.
+        """
+        self._check_rank("root", root)
+        data = _encode(o)
+        joined = self._issue(
+            lambda bound: gather_task(bound.engine, data, root, None, self.choose, uneven=True, kind="gather_object"),
+            timeout,
+            async_op=False,
+        )
+        return None if joined is None else self._split(joined)
+
+    def _split(self, joined: Array) -> list[Any]:
+        objects: list[Any] = []
+        at = 0
+        for rank in range(self.size):
+            size = int.from_bytes(joined[at : at + _HEAD].tobytes(), "little")
+            objects.append(self._decode(joined[at : at + _HEAD + size], rank))
+            at += _HEAD + size
+        return objects
+
+    def _decode(self, data: Array, source: int) -> Any:
+        """A rank's object; one that is none ends the generation."""
+        try:
+            if data.ndim != 1 or data.dtype != np.uint8:
+                raise ValueError(f"an array of shape {data.shape} and dtype {data.dtype}")
+            return decode_object(data[_HEAD:].data)
+        except ValueError as error:
+            mesh = self._bound.mesh
+            mesh.fault.suspect(blame.broke_protocol(mesh.peers, mesh.rank, source, 0, "objects", str(error)))
+            raise mesh.fault.error() from None
+
+
+def _encode(o: object) -> Array:
+    """The object's bytes, and before them their number, so that they can be told from the next rank's."""
+    data = encode_object(o)
+    return np.frombuffer(len(data).to_bytes(_HEAD, "little") + data, np.uint8)

@@ -1,0 +1,355 @@
+"""What all calls of a group have in common: its members, what binds it to one generation, and how a call is issued."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from typing import Literal, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline._arrays import Array
+from paceline._collectives.choose import choose as choose_by_rules
+from paceline._collectives.engine import CollectiveCall, Engine
+from paceline._collectives.mailbox import Mailbox
+from paceline._collectives.piggyback import Piggyback
+from paceline._collectives.tasks import Chooser, Task, barrier_task
+from paceline._links.base import Mesh, Peer
+from paceline._recorder import FlightRecorder
+from paceline._work import Lane, Progress, Work
+from paceline.config import Config, checked_timeout
+from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
+
+__all__ = ["Binding", "GroupCore", "labelled"]
+
+
+class Binding:
+    """A group in one generation.
+
+    Args:
+        mesh: this member's links to the group's members.
+        name: the group's name; "" for the whole view.
+        label: what its members must agree on, for signatures.
+        recorder: remembers operations.
+
+    Attributes:
+        mesh: as given.
+        name: as given.
+        engine: runs collectives.
+        lane: keeps their order.
+        stale: True once the group has gone on without it.
+        parts: how many parts have been made, by name.
+    """
+
+    def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder) -> None:
+        self.mesh = mesh
+        self.name = name
+        self.engine = Engine(mesh, partial(recorder.find, mesh.generation, name), label)
+        self.lane = Lane(self.engine.abort, exclusive=mesh.size > 1)
+        self.stale = False
+        self.parts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._mailbox: Mailbox | None = None
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Messages between the members, made when first used."""
+        with self._lock:
+            if self._mailbox is None:
+                self._mailbox = Mailbox(self.mesh)
+            return self._mailbox
+
+    def end_lane(self, deadline: float) -> None:
+        """Ends what is under way; the links are the caller's to close. Idempotent."""
+        self.lane.close(deadline)
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+    def abandon(self) -> None:
+        """The group goes on without this; its links end with its mesh."""
+        self.stale = True
+        self.end_lane(monotonic())
+
+
+T = TypeVar("T")
+
+_LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
+
+
+class _OwnerState:
+    """What the owner of a group (the session, the loop over steps) has set; all parts of the group share it.
+
+    Attributes:
+        ban_reason: why no collective may be called now; empty if it may.
+        same_state_in: the last generation whose members are all known to hold the same state.
+        piggyback: numbers that wait to travel in the next bucket of gradients.
+        piggyback_taken_in: the last generation in which a reducer asked for a piggyback.
+        most: members that another generation may have at most; None if all have as many as this one.
+        share: weight of this member's gradients relative to the others'.
+    """
+
+    def __init__(self) -> None:
+        self.ban_reason = ""
+        self.same_state_in = 0
+        self.piggyback: Piggyback | None = None
+        self.piggyback_taken_in = 0
+        self.most: int | None = None
+        self.share = 1.0
+
+
+class GroupCore:
+    """Members, and the way of every operation: see `Group`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: Config,
+        *,
+        choose: Chooser = choose_by_rules,
+        name: str = "",
+        label: str = "",
+        recorder: FlightRecorder | None = None,
+    ) -> None:
+        self._config = config
+        self._step_timeout = checked_timeout(config.step_timeout)
+        self.choose = choose
+        self._label = label
+        self._lock = threading.Lock()
+        self.recorder = recorder if recorder is not None else FlightRecorder()
+        self.on_abort: Callable[[BaseException], None] | None = None
+        self._owner = _OwnerState()
+        self._bound = Binding(mesh, name, label, self.recorder)
+
+    @property
+    def rank(self) -> int:
+        """This member's rank in the group."""
+        return self._bound.mesh.rank
+
+    @property
+    def size(self) -> int:
+        """World size W: number of the group's members."""
+        return self._bound.mesh.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank in the view of each member."""
+        return tuple(peer.rank for peer in self._bound.mesh.peers)
+
+    @property
+    def members(self) -> Sequence[Peer]:
+        """The members in the order of their ranks in the group."""
+        return self._bound.mesh.peers
+
+    @property
+    def mesh(self) -> Mesh:
+        """This member's links in the current generation: for tests, tools and whoever owns the group."""
+        return self._bound.mesh
+
+    @property
+    def generation(self) -> int:
+        """The generation whose members these are."""
+        return self._bound.mesh.generation
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this member has sent to the others in this generation, in all groups."""
+        return self._bound.mesh.bytes_sent
+
+    @property
+    def has_same_state(self) -> bool:
+        """True if all members are known to hold the same state (`session.steps` has made sure of it)."""
+        return self._owner.same_state_in == self.generation
+
+    def confirm_same_state(self) -> None:
+        """Notes that all members of this generation hold the same state. For the group's owner."""
+        self._owner.same_state_in = self.generation
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the job lets members come and go: another generation may have more or fewer."""
+        return self._owner.most is not None
+
+    @property
+    def most_members(self) -> int:
+        """The largest number of members that any generation can have."""
+        return self.size if self._owner.most is None else self._owner.most
+
+    def make_elastic(self, most: int) -> None:
+        """Notes that members may come and go, up to `most` of them. For the group's owner."""
+        self._owner.most = most
+
+    def add_piggyback(self, piggyback: Piggyback) -> None:
+        """Sends numbers along in the next bucket of gradients. For the group's owner, on all ranks alike."""
+        self._owner.piggyback = piggyback
+
+    def cancel_piggyback(self, piggyback: Piggyback) -> bool:
+        """Cancels it; False if it was already sent."""
+        waits = self._owner.piggyback is piggyback
+        self._owner.piggyback = None
+        return waits
+
+    @property
+    def takes_piggybacks(self) -> bool:
+        """True if a reducer has asked for a piggyback in this generation."""
+        return self._owner.piggyback_taken_in == self.generation
+
+    def take_piggyback(self) -> Piggyback | None:
+        """The numbers that wait, if there are any; given out once."""
+        self._owner.piggyback_taken_in = self.generation
+        piggyback, self._owner.piggyback = self._owner.piggyback, None
+        return piggyback
+
+    @property
+    def share(self) -> float:
+        """Weight of this member's gradients relative to the others': its share of a step's samples, else 1."""
+        return self._owner.share
+
+    def set_share(self, share: float) -> None:
+        """Sets the weight of this member's gradients from now on. For the group's owner."""
+        self._owner.share = share
+
+    def ban_collectives(self, reason: str) -> None:
+        """Refuses every collective, on parts too, until called with an empty reason. For the group's owner."""
+        self._owner.ban_reason = reason
+
+    @property
+    def ban_reason(self) -> str:
+        """Why no collective may be called now; empty if any may."""
+        return self._owner.ban_reason
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the view of the member with this rank in the group.
+
+        Raises:
+            InvalidRank: there is no such member.
+        """
+        self._check_rank("rank", rank)
+        return self._bound.mesh.peers[rank].rank
+
+    def group_rank(self, rank: int) -> int | None:
+        """The rank in the group of the member with this rank in the view; None if it is not in the group."""
+        return next((place for place, peer in enumerate(self._bound.mesh.peers) if peer.rank == rank), None)
+
+    def progress(self) -> Progress:
+        """Where this member is."""
+        return self._bound.lane.progress
+
+    @overload
+    def barrier(self, timeout: float | None = ..., *, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def barrier(self, timeout: float | None = ..., *, async_op: Literal[True]) -> Work[None]: ...
+    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Work[None] | None:
+        """Returns when all ranks have called it.
+
+        Args:
+            timeout: seconds.
+            async_op: return a `Work`, which ends then.
+
+        Raises:
+            PacelineError: the generation has failed.
+        """
+        return self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op)
+
+    def hand_over(self, *, to_all: bool = False) -> None:
+        """Lets another thread go on with collectives on this group: the next one to call any owns it from then on.
+
+        Args:
+            to_all: in this generation any thread may call them at any time: for whoever sees to it that all ranks call
+                them in one order.
+        """
+        self._bound.lane.hand_over(to_all=to_all)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
+        """A new array that links can use without a copy; its contents are undefined.
+
+        It outlives the generation. Where there is no shared memory, or none is left, it is an ordinary one. A forked
+        child has the same memory, not a copy of it.
+        """
+        return self._bound.mesh.empty(shape, np.dtype(dtype))
+
+    def _enter(self, *, calls: bool = True) -> Binding:
+        """Every public call passes here first: refuses a generation that is over.
+
+        Args:
+            calls: False for what communicates nothing, and is never barred.
+
+        Returns:
+            What to carry the call out with; the group may move on meanwhile.
+        """
+        bound = self._bound
+        if bound.stale:
+            text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
+            raise StaleGeneration(text, generation=bound.mesh.generation)
+        if self._owner.ban_reason and calls:
+            raise StepOrderError(self._owner.ban_reason)
+        try:
+            bound.mesh.fault.check()
+        except PacelineError as error:
+            self._tell_abort(error)
+            raise
+        return bound
+
+    def _deadline(self, timeout: float | None, started: float) -> float:
+        return started + (self._step_timeout if timeout is None else checked_timeout(timeout))
+
+    def _check_rank(self, what: str, rank: object) -> None:
+        if not self.size:
+            self._enter()  # it is in no view, which says more than that there is no such rank
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
+            raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
+
+    @overload
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: Literal[False]) -> T: ...
+    @overload
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
+    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]:
+        """Makes a task, and runs it in its turn."""
+        bound = self._enter()
+        task = make(bound)
+        started = monotonic()
+        deadline = self._deadline(timeout, started)
+
+        def begin(operation: int) -> Callable[[], T]:
+            entry = self.recorder.issue(bound.name, operation, task.signature, bound.mesh.generation)
+
+            def run() -> T:
+                entry.begin()
+                try:
+                    result = bound.engine.attempt(
+                        CollectiveCall(operation, task.signature, started, deadline), task.body
+                    )
+                except BaseException as error:
+                    entry.end(error)
+                    self._tell_abort(error)
+                    raise
+                entry.end()
+                return result
+
+            return run
+
+        try:
+            return bound.lane.submit(begin) if async_op else bound.lane.run(begin, deadline)
+        except ConcurrentUse as error:
+            bound.engine.abort(error.operation, error)
+            raise
+
+    def _tell_abort(self, error: BaseException) -> None:
+        """If the generation has failed, whoever keeps records of that hears of it, after the others do."""
+        if self.on_abort is not None and self._bound.mesh.fault.failed:
+            self.on_abort(error)
+
+
+def labelled(label: str) -> str:
+    """A caller's label as it stands in a signature.
+
+    Raises:
+        UnsupportedOp: it is not 1 to 40 letters, digits, underscores and dashes.
+    """
+    if label and not _LABEL.fullmatch(label):
+        raise UnsupportedOp(f"a label is 1 to 40 letters, digits, underscores and dashes, not {label!r:.60}")
+    return f" label={label}" if label else ""

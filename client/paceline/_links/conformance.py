@@ -1,0 +1,377 @@
+"""The conformance check of links: the eight rules of `_links/base.py`, each as a check that a wrong link fails.
+
+Use it through `paceline.testing.check_link`. A check that finds a rule broken raises AssertionError, which names the
+rule. Nothing here waits for luck: every wait has an end, and what must not block runs in a thread that can be left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any
+
+from paceline._links.base import MARKS, Link, LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline.errors import PacelineError
+from paceline_protocol import Verdict
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["RULES", "LinkPair", "check_link"]
+
+_PROMPT = 0.1
+"""Seconds: a failure must wake a blocked call within them (I7)."""
+
+_LONG = 10.0
+"""Seconds that any other step may take; only a broken link needs them."""
+
+_MIB = 1 << 20
+
+
+def _anywhere(nbytes: int) -> memoryview:
+    """Memory as programs have it."""
+    return memoryview(bytearray(nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPair:
+    """Two ends of one link.
+
+    Attributes:
+        a: one end.
+        b: the other.
+        fault_a: the fault that `a` obeys.
+        fault_b: the fault that `b` obeys; not the same object.
+        cut: breaks the link as the death of the process at `b` would.
+        generation: of both.
+        empty: makes memory of so many bytes that `a` can lend, if it can lend any.
+    """
+
+    a: Link
+    b: Link
+    fault_a: Fault
+    fault_b: Fault
+    cut: Callable[[], None]
+    generation: int = 1
+    empty: Callable[[int], memoryview] = _anywhere
+
+
+def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> None:
+    """Checks that a kind of link keeps all rules.
+
+    Args:
+        make_pair: makes a fresh pair; each rule is checked on one of its own.
+
+    Raises:
+        AssertionError: a rule is broken; the text names it.
+    """
+    for rule in RULES:
+        with make_pair() as pair:
+            try:
+                rule(pair)
+            except (AssertionError, LinkEnded, LinkTimeout, PacelineError) as error:
+                raise AssertionError(f"{rule.__name__}: {rule.__doc__}\n{type(error).__name__}: {error}") from error
+
+
+def rule_1_frames(pair: LinkPair) -> None:
+    """Frames arrive whole, in order, once, and unchanged, both ways."""
+    frames = [
+        _frame(pair, 1, 0, b"all_reduce op=sum float32[3]", b"\x00\x01\x02"),
+        _frame(pair, 1, 1, b"", b""),
+        _frame(pair, 2**63, 2**32 - 1, b"x" * MAX_SIGNATURE_BYTES, bytes(range(256)) * 4096),
+        *(_frame(pair, 3, part, b"", part.to_bytes(2, "little") * (part + 1)) for part in range(50)),
+    ]
+    for source, target in ((pair.a, pair.b), (pair.b, pair.a)):
+        for frame in frames:
+            source.send(frame, monotonic() + _LONG)
+            _same(target.recv(monotonic() + _LONG), frame)
+        for frame in frames[3:]:
+            source.send(frame, monotonic() + _LONG)
+        for frame in frames[3:]:
+            _same(target.recv(monotonic() + _LONG), frame)
+        _nothing_comes(target)
+
+
+def rule_2_send(pair: LinkPair) -> None:
+    """`send` lets go of the payload, takes 8 MiB without a reader, and blocks no longer than its deadline."""
+    buffer = bytearray(b"before")
+    pair.a.send(_frame(pair, 1, 0, b"", memoryview(buffer)), monotonic() + _LONG)
+    buffer[:] = b"after!"
+    two = [_frame(pair, 1, part, b"", bytes(4 * _MIB)) for part in (1, 2)]
+    for frame in two:
+        pair.a.send(frame, monotonic() + _LONG)
+    got = bytes(pair.b.recv(monotonic() + _LONG).payload)
+    assert got == b"before", f"the payload changed with the caller's buffer: {got!r}"
+    four = [_frame(pair, 2, part, b"", bytes(2 * _MIB)) for part in range(4)]
+    for frame in two:
+        _same(pair.b.recv(monotonic() + _LONG), frame)
+    pair.b.release()
+    for frame in four:
+        pair.a.send(frame, monotonic() + _LONG)
+    for frame in four:
+        _same(pair.b.recv(monotonic() + _LONG), frame)
+    pair.b.release()
+    for part in range(_fill(pair, 0)):
+        frame = pair.b.recv(monotonic() + _LONG)
+        assert frame.part == part, f"part {frame.part} came where {part} was due: a send that timed out was sent"
+    _nothing_comes(pair.b)
+
+
+def rule_3_recv(pair: LinkPair) -> None:
+    """`recv` waits until its deadline, consumes nothing then, polls with a deadline that is past; arrivals notify."""
+    started = monotonic()
+    _nothing_comes(pair.b, 0.05)
+    waited = monotonic() - started
+    assert 0.045 <= waited < 0.05 + _PROMPT, f"recv with a deadline in 0.05 s came back after {waited:.3f} s"
+    rung = threading.Event()
+    pair.b.on_readable(rung.set)
+    assert rung.is_set(), "on_readable did not call at once"
+    rung.clear()
+    pair.a.send(_frame(pair, 1, 0, b"", b"late"), monotonic() + _LONG)
+    assert rung.wait(_LONG), "on_readable's callback was not called for a frame"
+    _same(pair.b.recv(0.0), _frame(pair, 1, 0, b"", b"late"))
+    _nothing_comes(pair.b, 0.0)
+    rung.clear()
+    pair.cut()
+    assert rung.wait(_LONG), "on_readable's callback was not called for the end of the link"
+
+
+def rule_4_failure(pair: LinkPair) -> None:
+    """A failure wakes a blocked `send` and `recv` within 100 ms, and every later call raises at once."""
+    _fill(pair, 0)
+    sender = _Blocked(lambda: _send_for_ever(pair))
+    receiver = _Blocked(lambda: pair.a.recv(monotonic() + _LONG))
+    sleep(0.02)  # so that both block; if one does not yet, the check is only weaker
+    assert not receiver.over.is_set(), f"recv with nothing to receive ended: {receiver.error!r}"
+    pair.fault_a.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
+    for name, call in (("recv", receiver), ("send", sender)):
+        assert call.over.wait(_PROMPT), f"a blocked {name} was not woken within {_PROMPT} s"
+        assert isinstance(call.error, PacelineError), f"a blocked {name} was woken with {call.error!r}"
+    for name, later in (("recv", lambda: pair.a.recv(monotonic() + _LONG)), ("send", lambda: _send_for_ever(pair))):
+        call = _Blocked(later)
+        assert call.over.wait(_PROMPT), f"a later {name} blocked"
+        assert isinstance(call.error, PacelineError), f"a later {name} gave {call.error!r}"
+
+
+def rule_4_cut(pair: LinkPair) -> None:
+    """The death of the other side wakes a blocked `recv`, and is no orderly end."""
+    receiver = _Blocked(lambda: pair.a.recv(monotonic() + _LONG))
+    sleep(0.02)  # so that it blocks; if it does not yet, the check is only weaker
+    assert not receiver.over.is_set(), f"recv with nothing to receive ended: {receiver.error!r}"
+    pair.cut()
+    assert receiver.over.wait(1.0), "a blocked recv was not woken within 1 s of the other side's death"
+    error = receiver.error
+    assert isinstance(error, PacelineError | LinkEnded), f"a blocked recv was woken with {error!r}"
+    assert not (isinstance(error, LinkEnded) and error.orderly), "a death was taken for an orderly end"
+
+
+def rule_5_close(pair: LinkPair) -> None:
+    """`close` delivers what was sent; the other side reads all of it, then gets an orderly `LinkEnded`."""
+    frames = [_frame(pair, 1, part, b"", bytes([part]) * 1000) for part in range(20)]
+    for frame in frames:
+        pair.a.send(frame, monotonic() + _LONG)
+    for _ in range(2):
+        started = monotonic()
+        pair.a.close(monotonic() + _LONG)
+        assert monotonic() - started < _LONG / 2, "close waited for its deadline"
+    for frame in frames:
+        _same(pair.b.recv(monotonic() + _LONG), frame)
+    for _ in range(2):
+        end = _Blocked(lambda: pair.b.recv(monotonic() + _LONG))
+        assert end.over.wait(1.0), "recv blocked behind the last frame of a closed link"
+        error = end.error
+        assert isinstance(error, LinkEnded), f"behind the last frame came {error!r}"
+        assert error.orderly, "an orderly close was taken for a death"
+    assert not pair.fault_b.failed, "an orderly close failed the generation"
+    late = _Blocked(lambda: pair.a.send(frames[0], monotonic() + _LONG))
+    assert late.over.wait(1.0), "send on a closed link blocked"
+    assert isinstance(late.error, LinkEnded), f"send on a closed link gave {late.error!r}"
+
+
+def rule_6_threads(pair: LinkPair) -> None:
+    """One thread may send while another receives, at both ends at once."""
+    frames = [_frame(pair, 1, part, b"", part.to_bytes(4, "little") * 16384) for part in range(200)]
+
+    def send(link: Link) -> None:
+        for frame in frames:
+            link.send(frame, monotonic() + _LONG)
+
+    def receive(link: Link) -> None:
+        for frame in frames:
+            _same(link.recv(monotonic() + _LONG), frame)
+
+    calls = [_Blocked(lambda do=do, link=link: do(link)) for link in (pair.a, pair.b) for do in (send, receive)]  # type: ignore[misc]
+    for call in calls:
+        assert call.over.wait(_LONG), "sending and receiving at once came to a stop"
+        if call.error is not None:
+            raise call.error
+
+
+def rule_7_lend(pair: LinkPair) -> None:
+    """What was lent stays as it was until `await_release` or `recall` has returned; failing ends the wait in 100 ms."""
+    for size, make in itertools.product((100, 1 << 18), (pair.empty, _anywhere)):
+        buffer = make(size)
+        buffer[:] = b"b" * size
+        pair.a.lend(_frame(pair, 1, 0, b"", buffer), monotonic() + _LONG)
+        if _settled(pair.a):
+            buffer[:] = b"a" * size
+        frame = pair.b.recv(monotonic() + _LONG)
+        if _settled(pair.a):
+            buffer[:] = b"a" * size
+        assert bytes(frame.payload) == b"b" * size, "await_release returned while the other side still reads"
+        pair.b.release()
+        pair.a.await_release(monotonic() + _LONG)
+        pair.a.await_release(0.0)
+        place = memoryview(bytearray(size))
+        pair.a.lend(_frame(pair, 1, 2, b"", buffer), monotonic() + _LONG)
+        frame = pair.b.recv(monotonic() + _LONG, place)
+        assert bytes(frame.payload) == bytes(buffer), "what was put into place is something else"
+        if frame.payload is not place:
+            pair.b.release()
+        pair.a.await_release(monotonic() + _LONG)  # what was put into place needs no release
+    lent = pair.empty(1 << 18)
+    lent[:] = b"b" * len(lent)
+    pair.a.lend(_frame(pair, 1, 1, b"", lent), monotonic() + _LONG)
+    settling = _Blocked(lambda: pair.a.await_release(monotonic() + _LONG))
+    copied = settling.over.wait(0.02)
+    frame = pair.b.recv(monotonic() + _LONG)
+    pair.fault_a.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
+    assert settling.over.wait(_PROMPT), f"a blocked await_release was not woken within {_PROMPT} s"
+    assert copied or isinstance(settling.error, PacelineError), f"await_release was woken with {settling.error!r}"
+    recall = _Blocked(pair.a.recall)
+    if recall.over.wait(0.02):
+        lent[:] = b"a" * len(lent)
+    read, believed = bytes(frame.payload), True
+    try:
+        pair.b.release()
+    except LinkEnded:  # it was taken back, and the reader is told so
+        believed = False
+    assert not believed or read == b"b" * len(lent), "recall returned while the other side still reads"
+    assert recall.over.wait(_LONG), "recall did not return when the other side had read"
+
+
+def rule_8_marks(pair: LinkPair) -> None:
+    """Marks come in order, once; a frame that comes instead is returned; a link without marks says so."""
+    if not pair.a.mark(7, _soon()):
+        assert not pair.a.mark(8, _soon()), "a link has marks, or it has none"
+        sent = _frame(pair, 7, 0, b"barrier", b"")
+        pair.a.send(sent, _soon())
+        found = pair.b.await_mark(_soon())
+        assert isinstance(found, Frame), f"{found} came where there are no marks"
+        _same(found, sent)
+        return
+    numbers = [7, *range(8, 7 + MARKS)]
+    for number in numbers[1:]:
+        assert pair.a.mark(number, _soon()), "a link has marks, or it has none"
+    assert [pair.b.await_mark(_soon()) for _ in numbers] == numbers
+    for number in range(100, 100 + 3 * MARKS):
+        pair.a.mark(number, _soon())
+        assert pair.b.await_mark(_soon()) == number
+    try:
+        found = pair.b.await_mark(monotonic() + 0.02)
+    except LinkTimeout:
+        pass
+    else:
+        raise AssertionError(f"a mark came twice: {found!r:.100}")
+    for operation in (190, 192):
+        pair.a.send(_frame(pair, operation, 0, b"all_reduce", b"x"), _soon())
+        pair.a.mark(operation + 1, _soon())
+    assert pair.a.mark(194, _soon())
+    pair.a.send(_frame(pair, 195, 0, b"all_reduce", b"x"), _soon())
+    order = [pair.b.await_mark(_soon()) for _ in range(5)]
+    told = [each.operation if isinstance(each, Frame) else each for each in order]
+    assert told == [190, 191, 192, 193, 194], f"frames and marks came in the order {told}"
+    assert pair.b.recv(_soon()).operation == 195, "a frame of a later operation did not wait"
+    sent = _frame(pair, 200, 0, b"all_reduce", b"x")
+    pair.a.send(sent, _soon())
+    found = pair.b.await_mark(_soon())
+    assert isinstance(found, Frame), f"{found!r:.100} came where a frame was sent"
+    _same(found, sent)
+    waiting = _Blocked(lambda: pair.b.await_mark(_soon()))
+    pair.fault_b.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (0,), 7, "rank 0 is lost"))
+    assert waiting.over.wait(_PROMPT), f"a blocked await_mark was not woken within {_PROMPT} s"
+    assert isinstance(waiting.error, PacelineError), f"a blocked await_mark was woken with {waiting.error!r}"
+
+
+RULES: tuple[Callable[[LinkPair], None], ...] = (
+    rule_1_frames,
+    rule_2_send,
+    rule_3_recv,
+    rule_4_failure,
+    rule_4_cut,
+    rule_5_close,
+    rule_6_threads,
+    rule_7_lend,
+    rule_8_marks,
+)
+
+
+class _Blocked:
+    """A call in a thread of its own, which is left alone if it never returns."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.error: BaseException | None = None
+        self.over = threading.Event()
+        self._call = call
+        threading.Thread(target=self._run, name="check-link", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001  the check looks at it
+            self.error = error
+        finally:
+            self.over.set()
+
+
+def _soon() -> float:
+    return monotonic() + _LONG
+
+
+def _frame(pair: LinkPair, operation: int, part: int, signature: bytes, payload: bytes | memoryview) -> Frame:
+    return Frame(FrameKind.DATA, pair.generation, operation, part, signature, payload)
+
+
+def _same(got: Frame, sent: Frame) -> None:
+    for name in ("kind", "generation", "operation", "part", "signature"):
+        assert getattr(got, name) == getattr(sent, name), f"{name} is {getattr(got, name)}, not {getattr(sent, name)}"
+    assert bytes(got.payload) == bytes(sent.payload), f"the payload of part {sent.part} differs"
+
+
+def _nothing_comes(link: Link, seconds: float = 0.02) -> None:
+    try:
+        frame = link.recv(monotonic() + seconds if seconds else 0.0)
+    except LinkTimeout:
+        return
+    raise AssertionError(f"a frame came that was not sent, or twice: {frame!r:.200}")
+
+
+def _settled(link: Link) -> bool:
+    """True if all that the link has lent is the caller's again."""
+    try:
+        link.await_release(monotonic() + 0.02)
+    except LinkTimeout:
+        return False
+    return True
+
+
+def _fill(pair: LinkPair, part: int) -> int:
+    """Sends from `a` until that blocks, 128 MiB at most; how many frames went out."""
+    for count in range(512):
+        started = monotonic()
+        try:
+            pair.a.send(_frame(pair, 1, part + count, b"", bytes(_MIB // 4)), started + 0.1)
+        except LinkTimeout:
+            waited = monotonic() - started
+            assert 0.09 <= waited < 0.1 + _PROMPT, f"send with a deadline in 0.1 s came back after {waited:.3f} s"
+            return count
+    return 512
+
+
+def _send_for_ever(pair: LinkPair) -> None:
+    while True:
+        pair.a.send(_frame(pair, 1, 0, b"", b""), monotonic() + _LONG)

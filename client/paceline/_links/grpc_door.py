@@ -1,0 +1,448 @@
+"""The front door of a worker: its PeerService, where members authenticate, negotiate and deliver frames.
+
+Nothing of a stranger gets further than the door: a link needs a ticket, a ticket needs the ids of two members of the
+generation, and every frame is checked before it is queued (I4, I9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from google.protobuf.message import DecodeError
+
+from paceline._exhausted import is_exhausted
+from paceline._grpc import EOF, aio, grpc
+from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode
+from paceline._links.grpc_kind import GrpcIncoming
+from paceline._links.grpc_knock import Knocks
+from paceline._links.grpc_methods import MAX_REQUEST_BYTES, Requests, refuse, shown
+from paceline._links.grpc_state import StateWindow
+from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext
+from paceline._links.member_link import MemberLink
+from paceline._links.registry import LinkKinds
+from paceline.config import Config
+from paceline.credentials import Credentials
+from paceline.errors import LinkUnavailable
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import peer_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.session_pb2 import Verdict
+
+__all__ = ["Door", "ServedMesh", "Intake"]
+
+_log = logging.getLogger("paceline.links")
+
+MAX_TEXT = 2000
+"""Characters of a peer's sentence that are believed."""
+
+MAX_TICKETS = 4096
+"""Unused tickets that a door remembers; one more and the oldest are forgotten."""
+
+MAX_WAITING = 4096
+"""Callers that wait for this worker to hear of its view."""
+
+MAX_WAITING_EACH = 64
+"""The same on one connection; one more is told at once, and knocks again."""
+
+MAX_STREAMS = 1024
+"""Calls of one connection at one time; more wait at the caller's. A member has one for each purpose of each group, and
+those of the generation before for a moment."""
+
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + MAX_REQUEST_BYTES
+"""Of any method: grpc has one limit for all. A frame that is too long is ours to refuse, by name of its sender; of one
+that is longer than this grpc breaks the stream."""
+
+IDLE_SECONDS = 5.0
+"""For which a connection may be there without a call: else a thousand of a stranger's would take all files. No link is
+ever idle, whatever carries its frames: the stream of its Frames stays open."""
+
+PING_SECONDS, PONG_SECONDS = 60.0, 20.0
+"""After how long without a word a connection with calls is asked whether its other end is there, and for how long an
+answer is waited for, or `failure_timeout` if that is longer: streams of a host that has gone must not stay for ever."""
+
+_SERVICE = "pacelinepb.v1.PeerService"
+
+_DEFAULT = Config()
+
+
+class Door:
+    """The PeerService of one worker. Everything runs on the loop that started it.
+
+    Args:
+        job: the job whose members may knock.
+        credentials: by what members know each other: with TLS a caller needs a certificate of theirs.
+        config: which kinds of links may be used.
+
+    Attributes:
+        kinds: the kinds of links that this worker has.
+        window: where state is handed out.
+    """
+
+    def __init__(self, job: str, credentials: Credentials, config: Config = _DEFAULT) -> None:
+        self._job = job
+        self._credentials = credentials
+        self._pong_seconds = max(PONG_SECONDS, config.failure_timeout)
+        self.kinds = LinkKinds(config, credentials)
+        self.window = StateWindow(job)
+        self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
+        self._servers: list[aio.Server] = []  # one, or for a moment two: the address is changed
+        self._starting: asyncio.Future[None] | None = None
+        self._inside: ServedMesh | None = None
+        self._entered = asyncio.Event()
+        self._intake = Intake(self.kinds)
+        self._closing = asyncio.Event()
+        self._requests = Requests(credentials.door_key)
+        self._waiting: Counter[str] = Counter()  # by connection
+
+    def on_exhausted(self, hear: Callable[[BaseException], None]) -> None:
+        """Has a function called if a call fails because this process has no memory, thread or descriptor left."""
+        self._requests.on_exhausted = hear
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens.
+
+        Returns:
+            The port, which is a free one if 0 was asked for.
+
+        Raises:
+            LinkUnavailable: the address cannot be bound.
+        """
+        bound = await self._open(host, port)
+        await self.kinds.start(host)
+        return bound
+
+    async def _open(self, host: str, port: int) -> int:
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", round(1000 * TICKET_LIFETIME)),
+            ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
+            ("grpc.keepalive_time_ms", round(1000 * PING_SECONDS)),
+            ("grpc.keepalive_timeout_ms", round(1000 * self._pong_seconds)),
+            # What ends a connection without an answer: grpc does not heed keepalive_timeout_ms while a ping of its own,
+            # which measures the network, is under way, and waits a minute for that one.
+            ("grpc.http2.ping_timeout_ms", round(1000 * self._pong_seconds)),
+            ("grpc.http2.max_pings_without_data", 0),  # no limit: a door that takes frames in has nothing to send
+        ]
+        server = aio.server(options=options)
+        handlers = {
+            "Hello": self._requests.unary_method(peer_pb2.HelloRequest, peer_pb2.HelloResponse, self._hello),
+            # No deserializer: frames are decoded without a copy (frame.py).
+            "Frames": grpc.stream_stream_rpc_method_handler(
+                self._intake.serve, response_serializer=peer_pb2.FramesResponse.SerializeToString
+            ),
+            **self.window.handlers(self._requests),
+            **self._knocks.handlers(self._requests),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        _check_free(host, port, where)
+        try:
+            bound = self._credentials.add_port(server, where)
+        except RuntimeError as error:
+            raise LinkUnavailable(f"cannot listen for peers on {where}: {error}") from error
+        self._servers.append(server)
+        self._starting = asyncio.ensure_future(server.start())
+        await asyncio.shield(self._starting)
+        return bound
+
+    async def move(self, host: str, port: int, bound: Callable[[], None]) -> int:
+        """Listens at another address, and no more at the one before: what still went on there breaks off.
+
+        The mesh that is served, tickets and the window stay as they are.
+
+        Args:
+            host: as for `start`.
+            port: as for `start`.
+            bound: called when the new address is this door's, before anything breaks off.
+
+        Returns:
+            The port, as `start` does.
+
+        Raises:
+            LinkUnavailable: the address cannot be bound; nothing has changed.
+        """
+        found = await self._open(host, port)
+        bound()
+        await self.kinds.start(host)
+        while len(self._servers) > 1:
+            await self._servers[0].stop(None)
+            del self._servers[0]
+        return found
+
+    def enter(self, inside: ServedMesh) -> None:
+        """Opens the door for the members of a generation; earlier ones are turned away from now on."""
+        self._inside = inside
+        self._entered.set()
+
+    async def close(self, grace: float = 0.2) -> None:
+        """Ends every stream with the word that all of it was taken in, then stops listening."""
+        self._closing.set()
+        self._entered.set()
+        self._intake.close()
+        self.kinds.close()
+        if self._starting is not None:  # grpc crashes if a server is stopped before, or while, it starts
+            await asyncio.wait([self._starting])
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+
+    async def _hello(self, request: peer_pb2.HelloRequest, context: Any) -> peer_pb2.HelloResponse:
+        if request.protocol_version != PROTOCOL_VERSION:
+            text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
+        if request.job != self._job:
+            text = f"this is no member of job {shown(request.job)}"  # do not reveal our job to strangers
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        known = self.window.member_id  # a caller who means somebody else need not wait for our view
+        if known and request.to_member != known:
+            await _not_this_member(request, context)
+        inside = await self._inside_by(request.generation, context.peer())
+        if inside is None:
+            text = "this worker is leaving" if self._closing.is_set() else "this worker has not heard of that view yet"
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
+        if request.to_member != inside.member_id:
+            await _not_this_member(request, context)
+        if request.generation != inside.generation:
+            text = f"generation {request.generation} is over; this worker is in {inside.generation}"
+            reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+        peer = inside.peer_by_id(request.from_member)
+        if peer is None:
+            text = f"member {shown(request.from_member)} is not in generation {inside.generation}"
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        if int(request.purpose) not in Purpose.__members__.values():
+            text = "no purpose that a link can have"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        link = None
+        if len(request.group.encode()) <= MAX_GROUP_NAME:
+            link = inside.link_from(peer.rank, Purpose(request.purpose), request.group)
+        if link is None:
+            text = "too many groups, or a name of one that is too long"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        answer = self.kinds.expect(request, HalfContext(peer, inside.node, inside.neighbours, inside.fault), ticket)
+        if answer is None:
+            text = "no kind of link that both sides have"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        self._intake.expect(ticket, inside, peer, link)
+        return answer
+
+    async def _inside_by(self, generation: int, connection: str) -> ServedMesh | None:
+        """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
+
+        The caller may have heard of its view first; ours is on its way then. A stranger must not wait here for ever.
+        """
+        if self._is_early(generation):
+            if self._waiting.total() >= MAX_WAITING or self._waiting[connection] >= MAX_WAITING_EACH:
+                return None
+            self._waiting[connection] += 1
+            try:
+                async with asyncio.timeout(TICKET_LIFETIME):
+                    while self._is_early(generation):
+                        self._entered.clear()
+                        await self._entered.wait()
+            except TimeoutError:
+                return None
+            finally:
+                self._waiting[connection] -= 1
+                if not self._waiting[connection]:
+                    del self._waiting[connection]
+        return None if self._closing.is_set() else self._inside
+
+    def _is_early(self, generation: int) -> bool:
+        return not self._closing.is_set() and (self._inside is None or self._inside.generation < generation)
+
+
+async def _not_this_member(request: peer_pb2.HelloRequest, context: Any) -> NoReturn:
+    text = f"this is not member {shown(request.to_member)}"  # do not reveal our member id to strangers
+    await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+
+
+def _check_free(host: str, port: int, where: str) -> None:
+    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
+    if not port:
+        return
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        for family, kind, protocol, _, target in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+                probe.listen()
+    except OSError as error:
+        raise LinkUnavailable(f"cannot listen for peers on {where}: {error.strerror or error}") from None
+
+
+class ServedMesh(Protocol):
+    """What a door needs of the mesh that it serves: one member's links in one generation."""
+
+    generation: int
+    member_id: str
+    node: str
+    fault: Fault
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+
+    @property
+    def neighbours(self) -> int:
+        """See `Mesh.neighbours`."""
+
+    def peer_by_id(self, member_id: str) -> Peer | None:
+        """The member with this id, None if it is not of this generation."""
+
+    def link_from(self, rank: int, purpose: Purpose, group: str) -> MemberLink | None:
+        """What takes in frames from that rank; None if there are too many groups."""
+
+    def peer_leaves(self, rank: int) -> None:
+        """That rank has said that it leaves in good order."""
+
+    def peer_ended(self, rank: int, error: LinkEnded) -> None:
+        """A stream from that rank ended out of order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """What a ticket is for: a stream of a peer's, whose half has come or will come, for a link of those inside."""
+
+    inside: ServedMesh
+    peer: Peer
+    link: MemberLink
+    expires: float
+
+
+class Intake:
+    """Takes in the streams of those to whom the door has given tickets. On the loop.
+
+    Args:
+        kinds: the kinds of links that this worker has.
+    """
+
+    def __init__(self, kinds: LinkKinds) -> None:
+        self._kinds = kinds
+        self._tickets: dict[bytes, _Admission] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends every stream with the word that all of it was taken in, and takes in no more."""
+        self._closing.set()
+        for stream in list(self._streams):
+            stream.cancel()
+
+    def expect(self, ticket: bytes, inside: ServedMesh, peer: Peer, link: MemberLink) -> None:
+        """A stream with this ticket goes with the half that comes with it, and says how that ends."""
+        now = time.monotonic()
+        if len(self._tickets) >= MAX_TICKETS:
+            stale = [key for key, entry in self._tickets.items() if entry.expires <= now]
+            for old in stale or [next(iter(self._tickets))]:
+                del self._tickets[old]
+                self._kinds.drop(old)
+        self._tickets[ticket] = _Admission(inside, peer, link, now + TICKET_LIFETIME)
+
+    async def serve(self, _: Any, context: Any) -> None:
+        """A call of Frames, from its ticket to its end."""
+        ticket = dict(context.invocation_metadata()).get("paceline-ticket-bin", b"")
+        admission, half = self._tickets.pop(ticket, None), self._kinds.take(ticket)
+        if admission is None or half is None or admission.expires < time.monotonic() or self._closing.is_set():
+            if half is not None:
+                half.close()
+            text = "frames need a fresh ticket from Hello, and what it was given for"
+            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        inside, peer, link = admission.inside, admission.peer, admission.link
+        if not link.claim():  # frames of two streams would come in any order, and a second half would hide the first
+            half.close()
+            _accuse(inside.fault, peer, f"{peer} broke the protocol: it opened a link twice")
+            text = "a link has one stream for good"
+            await refuse(context, grpc.StatusCode.ALREADY_EXISTS, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        link.receive_by(half)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        frames, sent, whole = 0, 0, False
+        try:
+            await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
+            while (data := await context.read()) is not EOF:
+                frame = decode(data)
+                if frame.generation != inside.generation:
+                    text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+                    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
+                if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
+                    text = f"a frame of kind {frame.kind.name} came after the last"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
+                frames += 1
+                if frame.kind in (FrameKind.CLOSE, FrameKind.LEAVE):
+                    whole, sent = True, frame.operation
+                    if frame.kind is FrameKind.LEAVE:
+                        inside.peer_leaves(peer.rank)
+                elif frame.kind is FrameKind.ABORT:
+                    _relay(inside, peer, frame)
+                elif isinstance(half, GrpcIncoming):
+                    await half.put(frame)
+                else:
+                    text = f"a frame of an operation came by gRPC on a link of kind {half.kind}"
+                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
+            if not whole:
+                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                return
+            link.end_in(LinkEnded(f"{peer} left", orderly=True), sent)
+            # Last of all: a peer that reads this may hang up at once, and that cancels what still runs here.
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+        except asyncio.CancelledError:
+            if whole:
+                raise
+            if not self._closing.is_set():  # the connection broke under the stream
+                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                raise
+            await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
+        except FrameDamaged as error:
+            text = f"bytes from {peer} have changed on the way: {error}"
+            _log.warning("%s; the link is closed", text)
+            inside.peer_ended(peer.rank, LinkEnded(text))
+            await refuse(context, grpc.StatusCode.DATA_LOSS, ErrorReason.ERROR_REASON_PEER_LOST, text)
+        except FrameError as error:
+            _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
+            text = f"no frame: {error}"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        except Exception as error:
+            if is_exhausted(error):
+                inside.fault.broke(error)
+            raise
+        finally:
+            self._streams.discard(task)
+
+
+def _relay(inside: ServedMesh, peer: Peer, frame: Frame) -> None:
+    """Takes over what a peer suspects, if it makes sense."""
+    try:
+        word = Verdict.FromString(bytes(frame.payload))
+    except (DecodeError, ValueError):
+        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that cannot be read")
+        return
+    accused = word.culprits[0] if word.culprits else peer.rank
+    if accused >= inside.size or word.generation != inside.generation:
+        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that makes no sense")
+        return
+    text = word.text[:MAX_TEXT]
+    inside.fault.suspect(Suspicion(word.reason, accused, word.operation, text, relayed=True))
+
+
+def _accuse(fault: Fault, peer: Peer, text: str) -> None:
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))

@@ -1,0 +1,224 @@
+"""gRPC as a kind of link (`_links.kind`): frames on the stream that every link has. It goes wherever gRPC goes.
+
+Outgoing: `send` encodes in the caller's thread (the one copy of the payload), so nothing touches the caller's array
+once it returns; a coroutine on the loop (`grpc_mesh.py`) takes frames from the outbox. Incoming: the front door
+(`grpc_door.py`) puts frames in; `recv` takes them in the caller's thread, so no other ever writes to an array (I7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.frame import Frame, encode
+from paceline._links.kind import HalfContext, Incoming, Kind, Outgoing
+from paceline._links.outbox import Outbox
+from paceline._wait import SLICE
+from paceline.config import Config
+from paceline.credentials import Credentials
+from pacelinepb.v1 import peer_pb2
+
+__all__ = [
+    "EARLY_INBOX_BYTES",
+    "INBOX_BYTES",
+    "GrpcIncoming",
+    "GrpcKind",
+    "GrpcOutgoing",
+]
+
+INBOX_BYTES = 32 << 20
+"""Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
+
+EARLY_INBOX_BYTES = 4 << 20
+"""The same before this member has first read from the link; the writer holds the rest of what every link must."""
+
+FRAME_COST = 1024
+"""Bytes that a frame counts on top of its payload, so that empty ones are bounded too."""
+
+
+class GrpcOutgoing(Outgoing):
+    """See `Outgoing`. It copies what is lent, and has no marks.
+
+    Args:
+        stream: what the link's stream writes.
+        fault: how the generation ends.
+    """
+
+    kind = "grpc"
+    frames = 0  # the stream itself keeps them in order, and ends after the last
+
+    def __init__(self, stream: Outbox, fault: Fault) -> None:
+        self._stream = stream
+        self._fault = fault
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]  # read-only
+        """Bytes that were sent so far, with their headers."""
+        return self._stream.sent_bytes
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.send`."""
+        self._stream.put(encode(frame), deadline, self._fault)
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.lend`."""
+        self.send(frame, deadline)
+
+    def await_release(self, deadline: float) -> None:
+        """See `Outgoing.await_release`: nothing is lent."""
+
+    def recall(self) -> None:
+        """See `Outgoing.recall`: nothing is lent."""
+
+    def flush(self, deadline: float) -> None:
+        """See `Outgoing.flush`: the frame that ends the stream follows all others, and the peer confirms it."""
+
+    def wake(self) -> None:
+        """See `Outgoing.wake`."""
+        self._stream.wake()
+
+    def end(self, error: LinkEnded) -> None:
+        """See `Outgoing.end`."""
+        self._stream.end(error)
+
+    def close(self) -> None:
+        """See `Outgoing.close`: the stream is the link's to close."""
+
+
+class GrpcIncoming(Incoming):
+    """See `Incoming`. Filled on the loop, emptied by one thread.
+
+    Args:
+        loop: the loop of the links.
+        fault: how the generation ends.
+    """
+
+    kind = "grpc"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fault: Fault) -> None:
+        self._loop = loop
+        self._fault = fault
+        self._items: queue.SimpleQueue[Frame | LinkEnded | None] = queue.SimpleQueue()
+        self._ended: LinkEnded | None = None
+        self._closed = False
+        self._waiting_bytes = 0
+        self._limit = EARLY_INBOX_BYTES
+        self._lock = threading.Lock()
+        self._room = asyncio.Event()  # touched on the loop only
+        self._notify: Callable[[], None] = _nothing
+
+    async def put(self, frame: Frame) -> None:
+        """Adds a frame; waits while more than the limit wait unread. On the loop only."""
+        with self._lock:
+            if self._closed:  # nobody will read it
+                return
+            self._waiting_bytes += len(frame.payload) + FRAME_COST
+            full = self._waiting_bytes > self._limit
+            if full:
+                self._room.clear()
+        self._items.put(frame)
+        self._notify()
+        if full:
+            await self._room.wait()
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        """See `Incoming.recv`; the payload is a view of what the stream brought."""
+        if self._limit < INBOX_BYTES:
+            self._widen()
+        while True:
+            if self._fault.failed:
+                raise self._fault.error()
+            if self._ended is not None:
+                raise LinkEnded(str(self._ended), orderly=self._ended.orderly)
+            left = deadline - time.monotonic()
+            try:
+                item = self._items.get(timeout=max(0.0, min(SLICE, left)))
+            except queue.Empty:
+                if left > SLICE:
+                    continue
+                raise LinkTimeout("nothing came") from None
+            if isinstance(item, Frame):
+                self._took(len(item.payload) + FRAME_COST)
+                return item
+            if item is not None:
+                self._ended = item
+
+    def release(self) -> None:
+        """See `Incoming.release`: each payload has memory of its own."""
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Incoming.on_readable`."""
+        self._notify = notify
+        notify()
+
+    def wake(self) -> None:
+        """See `Incoming.wake`."""
+        self._items.put(None)
+        self._notify()
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """See `Incoming.end`: all that came before is in the queue."""
+        self._items.put(error)
+        self._notify()
+
+    def close(self) -> None:
+        """See `Incoming.close`: what still comes is dropped."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._room.set)
+
+    def _widen(self) -> None:
+        """This member reads the link now: up to INBOX_BYTES may wait."""
+        with self._lock:
+            self._limit = INBOX_BYTES
+        self._loop.call_soon_threadsafe(self._room.set)
+
+    def _took(self, size: int) -> None:
+        with self._lock:
+            was_full = self._waiting_bytes > self._limit
+            self._waiting_bytes -= size
+            resume = was_full and self._waiting_bytes <= self._limit
+        if resume:
+            self._loop.call_soon_threadsafe(self._room.set)
+
+
+class GrpcKind(Kind):
+    """See `Kind`. Every worker has it: it needs no port of its own, and two members can always use it."""
+
+    name = "grpc"
+    number = peer_pb2.LINK_KIND_GRPC
+    preference = 10
+
+    def __init__(self, config: Config, credentials: Credentials) -> None:
+        pass
+
+    def is_for(self, context: HalfContext) -> bool:
+        """See `Kind.is_for`."""
+        return True
+
+    def expect(
+        self,
+        hello: peer_pb2.HelloRequest,
+        context: HalfContext,
+        ticket: bytes,
+        came: Callable[[Incoming], None],
+    ) -> peer_pb2.HelloResponse:
+        """See `Kind.expect`: the stream fills the half, so there is nothing more to open."""
+        came(GrpcIncoming(asyncio.get_running_loop(), context.fault))
+        return peer_pb2.HelloResponse()
+
+    async def open(
+        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: Outbox, timeout: float
+    ) -> Outgoing:
+        """See `Kind.open`."""
+        return GrpcOutgoing(stream, context.fault)
+
+
+def _nothing() -> None:
+    """Stands where no reader asked to be told of arrivals."""

@@ -1,0 +1,409 @@
+"""The mesh of links of one member in one generation, and the dialling side of each link.
+
+Each side dials the gRPC stream that it writes: it knocks at the peer's door, opens the half that carries the frames,
+and writes what the link's outbox holds. The stream's answers are watched all the time, so a link that nobody uses still
+tells of its peer's death within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._address import is_refused, parse_endpoint
+from paceline._exhausted import is_exhausted
+from paceline._grpc import EOF, aio, untyped
+from paceline._links.base import Link, LinkEnded, Mesh, Peer, Purpose
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.frame import Frame, FrameKind, encode
+from paceline._links.kind import Breach
+from paceline._links.member_link import MemberLink
+from paceline._links.registry import LinkKinds, Openings
+from paceline._loop import LoopThread
+from paceline._rpc import channel_options, error_from_status, is_transient
+from paceline.credentials import Credentials
+from paceline.errors import LinkUnavailable, SessionClosed
+from paceline_protocol import Verdict
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import peer_pb2, session_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["GrpcMesh", "dial"]
+
+_log = logging.getLogger("paceline.links")
+
+_Key: TypeAlias = tuple[int, Purpose, str]  # rank, purpose, group
+
+MAX_EARLY_GROUPS = 256
+"""Groups of which a peer has sent frames and this member none: it may only be late, but what they hold is bounded."""
+
+_RETRY = 0.05
+"""Seconds between knocks at a door that did not answer."""
+
+_KNOCK = 1.0
+"""Seconds for a peer's host to say that nobody listens there."""
+
+_ABORT_GRACE = 0.2
+"""Seconds for the ABORT frames of a failed generation to go out before its links are closed."""
+
+
+class GrpcMesh(Mesh):
+    """Links over PeerService streams: each side dials the stream that it writes.
+
+    Two streams a pair, one for each direction, because then the two need not agree on who dials, and each direction has
+    a connection of its own.
+
+    Args:
+        job: name of the job.
+        generation: the generation.
+        rank: this member's rank.
+        peers: all members in rank order.
+        fault: how the generation ends.
+        thread: the loop that links run on.
+        patience: seconds to knock at a door that does not answer before its owner counts as lost.
+        credentials: by what members know each other.
+        kinds: the kinds of links that this worker has.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        generation: int,
+        rank: int,
+        peers: Sequence[Peer],
+        fault: Fault,
+        thread: LoopThread,
+        patience: float,
+        credentials: Credentials,
+        kinds: LinkKinds,
+    ) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.fault = fault
+        self.member_id = self.peers[rank].member_id
+        self._job = job
+        self._thread = thread
+        self._patience = patience
+        self._credentials = credentials
+        self.node = self.peers[rank].node
+        self._kinds = kinds
+        self._openings = kinds.openings(self.node, self.neighbours, fault)
+        self._by_id = {peer.member_id: peer for peer in self.peers}
+        self._lock = threading.Lock()
+        self._links: dict[_Key, MemberLink] = {}
+        self._closed_groups: set[str] = set()
+        self._sent_by_closed = 0
+        self._dialled: set[MemberLink] = set()
+        self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
+        self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
+        self._leavers: set[int] = set()  # touched on the loop only
+        self._closed = False  # no new links
+        self._ended = False  # no links at all
+        self._retired = False  # the next generation has come: how links of this one end says nothing
+        fault.on_suspicion(self._pass_on)
+        if self.size > 1:  # the ring's next member: its link is up before the first collective, and watched from now on
+            self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
+
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
+        """See `Mesh.link`."""
+        if self._closed:
+            raise SessionClosed("the links are closed: the session has ended")
+        if group in self._closed_groups:
+            raise SessionClosed("this member has closed the group")
+        link = self._get(peer, purpose, group)
+        with self._lock:
+            new = link not in self._dialled
+            self._dialled.add(link)
+        if new:
+            self._thread.loop.call_soon_threadsafe(self._start, link, purpose, group)
+        return link
+
+    def linked(self, purpose: Purpose, group: str = "") -> list[int]:
+        """See `Mesh.linked`."""
+        with self._lock:
+            return sorted(rank for rank, *of in self._links if of == [purpose, group])
+
+    def close_group(self, group: str, deadline: float) -> None:
+        """See `Mesh.close_group`; waits for the peers' word that they have taken in all."""
+        with self._lock:
+            self._closed_groups.add(group)  # names are not used twice; a late Hello shall not bring it back
+            ours = [link for key, link in self._links.items() if key[2] == group]
+            links = [link for link in ours if link in self._dialled]
+        for link in ours:
+            link.end_in(LinkEnded("this member has closed the group", orderly=True))
+        for link in links:
+            link.half_close(FrameKind.CLOSE, deadline)
+        for link in links:
+            link.close(deadline)
+        with self._lock:
+            for key in [key for key in self._links if key[2] == group]:
+                link = self._links.pop(key)
+                self._dialled.discard(link)
+                self._sent_by_closed += link.sent_bytes
+                link.forget()
+                link.shut()
+
+    def close(self, deadline: float) -> None:
+        """See `Mesh.close`."""
+        with self._lock:
+            self._closed = True
+            links = list(self._dialled)
+        for link in links:
+            link.half_close(FrameKind.LEAVE, deadline)
+        for link in links:
+            link.close(deadline)
+        if self.fault.failed:  # the others shall hear of it before the links break
+            grace = time.monotonic() + _ABORT_GRACE
+            for link in links:
+                link.stream.wait_empty(grace)
+        text = "the session has ended: this member left"
+        self.fault.settle(Verdict(self.generation, ErrorReason.ERROR_REASON_SESSION_ENDED, (), 0, text))
+        self._thread.run(self.end())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of frames, with their headers, so far (`Mesh.bytes_sent`)."""
+        with self._lock:
+            return self._sent_by_closed + sum(link.sent_bytes for link in self._links.values())
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array that the links can lend (`Mesh.empty`)."""
+        return self._kinds.empty(shape, dtype)
+
+    def peer_by_id(self, member_id: str) -> Peer | None:
+        """The member with this id, None if it is not of this generation."""
+        return self._by_id.get(member_id)
+
+    def link_from(self, rank: int, purpose: Purpose, group: str) -> MemberLink | None:
+        """What takes in frames from that rank; None for one group too many: what a peer makes us keep has a limit."""
+        with self._lock:
+            if self._ended or group in self._closed_groups:
+                unread = MemberLink(self.peers[rank], self.fault, self._thread.loop)
+                unread.forget()
+                unread.shut()  # what still comes is of no use to anybody
+                return unread
+            early = {key[2] for key, link in self._links.items() if key[0] == rank and link not in self._dialled}
+            if group not in early and len(early) >= MAX_EARLY_GROUPS:
+                return None
+        return self._get(rank, purpose, group)
+
+    def peer_leaves(self, rank: int) -> None:
+        """That rank leaves in good order: a door of it that is shut is no evidence of its death any more."""
+        self._leavers.add(rank)
+
+    def peer_ended(self, rank: int, error: LinkEnded) -> None:
+        """A link to or from that rank ended. Out of order, that is evidence of its death; in order, it has left."""
+        if self._closed or self._retired or self.fault.failed:
+            return
+        if error.orderly:
+            with self._lock:
+                links = [link for (peer, *_), link in self._links.items() if peer == rank]
+            for link in links:
+                link.end_out(error)
+                link.end_in(error)
+        else:
+            self.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, rank, 0, str(error)))
+
+    def _get(self, rank: int, purpose: Purpose, group: str) -> MemberLink:
+        with self._lock:
+            link = self._links.get((rank, purpose, group))
+            if link is None:
+                link = MemberLink(self.peers[rank], self.fault, self._thread.loop)
+                self._links[rank, purpose, group] = link
+            return link
+
+    def _start(self, link: MemberLink, purpose: Purpose, group: str) -> None:
+        if self._ended:
+            link.drained.set()
+            return
+        task = asyncio.ensure_future(self._serve(link, purpose, group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, link: MemberLink, purpose: Purpose, group: str) -> None:
+        rank = link.peer.rank
+        if rank not in self._channels:
+            # grpc shares connections among channels of equal options: one from an address that was ours is of no use.
+            options = [*channel_options(self._patience), ("paceline.from", self.peers[self.rank].address)]
+            self._channels[rank] = self._credentials.member_channel(link.peer.address, options)
+        hello = peer_pb2.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            job=self._job,
+            from_member=self.member_id,
+            to_member=link.peer.member_id,
+            generation=self.generation,
+            purpose=peer_pb2.Purpose.ValueType(purpose),
+            group=group,
+        )
+        try:
+            ended = await dial(link, self._channels[rank], hello, self._openings, self._patience)
+        except Exception as error:  # noqa: BLE001  logged, and the generation ends: a link must not die unseen
+            if is_exhausted(error):  # the peer is not to blame, and the training thread raises it
+                self.fault.broke(error)
+            else:
+                _log.exception("the link to %s failed unexpectedly", link.peer)
+            ended = LinkEnded(f"the link to {link.peer} failed: {error}")
+        if rank in self._leavers:
+            ended = LinkEnded(f"{link.peer} left", orderly=True)
+        link.drained.set()
+        if not (ended.orderly and group and link.closing):  # the end of a group is not the end of a member
+            self.peer_ended(rank, ended)
+
+    def _pass_on(self, suspicion: Suspicion) -> None:
+        """Tells the peers, once, so that they stop without the coordinator too."""
+        accused = self.rank if suspicion.accused is None else suspicion.accused
+        word = session_pb2.Verdict(
+            generation=self.generation,
+            reason=suspicion.reason,
+            culprits=[accused],
+            operation=suspicion.operation,
+            text=suspicion.text,
+        )
+        data = encode(Frame(FrameKind.ABORT, self.generation, suspicion.operation, 0, b"", word.SerializeToString()))
+        with self._lock:
+            links = list(self._dialled)
+        for link in links:
+            link.stream.put_last(data)
+
+    def retire(self) -> None:
+        """The next generation has come: members drop these links when they please."""
+        self._retired = True
+
+    async def end(self) -> None:
+        """Drops every link at once, as it is. On the loop; idempotent."""
+        self._closed = self._ended = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close(None)
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.forget()
+            link.shut()
+
+
+async def dial(
+    link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, openings: Openings, patience: float
+) -> LinkEnded:
+    """Opens a link's way out and its stream, and serves the stream until it ends.
+
+    Args:
+        link: the link.
+        channel: to the peer.
+        hello: how to introduce oneself; what it offers is filled in.
+        openings: opens what the peer's door chooses.
+        patience: seconds to go on knocking while nothing answers.
+
+    Returns:
+        How the link ended.
+    """
+    try:
+        answer = await _open(link, channel, hello, openings, patience)
+    except LinkEnded as error:
+        return error
+    frames = untyped(channel.stream_stream)(
+        "/pacelinepb.v1.PeerService/Frames", response_deserializer=peer_pb2.FramesResponse.FromString
+    )
+    call = frames(metadata=aio.Metadata(("paceline-ticket-bin", answer.ticket)))
+    watcher = asyncio.create_task(_watch(link, call))
+    minder = asyncio.create_task(_mind(link, patience))
+    try:
+        # A write fails once the stream has ended; how it ended is the watcher's to say.
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            while (data := await link.stream.take()) is not None:
+                await call.write(data)
+            await call.done_writing()
+        done, _ = await asyncio.wait((watcher, minder), return_when=asyncio.FIRST_COMPLETED)
+        return (minder if minder in done else watcher).result()
+    finally:
+        minder.cancel()
+        watcher.cancel()
+        call.cancel()
+
+
+async def _open(
+    link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, openings: Openings, patience: float
+) -> peer_pb2.HelloResponse:
+    """Agrees with the peer's door on how frames travel. What both have but cannot be opened is offered no more."""
+    while True:
+        del hello.offered[:]
+        for kind in openings.offers(link.peer):
+            hello.offered.append(kind.number)
+            kind.introduce(hello)
+        answer = await _knock(link, channel, hello, patience)
+        if answer.chosen not in hello.offered:
+            raise Breach(f"{link.peer} broke the protocol: it chose a kind of link that was not offered")
+        try:
+            link.send_by(await openings.open(answer, link.peer, link.stream))
+        except LinkUnavailable as error:
+            _log.info("trying another kind of link to %s: %s", link.peer, error)
+            openings.give_up(link.peer, answer.chosen)
+        else:
+            return answer
+
+
+async def _knock(
+    link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, patience: float
+) -> peer_pb2.HelloResponse:
+    """Knocks until the door answers."""
+    method = channel.unary_unary(
+        "/pacelinepb.v1.PeerService/Hello",
+        request_serializer=peer_pb2.HelloRequest.SerializeToString,
+        response_deserializer=peer_pb2.HelloResponse.FromString,
+    )
+    start = time.monotonic()
+    while True:
+        try:
+            answer: peer_pb2.HelloResponse = await method(hello, timeout=patience)
+            return answer
+        except aio.AioRpcError as error:
+            waited = time.monotonic() - start
+            refused = is_transient(error) and await is_refused(parse_endpoint(link.peer.address), _KNOCK)
+            if refused or not is_transient(error) or waited > patience:
+                typed = error_from_status(error, f"{link.peer} at {link.peer.address}")
+                why = "its address refuses connections" if refused else f"its door stays shut: {typed}"
+                raise LinkEnded(f"{link.peer}: {why} (tried {waited:.1f} s)") from error
+        await asyncio.sleep(_RETRY)
+
+
+async def _watch(link: MemberLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:
+    ended = await _end_of(link, call)
+    link.end_out(ended)  # the writer may be waiting for a frame that nobody will take any more
+    return ended
+
+
+async def _mind(link: MemberLink, patience: float) -> LinkEnded:
+    """Finds out a link of which the stream lives, and what carries its frames does not.
+
+    Something between the two hosts has forgotten that connection.
+    """
+    while (stuck := link.stuck_for(time.monotonic())) <= patience:  # noqa: ASYNC110  the kernel tells nobody
+        await asyncio.sleep(patience / 6)
+    ended = LinkEnded(
+        f"the {link.kind} link to {link.peer} is cut: its host has acknowledged nothing for {stuck:.1f} s"
+    )
+    link.end_out(ended)
+    return ended
+
+
+async def _end_of(link: MemberLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:
+    try:
+        while (answer := await call.read()) is not EOF:
+            assert isinstance(answer, peer_pb2.FramesResponse)
+            if answer.HasField("drained"):
+                link.drained.set()
+                return LinkEnded(f"{link.peer} left", orderly=True)
+    except aio.AioRpcError as error:
+        return LinkEnded(f"the link to {link.peer} ended: {error_from_status(error, 'frames')}")
+    return LinkEnded(f"the link to {link.peer} ended")

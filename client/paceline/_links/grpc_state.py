@@ -1,0 +1,177 @@
+"""The front door's other window: where a member's state is described and handed out, chunk by chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+from paceline._grpc import grpc
+from paceline._links.grpc_methods import Requests, refuse, shown
+from paceline.errors import PacelineError
+from paceline_protocol import Tag
+from pacelinepb.v1 import peer_pb2, session_pb2
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["MAX_PARCEL_BYTES", "MAX_RUNS", "ServedParcel", "StateDescription", "StateSource", "StateWindow"]
+
+_PIECE_BYTES = 1 << 20
+"""Of a description, in one message."""
+
+MAX_CHUNKS = 8192
+"""Chunks that one call may ask for: their numbers, of 5 bytes at most, are 40 of the 64 KiB of a request."""
+
+
+MAX_RUNS = 1024
+"""Runs that one call may ask for."""
+
+MAX_PARCEL_BYTES = 32 << 20
+"""Bytes of the runs that one call may ask for."""
+
+_PARCELS = 8
+"""Parcels that are on their way at one time; other callers wait."""
+
+_LENT_SECONDS = 10.0
+"""For which memory is lent: time to copy a parcel out of it."""
+
+
+class ServedParcel(Protocol):
+    """Copies of some runs of a state."""
+
+    crc: int
+    """CRC-32 of the bytes."""
+    data: memoryview
+    """The bytes."""
+
+    def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
+        """Where that process finds the bytes; None if it cannot map them."""
+
+
+class StateDescription(Protocol):
+    """What a state consists of."""
+
+    hashes: bytes
+
+    def to_json(self) -> bytes:
+        """Everything but the hashes."""
+
+
+class StateSource(Protocol):
+    """What holds the state; called from any thread."""
+
+    manifest: bytes
+    """Empty while there is none."""
+
+    def describe(self, tag: Tag) -> StateDescription:
+        """May take time. Raises PacelineError if that state is not held."""
+
+    def read(self, tag: Tag, chunk: int) -> bytes:
+        """A chunk. Raises PacelineError if that state is not held any more."""
+
+    def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> ServedParcel:
+        """Copies runs: name, first element and count of each. May take time.
+
+        Raises PacelineError if that state, or one of them, is not held, or all together are more than `most_bytes`.
+        """
+
+
+class StateWindow:
+    """Handlers of DescribeState, GetState, GetRuns and GetManifest.
+
+    Args:
+        job: the job whose members may ask.
+
+    Attributes:
+        member_id: who this is, "" until it is registered.
+        source: what is given, None for nothing yet.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self.member_id = ""
+        self.source: StateSource | None = None
+        self._parcels = asyncio.Semaphore(_PARCELS)
+
+    def handlers(self, requests: Requests) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """By the names of the methods."""
+        return {
+            "DescribeState": requests.streaming_method(
+                peer_pb2.DescribeStateRequest, peer_pb2.DescribeStateResponse, self._describe
+            ),
+            "GetState": requests.streaming_method(peer_pb2.GetStateRequest, peer_pb2.GetStateResponse, self._get),
+            "GetRuns": requests.streaming_method(peer_pb2.GetRunsRequest, peer_pb2.GetRunsResponse, self._get_runs),
+            "GetManifest": requests.unary_method(
+                peer_pb2.GetManifestRequest, peer_pb2.GetManifestResponse, self._manifest
+            ),
+        }
+
+    async def _describe(
+        self, request: peer_pb2.DescribeStateRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.DescribeStateResponse]:
+        source = await self._check(request.job, request.to_member, context)
+        try:
+            known = await asyncio.to_thread(source.describe, Tag(request.tag.generation, request.tag.step))
+        except PacelineError as error:
+            await _gone(context, error)
+        words, hashes = known.to_json(), known.hashes
+        for start in range(0, max(len(words), len(hashes), 1), _PIECE_BYTES):
+            stop = start + _PIECE_BYTES
+            piece = peer_pb2.DescribeStateResponse(json=words[start:stop], hashes=hashes[start:stop])
+            piece.checksum = zlib.crc32(piece.hashes, zlib.crc32(piece.json))
+            yield piece
+
+    async def _get(self, request: peer_pb2.GetStateRequest, context: Any) -> AsyncIterator[peer_pb2.GetStateResponse]:
+        source = await self._check(request.job, request.to_member, context)
+        if len(request.chunks) > MAX_CHUNKS:
+            text = f"more than {MAX_CHUNKS} chunks in one call"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        tag = Tag(request.tag.generation, request.tag.step)
+        for chunk in request.chunks:
+            try:
+                data = source.read(tag, chunk)
+            except PacelineError as error:
+                await _gone(context, error)
+            yield peer_pb2.GetStateResponse(chunk=chunk, data=data)
+
+    async def _get_runs(
+        self, request: peer_pb2.GetRunsRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.GetRunsResponse]:
+        source = await self._check(request.job, request.to_member, context)
+        if len(request.runs) > MAX_RUNS:
+            text = f"more than {MAX_RUNS} runs in one call"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        tag = Tag(request.tag.generation, request.tag.step)
+        runs = [(run.array, run.start, run.count) for run in request.runs]
+        async with self._parcels:
+            try:
+                parcel = await asyncio.to_thread(source.pack, tag, runs, MAX_PARCEL_BYTES)
+            except PacelineError as error:
+                await _gone(context, error)
+            told = peer_pb2.Parcel(size=len(parcel.data), crc=parcel.crc)
+            lent = parcel.lend(request.process) if request.HasField("process") else None
+            if lent is not None:
+                told.memory.CopyFrom(lent)
+            yield peer_pb2.GetRunsResponse(parcel=told)
+            if lent is not None:
+                await asyncio.sleep(_LENT_SECONDS)  # cancelled when the caller has read it, and ends the call
+                return
+            for start in range(0, len(parcel.data), _PIECE_BYTES):
+                yield peer_pb2.GetRunsResponse(data=bytes(parcel.data[start : start + _PIECE_BYTES]))
+
+    async def _manifest(self, request: peer_pb2.GetManifestRequest, context: Any) -> peer_pb2.GetManifestResponse:
+        source = await self._check(request.job, request.to_member, context)
+        return peer_pb2.GetManifestResponse(manifest=source.manifest)
+
+    async def _check(self, job: str, to_member: str, context: Any) -> StateSource:
+        if job != self._job or to_member != self.member_id or not to_member:
+            text = f"this is not member {shown(to_member)} of job {shown(job)}"  # do not reveal ours to strangers
+            await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        if self.source is None:
+            await _gone(context, PacelineError("this member has no state yet"))
+        return self.source
+
+
+async def _gone(context: Any, error: PacelineError) -> NoReturn:
+    reason = ErrorReason.ERROR_REASON_STALE_GENERATION
+    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, str(error))

@@ -1,0 +1,316 @@
+"""A link between two members: a gRPC stream each way, and in each direction a half that carries the frames.
+
+The stream authenticates, watches the peer, passes on aborts and says how the link ends. The peer's door chooses the
+kind of this member's half, shared memory, TCP or gRPC (`registry.py`); until it has answered, `send` waits. The peer's
+half may come before this member first uses the link, or later; until it has come, `recv` waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal
+
+from paceline._links.base import Link, LinkEnded, LinkTimeout, Peer
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.frame import Frame, FrameKind, encode
+from paceline._links.kind import Breach, Incoming, Outgoing
+from paceline._links.outbox import Outbox
+from paceline._wait import SLICE, Latch
+from paceline.errors import PacelineError
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["MemberLink"]
+
+
+class MemberLink(Link):
+    """One member's end of a link.
+
+    Args:
+        peer: the member at the other end.
+        fault: how the generation ends.
+        loop: the loop of the links.
+
+    Attributes:
+        kind: of the half that carries frames to the peer; empty until that is known.
+        stream: what the link's gRPC stream writes.
+        drained: set once the peer has taken in everything, or will not any more.
+    """
+
+    def __init__(self, peer: Peer, fault: Fault, loop: asyncio.AbstractEventLoop) -> None:
+        self.peer = peer
+        self.kind = ""
+        self.stream = Outbox(loop)
+        self.drained = Latch()
+        self._fault = fault
+        self._out: Outgoing | None = None
+        self._in: Incoming | None = None
+        self._opened = Latch()  # the way out is known, or there will be none
+        self._arrived = Latch()  # the way in is there, or there will be none
+        self._lock = threading.Lock()  # guards these:
+        self._coming: Incoming | None = None  # the way in, from its arrival on; `_in` once its reader may use it
+        self._out_ended: LinkEnded | None = None
+        self._in_ended: LinkEnded | None = None
+        self._notify: Callable[[], None] = _nothing
+        self._claimed = False  # touched on the loop only
+        self._sending = self._receiving = self._shut = False  # a thread is inside; nobody may come in any more
+        fault.on_failure(self._wake)
+
+    # For the calling threads. `_sending` and `_receiving` are set before `_shut` is looked at, and `shut` looks the
+    # other way round: a half is closed by whichever comes last.
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Link.send`."""
+        self._sending = True
+        try:
+            self._outgoing(deadline).send(frame, deadline)
+        finally:
+            self._done_sending()
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Link.lend`."""
+        self._sending = True
+        try:
+            self._outgoing(deadline).lend(frame, deadline)
+        finally:
+            self._done_sending()
+
+    def mark(self, number: int, deadline: float) -> bool:
+        """See `Link.mark`."""
+        self._sending = True
+        try:
+            return self._outgoing(deadline).mark(number)
+        finally:
+            self._done_sending()
+
+    def await_release(self, deadline: float) -> None:
+        """See `Link.await_release`."""
+        self._sending = True
+        try:
+            if self._out is not None:  # else nothing was lent
+                if self._shut:
+                    raise self._error(None)
+                self._out.await_release(deadline)
+        finally:
+            self._done_sending()
+
+    def recall(self) -> None:
+        """See `Link.recall`."""
+        self._sending = True
+        try:
+            if self._out is not None and not self._shut:
+                self._out.recall()
+        finally:
+            self._done_sending()
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        """See `Link.recv`."""
+        self._receiving = True
+        try:
+            return self._incoming(deadline).recv(deadline, into)
+        except Breach as breach:
+            raise self._broke_protocol(breach) from None
+        finally:
+            self._done_receiving()
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        """See `Link.await_mark`."""
+        self._receiving = True
+        try:
+            return self._incoming(deadline).await_mark(deadline)
+        except Breach as breach:
+            raise self._broke_protocol(breach) from None
+        finally:
+            self._done_receiving()
+
+    def release(self) -> None:
+        """See `Link.release`. Once this link is shut, nobody can say if what was read had been taken back.
+
+        That does not raise the generation's error, as other calls do: an operation that fails releases too, and has an
+        error of its own.
+        """
+        self._receiving = True
+        try:
+            if self._shut:
+                raise LinkEnded("the link is closed", orderly=True)
+            if self._in is not None:
+                self._in.release()
+        finally:
+            self._done_receiving()
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Link.on_readable`."""
+        with self._lock:
+            self._notify = notify
+            half = self._coming
+        if half is not None:
+            half.on_readable(notify)  # which calls it
+        else:
+            notify()
+
+    def close(self, deadline: float) -> None:
+        """See `Link.close`: says that nothing follows, and waits for the peer's word that it has taken in all."""
+        self.half_close(FrameKind.LEAVE, deadline)
+        self.drained.wait(max(0.0, deadline - time.monotonic()))
+
+    def half_close(self, kind: Literal[FrameKind.CLOSE, FrameKind.LEAVE], deadline: float) -> None:
+        """Says that nothing follows here, or anywhere; waits only for what was sent to be with the kernel."""
+        out = self._out
+        if out is not None and not self._shut and not self.closing:
+            with suppress(LinkEnded, LinkTimeout, PacelineError):  # the peer counts, and finds out what is missing
+                out.flush(deadline)
+        sent = out.frames if out is not None else 0
+        self.stream.close(encode(Frame(kind, self._fault.generation, sent, 0, b"", b"")))
+
+    def _outgoing(self, deadline: float) -> Outgoing:
+        """The way out, once it is known.
+
+        Raises:
+            LinkTimeout, LinkEnded, PacelineError: as `send`.
+        """
+        if self._out is None and not self._shut:
+            self._await(self._opened, deadline, "the peer has not answered")
+        out = self._out
+        if out is None or self._shut or self.stream.closing:
+            raise self._error(self._out_ended)
+        return out
+
+    def _incoming(self, deadline: float) -> Incoming:
+        """The way in, once it is there.
+
+        Raises:
+            LinkTimeout, LinkEnded, PacelineError: as `recv`.
+        """
+        if self._in is None and not self._shut:
+            self._await(self._arrived, deadline, "nothing came")
+        half = self._in
+        if half is None or self._shut:
+            raise self._error(self._in_ended)
+        return half
+
+    def _await(self, latch: Latch, deadline: float, text: str) -> None:
+        while not latch.wait(max(0.0, min(SLICE, deadline - time.monotonic()))):
+            self._fault.check()
+            if time.monotonic() >= deadline:
+                raise LinkTimeout(text)
+
+    def _error(self, ended: LinkEnded | None) -> LinkEnded:
+        """How this link ended, unless the generation has failed, which this raises."""
+        self._fault.check()
+        if ended is None or self._shut:
+            return LinkEnded("the link is closed", orderly=True)
+        return LinkEnded(str(ended), orderly=ended.orderly)
+
+    def _broke_protocol(self, breach: Breach) -> PacelineError:
+        text = f"{self.peer} broke the protocol: {breach}"
+        self._fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, self.peer.rank, 0, text))
+        return self._fault.error()
+
+    def _done_sending(self) -> None:
+        self._sending = False
+        if self._shut and self._out is not None:
+            self._out.close()
+
+    def _done_receiving(self) -> None:
+        self._receiving = False
+        if self._shut and self._coming is not None:
+            self._coming.close()
+
+    # For the mesh and the door; most of it on the loop.
+
+    @property
+    def closing(self) -> bool:
+        """True once this side has said that nothing follows."""
+        return self.stream.closing
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of frames of operations that were sent so far."""
+        return self._out.sent_bytes if self._out is not None else 0
+
+    def stuck_for(self, now: float) -> float:
+        """See `Outgoing.stuck_for`."""
+        return 0.0 if self._out is None or self._shut else self._out.stuck_for(now)
+
+    def send_by(self, half: Outgoing) -> None:
+        """Frames go this way from now on. Called once."""
+        self._out, self.kind = half, half.kind
+        with self._lock:
+            ended = self._out_ended
+        if ended is not None:
+            half.end(ended)
+        self._opened.set()
+        if self._shut and not self._sending:  # it opened too late for `shut` to see it
+            half.close()
+
+    def claim(self) -> bool:
+        """Takes the way in for the one stream that may bring it; False if another has it, or had. On the loop only."""
+        first, self._claimed = not self._claimed, True
+        return first
+
+    def receive_by(self, half: Incoming) -> None:
+        """Frames come this way. Called once."""
+        with self._lock:
+            self._coming, ended, notify = half, self._in_ended, self._notify
+        if ended is not None:
+            half.end(ended)
+        if notify is not _nothing:
+            half.on_readable(notify)
+        self._in = half  # not before: `on_readable` and `recv` are not for two threads at once
+        self._arrived.set()
+        notify()
+        if self._shut and not self._receiving:
+            half.close()
+
+    def end_out(self, error: LinkEnded) -> None:
+        """The peer takes nothing any more."""
+        with self._lock:
+            self._out_ended = self._out_ended or error
+        self.stream.end(error)
+        if self._out is not None and not self._shut:
+            self._out.end(error)
+        self._opened.set()
+
+    def end_in(self, error: LinkEnded, frames: int | None = None) -> None:
+        """Nothing follows; nothing after so many frames in all (`Incoming.end`)."""
+        with self._lock:
+            self._in_ended = self._in_ended or error
+            half, notify = self._coming, self._notify
+        if half is not None:
+            half.end(error, frames)
+        else:
+            self._arrived.set()
+            notify()
+
+    def forget(self) -> None:
+        """Hears of no failure any more."""
+        self._fault.forget(self._wake)
+
+    def shut(self) -> None:
+        """Closes the halves, once no thread is inside. Idempotent."""
+        self._shut = True
+        self._wake()
+        if self._out is not None and not self._sending:
+            self._out.close()
+        if self._coming is not None and not self._receiving:
+            self._coming.close()
+
+    def _wake(self) -> None:
+        """Makes blocked calls look at the fault, and at `_shut`: this link is of no use any more."""
+        self._opened.set()
+        self._arrived.set()
+        self.drained.set()  # nobody will drain it any more
+        self.stream.wake()
+        if self._out is not None:
+            self._out.wake()
+        if self._coming is not None:
+            self._coming.wake()
+        else:
+            self._notify()
+
+
+def _nothing() -> None:
+    """Stands where no reader asked to be told of arrivals."""

@@ -1,0 +1,104 @@
+"""The outbox of a link's gRPC stream: what waits to be written to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._wait import SLICE
+
+__all__ = ["OUTBOX_FRAMES", "Outbox"]
+
+OUTBOX_FRAMES = 8
+"""Frames that wait to be written before `send` blocks: twice what a schedule runs ahead."""
+
+
+class Outbox:
+    """Encoded frames on their way to the gRPC stream of a link: filled by one thread, emptied on the loop.
+
+    Every link has one, for the frames that end it; frames of operations go here only if the link is of kind "grpc".
+
+    Attributes:
+        closing: True once the last frame has been added.
+        sent_bytes: bytes that were added so far.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._room = threading.Condition(self._lock)
+        self._frames: deque[bytes] = deque()
+        self._ended: LinkEnded | None = None
+        self.closing = False
+        self._ready = asyncio.Event()  # touched on the loop only
+        self.sent_bytes = 0
+
+    def put(self, data: bytes, deadline: float, fault: Fault) -> None:
+        """Adds a frame, waiting for room until the deadline."""
+        with self._lock:
+            while len(self._frames) >= OUTBOX_FRAMES and self._ended is None and not fault.failed:
+                left = deadline - time.monotonic()
+                if not self._room.wait(min(SLICE, left)) and left <= SLICE:
+                    raise LinkTimeout("the peer took nothing")
+            accepted = self._ended is None and not self.closing and not fault.failed
+            if accepted:
+                self._frames.append(data)
+                self.sent_bytes += len(data)
+            wake = accepted and len(self._frames) == 1
+        if wake:
+            self._loop.call_soon_threadsafe(self._ready.set)
+        if not accepted:
+            fault.check()  # not under the lock: it may wait for a verdict, which comes through the loop
+            raise self._ended or LinkEnded("the link is closed", orderly=True)
+
+    def put_last(self, data: bytes) -> None:
+        """Drops what waits and sends this frame instead: the news that the generation has failed."""
+        with self._lock:
+            self._frames.clear()
+            self._frames.append(data)
+            self.closing = True
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    def wake(self) -> None:
+        """Makes a blocked `put` look at the fault."""
+        with self._lock:
+            self._room.notify_all()
+
+    def end(self, error: LinkEnded) -> None:
+        """The peer is gone: every `put` raises from now on."""
+        with self._lock:
+            self._ended = self._ended or error
+            self._frames.clear()
+            self._room.notify_all()
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    def close(self, last: bytes) -> None:
+        """No more frames after this one; the writer half-closes the stream when it has written what is here."""
+        with self._lock:
+            if not self.closing:
+                self.closing = True
+                self._frames.append(last)
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    def wait_empty(self, deadline: float) -> None:
+        """Waits until the writer has taken all frames, or until the deadline."""
+        with self._lock:
+            while self._frames and self._ended is None and self._room.wait(max(0.0, deadline - time.monotonic())):
+                pass
+
+    async def take(self) -> bytes | None:
+        """The next frame to write; None when the outbox is closed and empty. On the loop only."""
+        while True:
+            with self._lock:
+                if self._frames:
+                    data = self._frames.popleft()
+                    self._room.notify()
+                    return data
+                if self.closing or self._ended is not None:
+                    return None
+                self._ready.clear()
+            await self._ready.wait()

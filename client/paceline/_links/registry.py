@@ -1,0 +1,199 @@
+"""Which kinds of links there are, and how two members agree on one.
+
+To add a kind: write a `Kind` (`kind.py` is its contract, `paceline.testing.check_link` the check), register it here,
+give it a number in peer.proto, with whatever its `HelloResponse` must say, and name it in `config.LINKS` if it is used
+by default. `tests/support/worlds.py` lists the kinds that tests run over.
+
+The side that writes offers the kinds that it can write to this peer, the best first, in its Hello. The peer's door
+chooses the first that it can read, and expects a half of it under the ticket that it gives. A kind that cannot be
+opened after all is offered no more to that peer in this generation; the next one takes its place, and gRPC is always
+the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._links.grpc_kind import GrpcKind
+from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext, Incoming, Kind, Outgoing
+from paceline._links.outbox import Outbox
+from paceline._links.shm.shm_kind import ShmKind
+from paceline._links.tcp import TcpKind
+from paceline.config import Config, know_link
+from paceline.credentials import Credentials
+from paceline.errors import LinkUnavailable
+from pacelinepb.v1 import peer_pb2
+
+__all__ = ["LinkKinds", "Openings", "register", "unregister"]
+
+OPEN_SECONDS = 1.0
+"""For a half to be opened: an answer takes milliseconds, and where a firewall drops what is sent, gRPC is waiting."""
+
+K = TypeVar("K", bound=Kind)
+
+_kinds: dict[str, type[Kind]] = {}
+
+
+def register(kind: type[Kind]) -> None:
+    """Makes a kind known by its name: workers whose `Config.links` has the name can use it.
+
+    Raises:
+        ValueError: another kind has this name or number.
+    """
+    for other in _kinds.values():
+        if kind.name == other.name or kind.number == other.number:
+            raise ValueError(f"the kind {kind.name!r} (number {kind.number}) is taken by {other.__name__}")
+    _kinds[kind.name] = kind
+    know_link(kind.name)
+
+
+def unregister(kind: type[Kind]) -> None:
+    """Undoes `register`; workers that exist already keep the kind."""
+    del _kinds[kind.name]
+    know_link(kind.name, known=False)
+
+
+register(ShmKind)
+register(TcpKind)
+register(GrpcKind)
+
+
+class LinkKinds:
+    """The kinds of links that one worker has, the best first. On the loop, but for `empty`.
+
+    Args:
+        config: says which kinds may be used; gRPC always may.
+        credentials: by what members know each other.
+    """
+
+    def __init__(self, config: Config, credentials: Credentials) -> None:
+        allowed = [kind for name, kind in _kinds.items() if name in (*config.links, GrpcKind.name)]
+        allowed.sort(key=lambda kind: -kind.preference)
+        self._kinds = {kind.number: kind(config, credentials) for kind in allowed}
+        self._come: dict[bytes, tuple[Incoming, asyncio.TimerHandle]] = {}  # halves whose stream has yet to come
+
+    def __iter__(self) -> Iterator[Kind]:
+        return iter(self._kinds.values())
+
+    def of(self, kind: type[K]) -> K:
+        """The kind of this class.
+
+        Raises:
+            LookupError: this worker has no such kind.
+        """
+        for own in self:
+            if isinstance(own, kind):
+                return own
+        raise LookupError(f"this worker has no {kind.__name__}")
+
+    def by_number(self, number: int) -> Kind | None:
+        """The kind with this number on the wire; None if this worker has none."""
+        return self._kinds.get(number)  # type: ignore[call-overload, no-any-return]  # a number from the wire is any int
+
+    async def start(self, host: str) -> None:
+        """Listens beside the door, at the same address; called again when that changes."""
+        for kind in self:
+            await kind.start(host)
+
+    def close(self) -> None:
+        """Stops listening."""
+        for kind in self:
+            kind.close()
+        for ticket in list(self._come):
+            self.drop(ticket)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A new array that links can lend without a copy, if any kind can. From any thread."""
+        for kind in self:
+            array = kind.empty(shape, dtype)
+            if array is not None:
+                return array
+        return np.empty(shape, dtype)
+
+    def openings(self, node: str, neighbours: int, fault: Fault) -> Openings:
+        """What opens the halves that this member writes in one generation."""
+        return Openings(self, node, neighbours, fault)
+
+    def expect(
+        self, hello: peer_pb2.HelloRequest, context: HalfContext, ticket: bytes
+    ) -> peer_pb2.HelloResponse | None:
+        """Chooses a kind for a caller, and expects its half; None if it offers none that both can use."""
+        for number in hello.offered:
+            kind = self.by_number(number)
+            answer = kind.expect(hello, context, ticket, partial(self._keep, ticket)) if kind is not None else None
+            if answer is not None:
+                answer.chosen, answer.ticket = number, ticket
+                return answer
+        return None
+
+    def take(self, ticket: bytes) -> Incoming | None:
+        """The half that has come with a ticket; the taker's from now on. None if none has."""
+        half, expiry = self._come.pop(ticket, (None, None))
+        if expiry is not None:
+            expiry.cancel()
+        return half
+
+    def drop(self, ticket: bytes) -> None:
+        """Closes the half that has come with a ticket, if any: no stream will follow."""
+        half = self.take(ticket)
+        if half is not None:
+            half.close()
+
+    def _keep(self, ticket: bytes, half: Incoming) -> None:
+        self._come[ticket] = half, asyncio.get_running_loop().call_later(TICKET_LIFETIME, self.drop, ticket)
+
+
+class Openings:
+    """Opens the halves that one member writes in one generation. On the loop.
+
+    Args:
+        kinds: the kinds that this worker has.
+        node: this member's; empty if it shares no memory.
+        neighbours: see `Mesh.neighbours`.
+        fault: how the generation ends.
+    """
+
+    def __init__(self, kinds: LinkKinds, node: str, neighbours: int, fault: Fault) -> None:
+        self._kinds = kinds
+        self._node = node
+        self._neighbours = neighbours
+        self._fault = fault
+        self._given_up: set[tuple[int, int]] = set()
+
+    def offers(self, peer: Peer) -> Sequence[Kind]:
+        """The kinds to offer to a peer's door, the best first."""
+        context = self._context(peer)
+        return [kind for kind in self._kinds if (peer.rank, kind.number) not in self._given_up and kind.is_for(context)]
+
+    def give_up(self, peer: Peer, number: int) -> None:
+        """That kind could not be opened to that peer: it is not offered again."""
+        self._given_up.add((peer.rank, number))
+
+    async def open(self, answer: peer_pb2.HelloResponse, peer: Peer, stream: Outbox) -> Outgoing:
+        """Opens what the peer's door has chosen.
+
+        Args:
+            answer: the door's.
+            peer: whose door it is.
+            stream: what the link's gRPC stream writes.
+
+        Raises:
+            LinkUnavailable: it cannot be opened.
+        """
+        kind = self._kinds.by_number(answer.chosen)
+        if kind is None:
+            raise LinkUnavailable(f"{peer} chose a kind of link that was not offered")
+        if len(answer.ticket) != TICKET_BYTES:
+            raise LinkUnavailable(f"{peer} sent an invalid answer when a link was opened")
+        return await kind.open(answer, self._context(peer), stream, OPEN_SECONDS)
+
+    def _context(self, peer: Peer) -> HalfContext:
+        return HalfContext(peer, self._node, self._neighbours, self._fault)

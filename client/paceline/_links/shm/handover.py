@@ -1,0 +1,326 @@
+"""How a reader gets a writer's control segment: over a Unix socket, with the ticket that the door gave the writer.
+
+The name of the socket is abstract and random: it leaves no file behind. That the two are processes of one kernel and
+one user is seen, not guessed: the connection works, and the kernel says who is at its other end (unix(7), SO_PEERCRED).
+Everything here runs on the loop, and nothing waits anywhere but there.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline._links.base import Peer
+from paceline._links.fault import Fault
+from paceline._links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
+from paceline._links.shm.incoming import ShmIncoming, receive_descriptors
+from paceline._links.shm.outgoing import ShmOutgoing
+from paceline._links.shm.segment import Segment, SegmentError, attach, check_available
+from paceline.errors import LinkUnavailable
+
+__all__ = ["MAX_TICKET_BYTES", "ShmHost", "connect"]
+
+MAX_TICKET_BYTES = 64
+"""Longest ticket."""
+
+TICKET_LIFETIME = 10.0
+"""Seconds for which a ticket is good, and a connection may stay silent."""
+
+MAX_STRANGERS = 128
+"""Connections that have not shown a ticket; others wait in the kernel's queue."""
+
+_PAUSE = 1.0
+"""Seconds without accepting when descriptors have run out."""
+
+_FULL = 0.01
+"""Seconds until a host whose queue is full is tried again."""
+
+_MAX_REPLY = 200
+_ACCEPTED = b"\x01"
+_OPENING = struct.Struct("<4sHHQ")
+"""Magic, layout, bytes of the ticket, bytes of the segment. The ticket follows; segment, bell and room come along."""
+
+_MAGIC = b"PLSM"
+_CREDENTIALS = struct.Struct("iII")
+"""struct ucred: pid, uid, gid (unix(7))."""
+
+
+class _Refused(Exception):
+    """A connection brought what it should not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    on_half: Callable[[ShmIncoming], None]
+    fault: Fault
+    peer: Peer
+    neighbours: int
+    expiry: asyncio.TimerHandle
+
+
+class ShmHost:
+    """Where writers of this host hand over their control segments. Made and used on the loop.
+
+    Args:
+        loop: the loop.
+
+    Attributes:
+        name: what `connect` needs.
+
+    Raises:
+        LinkUnavailable: there is no shared memory here, or no descriptor for the socket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        check_available()
+        self.name = f"paceline-{secrets.token_hex(16)}"
+        self._loop = loop
+        self._expected: dict[bytes, _Expected] = {}
+        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        self._closed = False
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise LinkUnavailable(f"no shared memory with peers: {error}") from error
+        try:
+            self._socket.setblocking(False)
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(MAX_STRANGERS)
+        except OSError as error:
+            self._socket.close()
+            raise LinkUnavailable(f"no shared memory with peers: {error}") from error
+        self._accept_more()
+
+    def expect(
+        self,
+        ticket: bytes,
+        on_half: Callable[[ShmIncoming], None],
+        fault: Fault,
+        peer: Peer,
+        neighbours: int = 1,
+    ) -> None:
+        """Has `on_half` called on the loop with the half that a writer sets up with this ticket, within 10 s, once.
+
+        Args:
+            ticket: random, `MAX_TICKET_BYTES` at most.
+            on_half: whose the half is then; called before the writer hears that it is accepted.
+            fault: as for `ShmIncoming`.
+            peer: as for `ShmIncoming`.
+            neighbours: as for `ShmIncoming`.
+        """
+        assert 0 < len(ticket) <= MAX_TICKET_BYTES
+        self.forget(ticket)
+        expiry = self._loop.call_later(TICKET_LIFETIME, self.forget, ticket)
+        self._expected[ticket] = _Expected(on_half, fault, peer, neighbours, expiry)
+
+    def forget(self, ticket: bytes) -> None:
+        """The ticket is no good any more."""
+        expected = self._expected.pop(ticket, None)
+        if expected is not None:
+            expected.expiry.cancel()
+
+    def close(self) -> None:
+        """Lets nobody in any more; halves that were made stay. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        for ticket in list(self._expected):
+            self.forget(ticket)
+        for stranger in list(self._strangers):
+            self._drop(stranger)
+
+    def _accept_more(self) -> None:
+        self._pause = None
+        if not self._closed:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            stranger, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except (
+            OSError
+        ):  # no descriptors: the socket stays readable, and must not keep the loop busy until some are free
+            self._loop.remove_reader(self._socket)
+            self._pause = self._loop.call_later(_PAUSE, self._accept_more)
+            return
+        stranger.setblocking(False)
+        if _uid(stranger) != os.geteuid():
+            stranger.close()
+            return
+        self._strangers[stranger] = self._loop.call_later(TICKET_LIFETIME, self._drop, stranger)
+        self._loop.add_reader(stranger, self._open, stranger)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._loop.remove_reader(self._socket)
+
+    def _detach(self, stranger: socket.socket) -> None:
+        """It is a stranger no longer."""
+        self._strangers.pop(stranger).cancel()
+        self._loop.remove_reader(stranger)
+        if self._pause is None:
+            self._accept_more()
+
+    def _drop(self, stranger: socket.socket) -> None:
+        self._detach(stranger)
+        stranger.close()
+
+    def _open(self, stranger: socket.socket) -> None:
+        """Takes in the one message that a writer begins with."""
+        try:
+            data, descriptors = receive_descriptors(stranger, _OPENING.size + MAX_TICKET_BYTES, 3)
+        except BlockingIOError:
+            return
+        except OSError:  # it hung up
+            self._drop(stranger)
+            return
+        self._detach(stranger)
+        try:
+            expected, half = self._make(stranger, data, descriptors)
+        except _Refused as refusal:
+            for fd in descriptors:
+                os.close(fd)
+            _reply(stranger, str(refusal).encode()[:_MAX_REPLY])
+            stranger.close()
+            return
+        try:
+            expected.on_half(half)
+        except BaseException:
+            half.close()
+            raise
+        _reply(stranger, _ACCEPTED)
+
+    def _make(self, stranger: socket.socket, data: bytes, descriptors: list[int]) -> tuple[_Expected, ShmIncoming]:
+        """The half that a message asks for; owns the socket and the descriptors from then on."""
+        if len(data) < _OPENING.size:
+            raise _Refused("that is no opening")
+        magic, layout, length, size = _OPENING.unpack_from(data)
+        ticket = data[_OPENING.size :]
+        if magic != _MAGIC or length != len(ticket):
+            raise _Refused("that is no opening")
+        if (layout, size) != (LAYOUT, CONTROL_BYTES):
+            raise _Refused(f"this side has layout {LAYOUT} of {CONTROL_BYTES} bytes")
+        expected = self._expected.get(ticket)
+        if expected is None:
+            raise _Refused("the ticket is unknown or has expired")
+        self.forget(ticket)
+        if len(descriptors) != 3:
+            raise _Refused(f"{len(descriptors)} descriptors arrived where 3 are due")
+        memory, bell, room = descriptors
+        try:
+            control = attach(memory, size)
+            if not (_is_eventfd(bell) and _is_eventfd(room)):
+                raise _Refused("bell and room must be eventfds")
+            os.set_blocking(bell, False)
+            os.set_blocking(room, False)
+            half = ShmIncoming(
+                expected.fault, expected.peer, self._loop, stranger, control, bell, room, expected.neighbours
+            )
+        except SegmentError as error:
+            raise _Refused(f"the control segment: {error}") from error
+        except OSError as error:  # no descriptors or no address space are left, or there is no /proc
+            raise _Refused(f"this side: {error}") from error
+        os.close(memory)
+        return expected, half
+
+
+async def connect(
+    name: str,
+    ticket: bytes,
+    fault: Fault,
+    peer: Peer,
+    loop: asyncio.AbstractEventLoop,
+    timeout: float,
+    neighbours: int = 1,
+) -> ShmOutgoing:
+    """Sets up the half that writes to a peer.
+
+    Args:
+        name: of the peer's `ShmHost`.
+        ticket: what the peer expects.
+        fault: how the generation ends.
+        peer: the reader.
+        loop: the loop that this runs on.
+        timeout: seconds.
+        neighbours: as for `ShmOutgoing`.
+
+    Raises:
+        LinkUnavailable: the two cannot share memory; the text says why.
+    """
+    check_available()
+    made: list[int] = []
+    segment: Segment | None = None
+    sock: socket.socket | None = None
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        async with asyncio.timeout(timeout):
+            await _reach(sock, name)
+        if _uid(sock) != os.geteuid():
+            raise LinkUnavailable(f"no shared memory with {peer}: it is another user's")
+        segment = Segment(CONTROL_BYTES)
+        segment.back(STAGING_AT)
+        for _ in range(2):
+            made.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        opening = _OPENING.pack(_MAGIC, LAYOUT, len(ticket), CONTROL_BYTES) + ticket
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd, *made]))
+        sock.sendmsg([opening], [rights])
+        async with asyncio.timeout(timeout):
+            answer = await loop.sock_recv(sock, _MAX_REPLY)
+        if answer != _ACCEPTED:
+            raise LinkUnavailable(
+                f"{peer} refused to share memory: {answer.decode('utf-8', 'replace') or 'it hung up'}"
+            )
+        bell, room = made
+        return ShmOutgoing(fault, peer, sock, segment, bell, room, neighbours)
+    except BaseException as error:
+        for fd in made:
+            os.close(fd)
+        if segment is not None:
+            segment.close()
+        if sock is not None:
+            sock.close()
+        if isinstance(error, TimeoutError):
+            raise LinkUnavailable(f"no shared memory with {peer}: it did not answer in {timeout} s") from None
+        if isinstance(error, OSError):
+            raise LinkUnavailable(f"no shared memory with {peer}: {error}") from error
+        raise
+
+
+async def _reach(sock: socket.socket, name: str) -> None:
+    """Connects. A Unix socket does so at once or not at all, and nothing tells when a full queue has room (unix(7))."""
+    while True:
+        try:
+            sock.connect(f"\0{name}")
+        except BlockingIOError:
+            await asyncio.sleep(_FULL)
+        else:
+            return
+
+
+def _uid(sock: socket.socket) -> int:
+    """Whose process is at the other end: seen by the kernel when it connected or listened."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
+
+
+def _is_eventfd(fd: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventfd]"
+
+
+def _reply(stranger: socket.socket, answer: bytes) -> None:
+    try:
+        stranger.send(answer)
+    except OSError:  # it hung up: whoever watches the link will say so, and nobody else waits for the answer
+        return

@@ -1,0 +1,412 @@
+"""The reader's half: counts from the bell, frames out of memory that the peer writes.
+
+The peer can change that memory at any time, so each field is read once, checked, and then used (I9). What is small is
+copied out. Larger payloads are read where they lie, until `release`; but a reader that has never released anything gets
+copies, for it would soon hold all there is.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from paceline._arrays import copy_bytes
+from paceline._fork import check_process
+from paceline._links.base import MARKS, LinkEnded, LinkTimeout, Peer
+from paceline._links.fault import Fault
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline._links.kind import Incoming
+from paceline._links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
+from paceline._links.shm.control_segment import (
+    INLINE_BYTES,
+    MARK,
+    MAX_PAYLOAD_BYTES,
+    SLOTS,
+    STAGING_AT,
+    STAGING_BYTES,
+    ControlMemory,
+    Descriptor,
+    PayloadPlace,
+)
+from paceline._links.shm.outgoing import ANNOUNCEMENT, again, breach
+from paceline._links.shm.segment import Attached, SegmentError, attach
+from paceline.errors import LimitExceeded
+
+__all__ = ["LentSegments", "ShmIncoming", "receive_descriptors"]
+
+MAX_SEGMENTS = 4096
+"""Segments of one peer that are mapped at a time."""
+
+_FRAMES, _MARKS = range(2)
+"""Indices of `ShmIncoming._rung`: the bell counts both."""
+
+
+class ShmIncoming(Incoming):
+    """Frames from one peer of this host. `handover.ShmHost` makes it.
+
+    Args:
+        fault: how the generation ends.
+        peer: the writer.
+        loop: that of the links; tells of arrivals (`on_readable`).
+        sock: from the writer, not blocking. Owned from here on.
+        control: the writer's control segment.
+        bell: eventfd that counts frames and marks. Owned from here on.
+        room: eventfd that counts what is released. Owned from here on.
+        neighbours: other members on this machine, of which each has its share of the cores.
+    """
+
+    kind = "shm"
+
+    def __init__(
+        self,
+        fault: Fault,
+        peer: Peer,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        control: Attached,
+        bell: int,
+        room: int,
+        neighbours: int = 1,
+    ) -> None:
+        self._bell = Bell(bell, 0.0)  # first, for it may fail; awake, this looks at the memory
+        self._fault = fault
+        self._peer = peer
+        self._loop = loop
+        self._segments = LentSegments(fault, peer, sock)
+        self._attached = control
+        self._control = ControlMemory(control.view)
+        self._told, self._marks = self._control.told, self._control.marks
+        self._marked = 0  # marks that were read
+        self._seen = [0] * MARKS  # what was read last in each place
+        self._room = room
+        self._bell.watch(sock.fileno(), self._on_socket)
+        self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
+        self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
+        self._frames = 0  # frames that were read
+        self._held = 0  # frames that were read and not given back
+        self._pinned = False  # one of those is read where it lies
+        self._lent = False  # one of those lies in the peer's arena
+        self._releases = False  # the reader has released a frame before, so it will again
+        self._ended: tuple[LinkEnded, int | None] | None = None
+        self._notify: Callable[[], None] = _nothing
+        self._epoll: select.epoll | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        """See `Incoming.recv`; large payloads are views of the peer's memory, unless they are put into `into`."""
+        check_process()
+        if self._fault.failed:
+            self._fault.check()
+        if not self._rung[_FRAMES]:
+            self._await(_FRAMES, self._told, 0, self._frames, self._spinning, deadline)
+        number, control = self._frames, self._control
+        found = control.descriptor(number)
+        if (
+            found.number != number
+            or found.kind != FrameKind.DATA
+            or found.generation != self._fault.generation
+            or found.signature_bytes > MAX_SIGNATURE_BYTES
+            or found.size > MAX_PAYLOAD_BYTES
+        ):
+            text = f"frame {found.number} of kind={found.kind} and generation={found.generation}"
+            text += f", {found.signature_bytes} + {found.size} bytes"
+            breach(self._fault, self._peer, f"{text}, where frame {number} was due")
+        signature, size, in_place = control.signature(number, found.signature_bytes), found.size, True
+        payload: bytes | memoryview
+        if found.place == PayloadPlace.SLOT:
+            if size > INLINE_BYTES:
+                breach(self._fault, self._peer, f"{size} bytes in a slot of {INLINE_BYTES}")
+            payload, in_place = bytes(control.inline(number, size)), False
+        else:
+            payload = self._locate(found)
+        if into is not None and len(into) == size:
+            copy_bytes(payload, into)
+            payload = into
+        elif in_place and self._releases:
+            self._pinned = True
+        elif in_place:
+            payload = np.frombuffer(payload, np.uint8).copy().data
+        self._rung[_FRAMES] -= 1
+        self._frames += 1
+        self._held += 1
+        self._lent |= found.place == PayloadPlace.ARENA
+        if not self._pinned:
+            self._give_back()
+        return Frame(FrameKind.DATA, found.generation, found.operation, found.part, signature, payload)
+
+    def await_mark(self, deadline: float) -> Frame | int:
+        """See `Incoming.await_mark`."""
+        check_process()
+        if self._fault.failed:
+            self._fault.check()
+        at = self._marked % MARKS
+        if not self._rung[_MARKS]:
+            self._await(_MARKS, self._marks, at, self._seen[at], self._mark_spinning, deadline)
+        if self._rung[_FRAMES] and (not self._rung[_MARKS] or self._next_operation() < self._marks[at]):
+            return self.recv(deadline)
+        self._rung[_MARKS] -= 1
+        self._marked += 1
+        found = self._seen[at] = self._marks[at]
+        return found
+
+    def _next_operation(self) -> int:
+        """The operation of the next frame, which the bell has counted."""
+        return self._control.descriptor(self._frames).operation
+
+    def _await(self, what: int, words: memoryview, at: int, before: int, spinning: SpinPolicy, deadline: float) -> None:
+        """Returns when the bell has counted something of a kind (`_rung`); if it is a mark, or a frame instead.
+
+        When `words[at]`, in the peer's memory, is no longer what it was before, the bell is about to ring. This spins
+        on that word for as long as `spinning` allows, yields the core in between, and then sleeps.
+        """
+        rung, started = self._rung, 0.0
+        if words[at] == before:
+            started, pause = monotonic(), os.sched_yield
+            if spinning.should_spin:
+                until = min(deadline, started + spinning.most)
+                while words[at] == before and monotonic() < until:
+                    pause()
+        if words[at] != before:
+            self._count(self._bell.read())
+        while not rung[what] and not (what == _MARKS and rung[_FRAMES]):
+            self._sleep(deadline)
+        if started:
+            spinning.note(monotonic() - started)
+
+    def _count(self, count: int) -> None:
+        rung = self._rung
+        rung[_FRAMES] += count % MARK
+        rung[_MARKS] += count // MARK
+        if rung[_FRAMES] > SLOTS - self._held or rung[_MARKS] > MARKS:
+            text = "it rang for {} frames and {} marks".format(*rung)
+            breach(self._fault, self._peer, f"{text}, where {SLOTS - self._held} frames fit")
+
+    def release(self) -> None:
+        """See `Incoming.release`."""
+        self._releases = True
+        if self._pinned:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        held, lent = self._held, self._lent
+        self._held, self._lent, self._pinned = 0, False, False
+        if lent:
+            self._check_void()
+        try:
+            os.eventfd_write(self._room, held)
+        except BlockingIOError:
+            breach(self._fault, self._peer, "its count of what was released is more than can be")
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Incoming.on_readable`."""
+        with self._lock:  # once it is closed, the bell's number is another file's
+            if not self._closed:
+                self._notify = notify
+                if self._epoll is None:
+                    self._watch()
+        notify()
+
+    def _watch(self) -> None:
+        # Each ring makes the edge-triggered set readable, whether the count has been read or not.
+        try:
+            self._epoll = select.epoll()
+        except OSError as error:
+            raise LimitExceeded(f"cannot wait for frames from {self._peer}: {error}") from error
+        self._epoll.register(self._bell.fd, select.EPOLLIN | select.EPOLLET)
+        self._loop.call_soon_threadsafe(self._listen, self._epoll)
+
+    def wake(self) -> None:
+        """See `Incoming.wake`."""
+        self._bell.wake()
+        self._notify()
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """See `Incoming.end`."""
+        if self._ended is None:
+            self._ended = (error, frames)
+        self._bell.wake()
+        self._notify()
+
+    def close(self) -> None:
+        """See `Incoming.close`. Payloads that are still referred to keep their memory."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._ended = (LinkEnded(f"the link from {self._peer} was closed here", orderly=True), None)
+        self._rung, self._pinned, self._notify = [0, 0], False, _nothing
+        self._bell.close()
+        os.close(self._room)
+        self._segments.close()
+        del self._attached, self._control
+        # Whoever asks from here on finds nothing new, and then the end.
+        self._told = memoryview(array.array("Q", [self._frames]))
+        self._marks = memoryview(array.array("Q", self._seen))
+        if self._epoll is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._unlisten, self._epoll)
+
+    def _sleep(self, deadline: float) -> None:
+        """Waits for the bell, or for a slice of time; raises if it is in vain."""
+        if self._fault.failed:  # before it sleeps: another read may have used up the wake
+            self._fault.check()
+        ended = self._ended  # before the bell: what was rung before the end must not be missed
+        count = self._bell.take(deadline if ended is None else 0.0)
+        if count:
+            self._count(count)
+            return
+        self._fault.check()
+        if ended is not None:
+            self._raise_end(*ended)
+        if monotonic() >= deadline:
+            raise LinkTimeout(f"nothing came from {self._peer}")
+
+    def _raise_end(self, error: LinkEnded, frames: int | None) -> None:
+        if frames is not None and frames != self._frames:
+            # Its bell rang before it said so: no other frame is on its way.
+            breach(self._fault, self._peer, f"it said that it had sent {frames} frames, and had sent {self._frames}")
+        raise again(error)
+
+    def _locate(self, found: Descriptor) -> memoryview:
+        """The peer's memory that a descriptor names, if the peer may name it."""
+        offset, size = found.offset, found.size
+        if found.place == PayloadPlace.STAGING:
+            if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
+                breach(self._fault, self._peer, f"{size} bytes at {offset}, outside of staging")
+            return self._control.staged(offset, size)
+        if found.place != PayloadPlace.ARENA:
+            breach(self._fault, self._peer, f"a payload in place {found.place}")
+        if self._control.is_void:
+            raise self._void()
+        segment = self._segments.find(found.segment)
+        if offset > segment.size - size:
+            breach(self._fault, self._peer, f"{size} bytes at {offset} in a segment of {segment.size}")
+        return segment.view[offset : offset + size]
+
+    def _check_void(self) -> None:
+        with self._lock:  # twice, a full barrier: all that was read was read before the mark is
+            pass
+        with self._lock:
+            pass
+        if self._control.is_void:
+            raise self._void()
+
+    def _void(self) -> LinkEnded:
+        return LinkEnded(f"{self._peer} took back what it had lent: its operation failed")
+
+    def _on_socket(self, events: int) -> None:
+        if events & (select.POLLHUP | select.POLLERR):
+            self._bell.forget(self._segments.fileno())  # how the link ended is the control channel's to say
+        self._segments.learn()
+
+    def _listen(self, epoll: select.epoll) -> None:
+        self._loop.add_reader(epoll.fileno(), self._on_edge, epoll)
+
+    def _unlisten(self, epoll: select.epoll) -> None:
+        self._loop.remove_reader(epoll.fileno())
+        epoll.close()
+
+    def _on_edge(self, epoll: select.epoll) -> None:
+        epoll.poll(0)
+        self._notify()
+
+
+def _nothing() -> None:
+    """The notification of a half whose reader has not asked for any."""
+
+
+class LentSegments:
+    """The segments of a peer's arena that it has handed over, mapped here to be read. For the thread that reads.
+
+    Args:
+        fault: how the generation ends.
+        peer: who hands them over.
+        sock: from there, not blocking. Owned from here on.
+    """
+
+    def __init__(self, fault: Fault, peer: Peer, sock: socket.socket) -> None:
+        self._fault = fault
+        self._peer = peer
+        self._sock = sock
+        self._segments: dict[int, Attached] = {}
+
+    def fileno(self) -> int:
+        """The socket's descriptor: readable when the peer has announced something."""
+        return self._sock.fileno()
+
+    def find(self, number: int) -> Attached:
+        """The segment with this number. Ends the generation if the peer has not handed it over."""
+        segment = self._segments.get(number)
+        if segment is None:
+            self.learn()
+            segment = self._segments.get(number)
+            if segment is None:
+                breach(self._fault, self._peer, f"a payload in segment {number}, which it has not handed over")
+        return segment
+
+    def close(self) -> None:
+        """Closes the socket. Segments that are still referred to stay mapped."""
+        self._sock.close()
+        self._segments.clear()
+
+    def learn(self) -> None:
+        """Reads which segments the peer has handed over, and which are gone."""
+        for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
+            try:
+                word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
+            except (BlockingIOError, ConnectionError):  # no more; or it hung up, of which the control channel tells
+                return
+            if not word:
+                return
+            try:
+                self._announced(word, descriptors)
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _announced(self, word: bytes, descriptors: list[int]) -> None:
+        if len(word) != ANNOUNCEMENT.size:
+            breach(self._fault, self._peer, f"an announcement of {len(word)} bytes")
+        number, size = ANNOUNCEMENT.unpack(word)
+        if not size:
+            self._segments.pop(number, None)
+            return
+        if not descriptors:  # the kernel drops what a full table of descriptors cannot take in
+            raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
+        if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
+            breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
+        try:
+            self._segments[number] = attach(descriptors[0], size)
+        except SegmentError as error:
+            breach(self._fault, self._peer, f"segment {number}: {error}")
+        except OSError as error:
+            raise LimitExceeded(f"cannot map the memory of {self._peer}: {error}") from error
+
+
+def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """One message of at most `size` bytes, and the descriptors that came with it; too long a message gets longer still.
+
+    Args:
+        sock: of a kind that keeps messages apart, not blocking.
+        size: bytes that are due.
+        most: descriptors that are due; any others are closed.
+
+    Raises:
+        OSError: as `recvmsg`.
+    """
+    data, ancillary, _, _ = sock.recvmsg(size + 1, socket.CMSG_SPACE(4 * most), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, words in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(words[: len(words) // 4 * 4])
+    for fd in descriptors[most:]:  # room for one is room for two: lengths are rounded up
+        os.close(fd)
+    return data, list(descriptors[:most])

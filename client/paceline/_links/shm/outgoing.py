@@ -1,0 +1,303 @@
+"""The writer's half: frames into the control segment, and counts to the peer's bell.
+
+What is small lies in the frame's slot, what is larger in staging, and what is lent and lies in an arena stays there.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from time import monotonic
+from typing import NoReturn
+
+import numpy as np
+
+from paceline._arrays import copy_bytes
+from paceline._fork import check_process
+from paceline._links.base import MARKS, LinkEnded, LinkTimeout, Peer
+from paceline._links.fault import Fault, Suspicion
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline._links.kind import Outgoing
+from paceline._links.shm import arena as arenas
+from paceline._links.shm.bell import Bell, awake_for
+from paceline._links.shm.control_segment import (
+    FRAME,
+    INLINE_BYTES,
+    MARK,
+    MAX_PAYLOAD_BYTES,
+    SLOTS,
+    STAGING_AT,
+    STAGING_BYTES,
+    ControlMemory,
+    Descriptor,
+    PayloadPlace,
+    staging_bytes,
+)
+from paceline._links.shm.segment import Segment
+from paceline.errors import LimitExceeded
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["ANNOUNCEMENT", "ShmOutgoing", "again", "breach"]
+
+ANNOUNCEMENT = struct.Struct("<QQ")
+"""Number of an arena's segment and its size, with its descriptor; size 0 without one: it is used no longer."""
+
+_STEP = 1 << 20
+"""Bytes of staging behind which memory is put at a time."""
+
+
+class ShmOutgoing(Outgoing):
+    """Frames to one peer of this host. `handover.connect` makes it.
+
+    Args:
+        fault: how the generation ends.
+        peer: the reader.
+        sock: to the reader, not blocking; carries descriptors of arenas' segments. Owned from here on.
+        segment: the control segment. Owned from here on.
+        bell: eventfd that counts frames and marks. Owned from here on.
+        room: eventfd that counts what the reader has released. Owned from here on.
+        neighbours: other members on this machine, of which each has its share of memory and cores.
+    """
+
+    kind = "shm"
+
+    def __init__(
+        self, fault: Fault, peer: Peer, sock: socket.socket, segment: Segment, bell: int, room: int, neighbours: int
+    ) -> None:
+        self._room = Bell(room, awake_for(neighbours))  # first, for it may fail
+        self.frames = 0
+        self.sent_bytes = 0
+        self._fault = fault
+        self._peer = peer
+        self._sock = sock
+        self._segment = segment
+        self._control = ControlMemory(segment.memory)
+        self._marked = 0
+        self._bell = bell
+        self._rung = 0  # frames that the bell has been told of
+        self._released = 0
+        self._lent_until = 0  # once the frames before this one are released, nothing is lent
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._ended: LinkEnded | None = None
+        self._closed = False
+        # Staging is a ring: bytes are taken at the head, and come free at the tail in the order of the frames.
+        self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
+        self._head = self._tail = 0
+        self._ring = staging_bytes(neighbours)
+        self._arena = arenas.arena()
+        self._announced: set[int] = set()
+        self._stale: set[int] = set()  # announced, but gone since
+        self._arena.watch(self)
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.send`; copies the payload."""
+        payload = frame.payload
+        size = len(payload)
+        check_process()
+        self._await_slot(deadline)
+        if size <= INLINE_BYTES:
+            self._control.inline(self.frames, size)[:] = payload
+            self._publish(frame, size, PayloadPlace.SLOT, 0, 0)
+        else:
+            self._publish(frame, size, PayloadPlace.STAGING, 0, self._stage(frame, size, deadline))
+
+    def lend(self, frame: Frame, deadline: float) -> None:
+        """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
+        check_process()
+        size, found = len(frame.payload), None
+        if arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
+            found = self._arena.find(np.frombuffer(frame.payload, np.uint8).ctypes.data, size)
+        if found is None or (found[0].number not in self._announced and not self._announce(found[0])):
+            self.send(frame, deadline)
+            return
+        segment, offset = found
+        self._await_slot(deadline)
+        self._lent_until = self.frames + 1
+        self._publish(frame, size, PayloadPlace.ARENA, segment.number, offset)
+
+    def mark(self, number: int) -> bool:
+        """See `Outgoing.mark`."""
+        if self._fault.failed or self._ended is not None:
+            self._check()
+        self._control.marks[self._marked % MARKS] = number
+        self._marked += 1
+        self._tell(MARK)
+        return True
+
+    def await_release(self, deadline: float) -> None:
+        """See `Outgoing.await_release`."""
+        while self._released < self._lent_until:
+            self._await_release(deadline, "still reads what it was lent")
+
+    def recall(self) -> None:
+        """See `Outgoing.recall`; the peer finds out when it releases what it read."""
+        with self._closing:
+            if not self._closed:
+                self._take_back()
+
+    def _take_back(self) -> None:
+        if self._released < self._lent_until:
+            self._control.set_void()
+            for _ in range(2):  # a full barrier: the mark is seen before anything that is written from here on
+                with self._lock:
+                    pass
+        self._lent_until = 0
+
+    def flush(self, deadline: float) -> None:
+        """See `Outgoing.flush`: what is in shared memory outlives its writer."""
+
+    def wake(self) -> None:
+        """See `Outgoing.wake`."""
+        self._room.wake()
+
+    def end(self, error: LinkEnded) -> None:
+        """See `Outgoing.end`."""
+        if self._ended is None:
+            self._ended = error
+        self._room.wake()
+
+    def close(self) -> None:
+        """See `Outgoing.close`. The peer keeps what it has mapped, and reads all that was sent."""
+        self._ended = self._ended or LinkEnded(f"the link to {self._peer} was closed here", orderly=True)
+        with self._closing:
+            if self._closed:
+                return
+            # A mesh may end before the operation that has failed comes to recall; whoever finds this closed finds the
+            # mark there too.
+            self._take_back()
+            self._closed = True
+        self._sock.close()
+        os.close(self._bell)
+        self._room.close()
+        self._segment.close()
+        del self._control
+
+    def retired(self, number: int) -> None:
+        """A segment of the arena is gone: the peer need not keep it. In any thread."""
+        if number in self._announced:
+            self._announced.discard(number)
+            self._stale.add(number)
+            self._tell_stale()
+
+    def _publish(self, frame: Frame, size: int, place: PayloadPlace, segment: int, offset: int) -> None:
+        """Describes a frame in its slot, then rings. The slot is free."""
+        number, words = self.frames, len(frame.signature)
+        if words > MAX_SIGNATURE_BYTES:
+            raise FrameError(f"a signature of {words} bytes is above the limit of {MAX_SIGNATURE_BYTES}")
+        descriptor = Descriptor(
+            number, FrameKind.DATA, frame.part, frame.generation, frame.operation, place, words, size, segment, offset
+        )
+        self._control.describe(descriptor, frame.signature)
+        # In this order an interrupt loses no count; what was rung twice, the reader finds out by the frame's number.
+        self.frames = self._control.told[0] = number + 1
+        self.sent_bytes += size
+        self._tell(FRAME * (number + 1 - self._rung))
+        self._rung = number + 1
+
+    def _tell(self, count: int) -> None:
+        try:
+            os.eventfd_write(self._bell, count)
+        except BlockingIOError:
+            breach(self._fault, self._peer, "its bell counts more than can be")
+
+    def _await_slot(self, deadline: float) -> None:
+        if self._fault.failed or self._ended is not None:
+            self._check()
+        while self.frames - self._released >= SLOTS:
+            self._await_release(deadline, "takes nothing in")
+
+    def _check(self) -> None:
+        self._fault.check()
+        if self._ended is not None:
+            raise again(self._ended)
+
+    def _await_release(self, deadline: float, why: str) -> None:
+        """Waits a moment for the reader to release frames; raises if the link has ended or the deadline has passed."""
+        over = self._fault.failed or self._ended is not None  # before it sleeps: another call may have used up the wake
+        if self._take_room(0.0 if over else deadline):
+            return
+        self._check()
+        if monotonic() >= deadline:
+            raise LinkTimeout(f"{self._peer} {why}")
+
+    def _take_room(self, deadline: float) -> int:
+        count = self._room.take(deadline)
+        if count:
+            if count > self.frames - self._released:
+                breach(self._fault, self._peer, f"it released {count} frames of {self.frames - self._released}")
+            self._released += count
+            staged = self._staged
+            while staged and staged[0][0] < self._released:
+                self._tail = staged.popleft()[1]
+            if not staged:
+                self._head = self._tail = 0  # so that a ring which is used little stays in the caches
+        return count
+
+    def _stage(self, frame: Frame, size: int, deadline: float) -> int:
+        """Copies a frame's payload into staging; where."""
+        if size > MAX_PAYLOAD_BYTES:
+            raise FrameError(f"a payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
+        self._take_room(0.0)
+        while (at := self._fit(size)) is None:
+            self._await_release(deadline, "takes nothing in")
+        end = at % self._ring + size
+        try:
+            self._segment.back(STAGING_AT + min(STAGING_BYTES, -(-end // _STEP) * _STEP))
+        except OSError as error:
+            text = f"no shared memory is left for a frame of {size} bytes to {self._peer}: {error}"
+            raise LimitExceeded(text) from error
+        offset = STAGING_AT + at % self._ring
+        copy_bytes(frame.payload, self._control.staged(offset, size))
+        self._staged.append((self.frames, at + size))
+        self._head = at + size
+        return offset
+
+    def _fit(self, size: int) -> int | None:
+        """The position of `size` free bytes in a row, which only grows; None if there are none yet."""
+        if not self._staged:  # whatever its length: none is longer than all of staging
+            return 0
+        ring, at = self._ring, -(-self._head // 64) * 64  # a cache line
+        if at % ring + size > ring:
+            at += ring - at % ring
+        return at if at + size - self._tail <= ring else None
+
+    def _announce(self, segment: arenas.ArenaSegment) -> bool:
+        """Gives the peer a segment of the arena; False if it cannot be now."""
+        self._tell_stale()
+        descriptor = array.array("i", [segment.fd])
+        word = ANNOUNCEMENT.pack(segment.number, segment.size)
+        try:
+            self._sock.sendmsg([word], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+        except OSError:  # full, or the peer is gone, which its control channel will say; a copy does as well
+            return False
+        self._announced.add(segment.number)
+        return True
+
+    def _tell_stale(self) -> None:
+        for number in list(self._stale):
+            try:
+                self._sock.send(ANNOUNCEMENT.pack(number, 0))
+            except OSError:  # as above; told when there is room, and of no use to a peer that is gone
+                return
+            self._stale.discard(number)
+
+
+def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
+    """Ends the generation: the peer broke the protocol.
+
+    Raises:
+        PacelineError: the generation's error.
+    """
+    text = f"{peer} broke the protocol: {what}"
+    fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
+    raise fault.error()
+
+
+def again(error: LinkEnded) -> LinkEnded:
+    """A copy of the end of a link, because an exception that is raised twice grows its traceback."""
+    return LinkEnded(str(error), orderly=error.orderly)

@@ -1,0 +1,67 @@
+"""A part of a mesh, as a mesh: the links between some of its members, for one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._links.base import Link, Mesh, Purpose
+
+__all__ = ["SubMesh"]
+
+
+class SubMesh(Mesh):
+    """The members of a group. Ranks are places in it; peers, and so errors, keep the rank that they have in the view.
+
+    Args:
+        mesh: the mesh that does the work.
+        members: their ranks in that mesh, this member's among them.
+        name: the group's name; all its members must give the same one.
+    """
+
+    def __init__(self, mesh: Mesh, members: Sequence[int], name: str) -> None:
+        self.generation = mesh.generation
+        self.rank = members.index(mesh.rank)
+        self.peers = tuple(mesh.peers[member] for member in members)
+        self.fault = mesh.fault
+        self.name = name
+        self._mesh = mesh
+        self._members = tuple(members)
+        self._places = {member: place for place, member in enumerate(members)}
+
+    def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
+        """The link to a place (`Mesh.link`)."""
+        return self._mesh.link(self._members[peer], purpose, self._full(group))
+
+    def linked(self, purpose: Purpose, group: str = "") -> list[int]:
+        """Places with a link (`Mesh.linked`)."""
+        ranks = self._mesh.linked(purpose, self._full(group))
+        return sorted(self._places[rank] for rank in ranks if rank in self._places)
+
+    def close(self, deadline: float) -> None:
+        """Closes the group's links, and no others (`Mesh.close`)."""
+        self.close_group("", deadline)
+
+    def close_group(self, group: str, deadline: float) -> None:
+        """Closes the links of a group within this one (`Mesh.close_group`)."""
+        self._mesh.close_group(self._full(group), deadline)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array that the links can lend (`Mesh.empty`)."""
+        return self._mesh.empty(shape, dtype)
+
+    @property
+    def neighbours(self) -> int:
+        """Those of the view (`Mesh.neighbours`)."""
+        return self._mesh.neighbours
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this member has sent in all groups (`Mesh.bytes_sent`)."""
+        return self._mesh.bytes_sent
+
+    def _full(self, group: str) -> str:
+        return f"{self.name}/{group}" if group else self.name

@@ -1,0 +1,370 @@
+"""The way in: frames over tcp sockets from one peer.
+
+Everything is read in the caller's own thread, and a payload straight to where the caller wants it; so nothing else
+ever writes to an array (I7). What has come of a frame when a call gives up is kept, in memory of the half's own.
+
+If the checksum of a frame is wrong, the half has ended, and the call raises: what
+is in the caller's memory then is undefined, as after any other end in the middle of a frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import NoReturn
+
+import numpy as np
+
+from paceline._links.base import LinkEnded, LinkTimeout
+from paceline._links.fault import Fault
+from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError
+from paceline._links.kind import Breach, Incoming
+from paceline._links.tcp._tcp_sockets import SocketBell, Stream, Waker, make_bell, wait_ready
+from paceline._links.tcp._tcp_wire import HEAD_BYTES, Head, checksum_of, cut, decode_head
+from paceline._wait import SLICE
+
+__all__ = ["TcpIncoming"]
+
+_log = logging.getLogger("paceline.links")
+
+_AHEAD = 4096
+"""Bytes that are read with a header, if they are there: a short frame takes one system call."""
+
+_SPIN = 60e-6
+"""Seconds for which a reader tries again before it sleeps: about what it takes a sleeper to wake up."""
+
+_SHORT = 3 * _SPIN
+"""Seconds below which a sleep was not worth it: trying again will do the next time."""
+
+_KEPT = 8
+"""Buffers that are remembered, in use and free each: what is never released is left to the garbage collector."""
+
+_yield = getattr(os, "sched_yield", lambda: None)  # lets others run; Windows has none
+
+
+class _Lane:
+    """One stream, and what was read from it ahead of its use."""
+
+    __slots__ = ("ahead", "begin", "end", "stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.ahead = memoryview(bytearray(_AHEAD))
+        self.begin = self.end = 0
+
+
+class TcpIncoming(Incoming):
+    """See `Incoming`.
+
+    Args:
+        streams: the connections, in the order of their index; theirs is this half.
+        loop: where `on_readable` is served.
+        fault: how the generation ends.
+        peer: who is at the other end, for errors.
+    """
+
+    kind = "tcp"
+
+    def __init__(self, streams: Sequence[Stream], loop: asyncio.AbstractEventLoop, fault: Fault, peer: str) -> None:
+        self._lanes = [_Lane(stream) for stream in streams]
+        self._loop = loop
+        self._fault = fault
+        self._peer = peer
+        self._frames = 0  # that were read
+        self._head: Head | None = None  # of the frame that is being read:
+        self._signature = b""
+        self._payload: memoryview | bytes = b""
+        self._target: memoryview | None = None  # the payload, while some of it is missing
+        self._is_callers = False  # it is the caller's memory
+        self._missing: list[list[int]] = []  # lane, begin, end of what is missing of it
+        self._scratch = Scratch()
+        self._wanted = self._lanes[:1]  # those from which something is missing
+        self._spin = _SPIN
+        self._torn = False  # an interrupt between reading and accounting for it is fatal
+        self._lock = threading.Lock()  # guards these three, for `end` and `wake`
+        self._last: tuple[LinkEnded, int | None] | None = None  # how it ends, after how many frames
+        self._closed = False
+        self._bell: SocketBell | None = None
+        self._waker = Waker()
+        self._notify: Callable[[], None] = _nothing
+
+    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
+        """See `Incoming.recv`."""
+        self._fault.check()
+        try:
+            if (frame := self._advance(into)) is None and self._spin and deadline > monotonic():
+                frame = self._try_again(into)
+            while frame is None:
+                self._wait(deadline)
+                frame = self._advance(into)
+        except BaseException:
+            self._leave_callers()
+            raise
+        return frame
+
+    def release(self) -> None:
+        """See `Incoming.release`."""
+        self._scratch.release(self._target)  # a frame that has come in part stays
+
+    def on_readable(self, notify: Callable[[], None]) -> None:
+        """See `Incoming.on_readable`; the reader then goes on until `recv` finds nothing, which arms the bell anew."""
+        self._notify = notify
+        with self._lock:
+            if self._bell is None and not self._closed:
+                fds = [lane.stream.fd for lane in self._lanes]
+                self._bell = make_bell(self._loop, fds, self._ring)
+                self._bell.arm([lane.stream.fd for lane in self._wanted])
+        notify()
+
+    def wake(self) -> None:
+        """See `Incoming.wake`."""
+        with self._lock:
+            if not self._closed:
+                self._waker.set()
+        self._notify()
+
+    def end(self, error: LinkEnded, frames: int | None = None) -> None:
+        """See `Incoming.end`; the first word counts."""
+        with self._lock:
+            self._last = self._last or (error, frames)
+        self.wake()
+
+    def close(self) -> None:
+        """See `Incoming.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._notify = _nothing
+        self._waker.close()
+        if self._bell is None:
+            self._close_streams()
+        else:
+            self._bell.close(self._close_streams)
+
+    def _close_streams(self) -> None:
+        for lane in self._lanes:
+            lane.stream.close()
+
+    def _ring(self) -> None:
+        self._notify()
+
+    def _advance(self, into: memoryview | None) -> Frame | None:
+        """Reads what is there; the frame, once it is whole."""
+        last = self._last
+        if last is not None and last[1] is not None and self._frames >= last[1]:
+            self._raise_end(last[0])
+        if self._torn:
+            self._end_with(LinkEnded(f"receiving from {self._peer} was interrupted in the middle of a frame"))
+        self._torn = True
+        frame = self._step(into)
+        if frame is None and last is not None and last[1] is None:
+            self._end_with(last[0])
+        self._torn = False
+        return frame
+
+    def _step(self, into: memoryview | None) -> Frame | None:
+        if self._head is None and not self._read_head(into):
+            return None
+        if self._missing and not self._read_payload():
+            return None
+        head = self._head
+        assert head is not None
+        if checksum_of(self._signature, self._payload) != head.checksum:
+            self._damaged(f"the checksum of a frame of {head.size} bytes is wrong")
+        frame = head.to_frame(self._signature, self._payload)
+        self._head = self._target = None
+        self._payload = b""
+        self._is_callers = False
+        self._frames += 1
+        self._wanted = [self._lanes[self._frames % len(self._lanes)]]
+        return frame
+
+    def _read_head(self, into: memoryview | None) -> bool:
+        """Reads the header and the signature of the next frame; False if not all of them are there."""
+        lane = self._lanes[self._frames % len(self._lanes)]
+        if lane.end - lane.begin < HEAD_BYTES and not self._read_ahead(lane, HEAD_BYTES):
+            return False
+        try:
+            head = decode_head(lane.ahead[lane.begin : lane.begin + HEAD_BYTES])
+        except FrameDamaged as error:
+            self._damaged(str(error))
+        except FrameError as error:
+            self._breach(str(error))
+        if head.generation != self._fault.generation:
+            self._breach(f"a frame of generation {head.generation} came to generation {self._fault.generation}")
+        length = HEAD_BYTES + head.words
+        if lane.end - lane.begin < length and not self._read_ahead(lane, length):
+            return False
+        begin = lane.begin + length
+        self._signature = bytes(lane.ahead[begin - head.words : begin]) if head.words else b""
+        self._missing = []
+        if head.size <= lane.end - begin and (into is None or len(into) != head.size):
+            pieces = cut(head.size, len(self._lanes), self._frames)
+            assert len(pieces) == 1, "what is read ahead is shorter than a piece"
+            self._payload = bytes(lane.ahead[begin : begin + head.size])
+            lane.begin = begin + head.size
+        else:
+            lane.begin = begin
+            self._is_callers = into is not None and len(into) == head.size
+            self._target = self._payload = (
+                into if into is not None and self._is_callers else self._scratch.take(head.size)
+            )
+            for index, start, stop in cut(head.size, len(self._lanes), self._frames):
+                self._missing.append([index, start, stop])
+        self._head = head
+        return True
+
+    def _read_ahead(self, lane: _Lane, least: int) -> bool:
+        """Has at least so many bytes of a stream read ahead; False if they are not there."""
+        assert least <= HEAD_BYTES + MAX_SIGNATURE_BYTES <= _AHEAD
+        if lane.begin:
+            rest = lane.end - lane.begin
+            lane.ahead[:rest] = lane.ahead[lane.begin : lane.end]
+            lane.begin, lane.end = 0, rest
+        while lane.end < least:
+            count = self._read(lane, lane.ahead[lane.end :], between=not lane.end)
+            if count < 0:
+                self._wanted = [lane]
+                return False
+            if not count:  # it ended between two frames: the gRPC side of the link says how it ended
+                self._wanted = []
+                if self._last is not None and self._last[1] is not None:
+                    said = f"{self._frames} of {self._last[1]} frames"
+                    self._end_with(LinkEnded(f"the connection from {self._peer} ended after {said}"))
+                return False
+            lane.end += count
+        return True
+
+    def _read_payload(self) -> bool:
+        """Reads what is missing of the payload; False if not all of it is there."""
+        target = self._target
+        assert target is not None
+        wanted, missing = [], []
+        for part in self._missing:
+            index, begin, end = part
+            lane = self._lanes[index]
+            if lane.end > lane.begin:
+                count = min(lane.end - lane.begin, end - begin)
+                target[begin : begin + count] = lane.ahead[lane.begin : lane.begin + count]
+                lane.begin += count
+                part[1] = begin = begin + count
+            count = 1
+            while begin < end and count > 0:
+                count = self._read(lane, target[begin:end])
+                if count > 0:
+                    part[1] = begin = begin + count
+            if begin < end:
+                wanted.append(lane)
+                missing.append(part)
+        self._wanted, self._missing = wanted, missing
+        return not missing
+
+    def _read(self, lane: _Lane, into: memoryview, *, between: bool = False) -> int:
+        """See `Stream.read`; `between`: the end of the stream is no surprise here."""
+        try:
+            count = lane.stream.read(into)
+        except OSError as error:
+            self._end_with(LinkEnded(f"the connection from {self._peer} broke: {error}"))
+        if not count and not between:
+            self._end_with(LinkEnded(f"the connection from {self._peer} ended in the middle of a frame"))
+        return count
+
+    def _try_again(self, into: memoryview | None) -> Frame | None:
+        """Tries for a moment to do without sleep; for how long follows from how long it took the last times."""
+        until = monotonic() + self._spin
+        while monotonic() < until:
+            _yield()
+            if (frame := self._advance(into)) is not None:
+                self._spin = _SPIN
+                return frame
+        self._spin = self._spin / 2 if self._spin > _SPIN / 8 else 0.0
+        return None
+
+    def _wait(self, deadline: float) -> None:
+        """Sleeps until something has come, or may have.
+
+        Raises:
+            LinkTimeout, PacelineError: see `Incoming.recv`.
+        """
+        self._fault.check()
+        started = monotonic()
+        left = deadline - started
+        if left <= 0:
+            if self._bell is not None:
+                self._bell.arm([lane.stream.fd for lane in self._wanted])
+            raise LinkTimeout(f"nothing came from {self._peer} before the deadline")
+        streams = [lane.stream for lane in self._wanted]
+        reading = [stream.fd for stream in streams if not stream.turned]
+        wait_ready([self._waker.fd, *reading], [stream.fd for stream in streams if stream.turned], min(SLICE, left))
+        self._waker.clear()
+        if monotonic() - started < _SHORT:
+            self._spin = _SPIN
+
+    def _leave_callers(self) -> None:
+        """Goes on in memory of its own with a payload that has come in part (I7)."""
+        if self._is_callers and self._target is not None:
+            own = self._scratch.take(len(self._target))
+            own[:] = self._target
+            self._target = self._payload = own
+            self._is_callers = False
+
+    def _damaged(self, what: str) -> NoReturn:
+        """Ends the half as a broken connection would: where the next frame begins is not known any more."""
+        text = f"bytes from {self._peer} have changed on the way: {what}"
+        _log.warning("%s; the link is given up", text)
+        self._end_with(LinkEnded(text))
+
+    def _breach(self, what: str) -> NoReturn:
+        self._end_with(Breach(what))
+
+    def _end_with(self, error: LinkEnded) -> NoReturn:
+        """Ends the half here, whatever the other side says."""
+        with self._lock:
+            self._last = error, self._frames
+        self._raise_end(error)
+
+    def _raise_end(self, error: LinkEnded) -> NoReturn:
+        raise type(error)(str(error), orderly=error.orderly)
+
+
+class Scratch:
+    """Memory of one half for payloads that have no place of the caller's, used again once they are released.
+
+    Fresh memory costs more than copying into it (page faults), and most readers release each frame before the next. Not
+    thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._taken: deque[memoryview] = deque(maxlen=_KEPT)
+        self._free: list[memoryview] = []
+
+    def take(self, size: int) -> memoryview:
+        """That many bytes, of undefined content."""
+        for number, buffer in enumerate(self._free):
+            if size <= len(buffer) <= 2 * size:  # a short payload must not hold a long buffer
+                del self._free[number]
+                break
+        else:
+            buffer = np.empty(size, np.uint8).data
+        self._taken.append(buffer)
+        return buffer[:size]
+
+    def release(self, keep: memoryview | None = None) -> None:
+        """Makes all of them free again, but for the one to keep."""
+        if self._taken:
+            still = [buffer for buffer in self._taken if keep is not None and buffer.obj is keep.obj]
+            self._free = [
+                *(buffer for buffer in self._taken if keep is None or buffer.obj is not keep.obj),
+                *self._free,
+            ][:_KEPT]
+            self._taken = deque(still, _KEPT)
+
+
+def _nothing() -> None:
+    """Stands where no reader asked to be told of arrivals."""

@@ -1,0 +1,492 @@
+"""TCP as a kind of link (`_links.kind`): each half has one to sixteen connections of its own.
+
+The reader's worker listens at a port beside its door. A connection belongs to no half until it has shown a ticket,
+which the door gave out. A half begins when all of its streams have come; only then are they answered, all of them, so
+that both sides begin or none.
+
+With TLS, data sockets have the same certificates as doors: members know each other, nobody else. TLS 1.3 only: it has
+no renegotiation, so a socket that only one side writes needs no answer from the other. No session tickets either: a
+client that closes a socket with a ticket unread resets it, and what was on its way would be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from paceline._address import parse_endpoint
+from paceline._links.fault import Fault
+from paceline._links.frame import FrameError
+from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext, Incoming, Kind, Outgoing
+from paceline._links.tcp._tcp_incoming import TcpIncoming
+from paceline._links.tcp._tcp_outgoing import TcpOutgoing
+from paceline._links.tcp._tcp_sockets import make_stream, retry, tune
+from paceline._links.tcp._tcp_wire import ACCEPTED, HELLO_BYTES, Hello, decode_hello, encode_hello
+from paceline._lookup import look_up
+from paceline._tls import make_context
+from paceline.config import MAX_STREAMS, Config
+from paceline.credentials import MEMBER_NAME, Credentials
+from paceline.errors import LinkUnavailable
+from pacelinepb.v1 import peer_pb2
+
+__all__ = ["MAX_STRANGERS", "PATIENCE", "TcpHost", "TcpKind", "client_context", "connect", "server_context"]
+
+_log = logging.getLogger("paceline.links")
+
+MAX_STRANGERS = 256
+"""Connections that have not shown a ticket yet; while there are so many, others wait in the kernel."""
+
+PATIENCE = 10.0
+"""Seconds for all streams of a ticket to come."""
+
+HELLO_SECONDS = 1.0
+"""For a connection to show its ticket: a member that dials gives up then (`registry.OPEN_SECONDS`)."""
+
+HURRIED_SECONDS = 0.25
+"""The same for the oldest of `MAX_STRANGERS` while another waits: a handshake of TLS takes two round trips. A peer that
+finds 700 strangers before it comes in within a second."""
+
+_BACKLOG = 1024
+"""Connections that wait in the kernel: a large cluster's all come at once."""
+
+_RECOVER = 1.0
+"""Seconds to wait where the process has no descriptors left."""
+
+
+class TcpKind(Kind):
+    """See `Kind`.
+
+    Attributes:
+        host: where peers' data sockets come in; None while this worker does not listen.
+    """
+
+    name = "tcp"
+    number = peer_pb2.LINK_KIND_TCP
+    preference = 20
+
+    def __init__(self, config: Config, credentials: Credentials) -> None:
+        self.host: TcpHost | None = None
+        self._streams = config.tcp_streams
+        self._credentials = credentials
+
+    async def start(self, host: str) -> None:
+        """See `Kind.start`."""
+        self.close()
+        listening = TcpHost(asyncio.get_running_loop(), server_context(self._credentials), patience=TICKET_LIFETIME)
+        try:
+            await listening.start(host)
+        except LinkUnavailable as error:
+            _log.warning("peers reach this worker by gRPC only: %s", error)
+        else:
+            self.host = listening
+
+    def is_for(self, context: HalfContext) -> bool:
+        """See `Kind.is_for`: the peer's door knows whether the peer listens."""
+        return True
+
+    def introduce(self, hello: peer_pb2.HelloRequest) -> None:
+        """See `Kind.introduce`."""
+        hello.tcp_streams = self._streams
+
+    def expect(
+        self,
+        hello: peer_pb2.HelloRequest,
+        context: HalfContext,
+        ticket: bytes,
+        came: Callable[[Incoming], None],
+    ) -> peer_pb2.HelloResponse | None:
+        """See `Kind.expect`."""
+        streams = hello.tcp_streams or 1
+        if self.host is None or streams > MAX_STREAMS:
+            return None
+        self.host.expect(ticket, streams, came, context.fault, str(context.peer))
+        return peer_pb2.HelloResponse(tcp_port=self.host.port)
+
+    async def open(
+        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: object, timeout: float
+    ) -> Outgoing:
+        """See `Kind.open`."""
+        peer = context.peer
+        if answer.tcp_port > 0xFFFF:  # a socket would take it modulo 65,536
+            raise LinkUnavailable(f"{peer} sent an invalid answer when a link was opened")
+        try:
+            async with asyncio.timeout(timeout):
+                (_, target), *_ = await look_up(parse_endpoint(peer.address).host)
+        except OSError as error:  # TimeoutError is one
+            raise LinkUnavailable(f"the host of {peer} is not found: {error}") from None
+        tls = client_context(self._credentials)
+        return await connect(
+            str(target[0]),
+            answer.tcp_port,
+            answer.ticket,
+            self._streams,
+            context.fault,
+            str(peer),
+            loop=asyncio.get_running_loop(),
+            timeout=timeout,
+            context=tls,
+            server_name=MEMBER_NAME if tls is not None else None,
+        )
+
+    def close(self) -> None:
+        """See `Kind.close`."""
+        host, self.host = self.host, None
+        if host is not None:
+            host.close()
+
+
+@dataclass(slots=True)
+class _Expected:
+    streams: int
+    on_half: Callable[[TcpIncoming], None]
+    fault: Fault
+    peer: str
+    expiry: asyncio.TimerHandle
+    come: dict[int, socket.socket] = field(default_factory=dict)
+
+
+class TcpHost:
+    """Listens for data sockets. All of it happens on the loop.
+
+    Args:
+        loop: the loop.
+        context: for TLS, see `server_context`; None for none.
+        patience: see PATIENCE; for a ticket to be shown, HELLO_SECONDS at most.
+
+    Attributes:
+        port: where it listens, 0 while it does not.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, context: ssl.SSLContext | None, *, patience: float = PATIENCE
+    ) -> None:
+        self.port = 0
+        self._loop = loop
+        self._context = context
+        self._patience = patience
+        self._listening: socket.socket | None = None
+        self._is_accepting = False
+        self._expected: dict[bytes, _Expected] = {}
+        self._strangers: dict[asyncio.Task[None], float] = {}  # when each came, the oldest first
+        self._recovery: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Begins to listen.
+
+        Args:
+            host: name or IP address of the interface; "" for all.
+            port: 0 for any that is free.
+
+        Returns:
+            The port.
+
+        Raises:
+            LinkUnavailable: it cannot.
+        """
+        try:
+            both = socket.has_dualstack_ipv6()
+            family, address = await _resolve(self._loop, host or ("::" if both else "0.0.0.0"), port)  # noqa: S104
+            dual = both and address[0] == "::"
+            listening = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        except OSError as error:
+            raise LinkUnavailable(f"cannot listen for data on {host}:{port}: {error.strerror or error}") from None
+        listening.setblocking(False)
+        self._listening = listening
+        self.port = int(listening.getsockname()[1])
+        try:
+            self._go_on()
+        except NotImplementedError:  # Windows' loop
+            self.close()
+            raise LinkUnavailable("this kind of loop cannot watch sockets") from None
+        return self.port
+
+    def expect(
+        self, ticket: bytes, streams: int, on_half: Callable[[TcpIncoming], None], fault: Fault, peer: str
+    ) -> None:
+        """Lets so many connections with this ticket in, for `patience` seconds, and once.
+
+        Args:
+            ticket: TICKET_BYTES random bytes.
+            streams: how many, 1 to MAX_STREAMS.
+            on_half: gets the half when all have come. The peer begins to send then.
+            fault: of the half.
+            peer: who they are from, for errors.
+        """
+        if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
+            raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or one for the second time")
+        expiry = self._loop.call_later(self._patience, self.forget, ticket)
+        self._expected[ticket] = _Expected(streams, on_half, fault, peer, expiry)
+
+    def forget(self, ticket: bytes) -> None:
+        """Refuses this ticket from now on, and drops the streams that have come with it."""
+        expected = self._expected.pop(ticket, None)
+        if expected is not None:
+            expected.expiry.cancel()
+            for sock in expected.come.values():
+                sock.close()
+
+    def close(self) -> None:
+        """Listens no more, and drops all connections that belong to no half yet. Idempotent."""
+        self._pause()
+        if self._recovery is not None:
+            self._recovery.cancel()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        for task in self._strangers:
+            task.cancel()
+        for ticket in list(self._expected):
+            self.forget(ticket)
+
+    def _go_on(self) -> None:
+        if self._listening is not None and not self._is_accepting:
+            self._loop.add_reader(self._listening, self._accept)
+            self._is_accepting = True
+
+    def _pause(self) -> None:
+        if self._is_accepting:
+            assert self._listening is not None
+            self._loop.remove_reader(self._listening)
+            self._is_accepting = False
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            left = self._strangers[oldest] + HURRIED_SECONDS - self._loop.time()
+            if left > 0:
+                self._go_on_in(left)
+                return
+            oldest.cancel()
+            del self._strangers[oldest]
+        try:
+            sock, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # the caller has gone
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise
+            _log.warning("no data connection can be accepted: %s", error.strerror)
+            self._go_on_in(_RECOVER)
+            return
+        task = self._loop.create_task(self._welcome(sock))
+        self._strangers[task] = self._loop.time()
+        task.add_done_callback(partial(self._left, sock))
+
+    def _go_on_in(self, seconds: float) -> None:
+        """Accepts no connection for so long, or until a stranger leaves."""
+        self._pause()
+        self._recovery = self._loop.call_later(seconds, self._go_on)
+
+    def _left(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # it may be so before it began
+            sock.close()
+        self._strangers.pop(task, None)
+        self._go_on()
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        """Sees to a connection until it has shown a ticket, or has not."""
+        with contextlib.ExitStack() as held:
+            held.callback(lambda: sock.close())
+            try:
+                async with asyncio.timeout(min(self._patience, HELLO_SECONDS)):
+                    tune(sock)
+                    if self._context is not None:
+                        secure = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                        sock = secure
+                        await retry(self._loop, secure, secure.do_handshake)
+                    hello = await self._read_hello(sock)
+            except (OSError, FrameError, TimeoutError) as error:  # an ssl.SSLError is an OSError
+                _log.debug("a stranger at the port for data was turned away: %s", error)
+                return
+            expected = self._expected.get(hello.ticket)
+            if expected is None or expected.streams != hello.streams or hello.index in expected.come:
+                _log.debug("a stranger at the port for data showed no good ticket")
+                return
+            held.pop_all()
+            expected.come[hello.index] = sock
+            if len(expected.come) == expected.streams:
+                self._begin(hello.ticket, expected)
+
+    async def _read_hello(self, sock: socket.socket) -> Hello:
+        data = b""
+        while len(data) < HELLO_BYTES:
+            more = await retry(self._loop, sock, lambda: sock.recv(HELLO_BYTES - len(data)))  # noqa: B023  called here
+            if not more:
+                raise FrameError("the connection ended before its hello")
+            data += more
+        return decode_hello(data)
+
+    def _begin(self, ticket: bytes, expected: _Expected) -> None:
+        """All streams have come."""
+        expected.expiry.cancel()
+        del self._expected[ticket]
+        streams = [make_stream(expected.come[index]) for index in range(expected.streams)]
+        try:
+            half = TcpIncoming(streams, self._loop, expected.fault, expected.peer)
+        except OSError as error:  # no descriptor is left
+            _log.warning("no data connection can be taken: %s", error.strerror)
+            for stream in streams:
+                stream.close()
+            return
+        try:
+            expected.on_half(half)
+        except BaseException:
+            half.close()
+            raise
+        for stream in streams:
+            with contextlib.suppress(OSError):  # it is broken: the other side will say so
+                stream.sock.send(ACCEPTED)  # one byte on a new connection: there is room
+
+
+async def _resolve(
+    loop: asyncio.AbstractEventLoop, host: str, port: int
+) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    flags = socket.AI_PASSIVE
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    family, *_, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+async def connect(
+    host: str,
+    port: int,
+    ticket: bytes,
+    streams: int,
+    fault: Fault,
+    peer: str,
+    *,
+    loop: asyncio.AbstractEventLoop,
+    timeout: float,
+    context: ssl.SSLContext | None = None,
+    server_name: str | None = None,
+) -> TcpOutgoing:
+    """Connects all streams of a half to a `TcpHost`.
+
+    Args:
+        host: name or IP address of the peer.
+        port: of its `TcpHost`.
+        ticket: what the peer expects.
+        streams: how many connections, 1 to MAX_STREAMS; the same as the peer expects.
+        fault: how the generation ends.
+        peer: who it is, for errors.
+        loop: the running one.
+        timeout: seconds for all of it.
+        context: for TLS, see `client_context`; None for none.
+        server_name: what the peer's certificate has to hold; needed with TLS.
+
+    Raises:
+        LinkUnavailable: it did not come about; frames go another way.
+    """
+    if not 1 <= streams <= MAX_STREAMS or (context is not None and not server_name):
+        raise ValueError(f"{streams} streams, to be known by the name {server_name!r}")
+    with contextlib.ExitStack() as made:
+        hellos = [encode_hello(Hello(ticket, index, streams)) for index in range(streams)]
+        tasks = [loop.create_task(_dial(made, loop, host, port, hello, context, server_name)) for hello in hellos]
+        try:
+            async with asyncio.timeout(timeout):
+                socks = await asyncio.gather(*tasks)
+        except (OSError, TimeoutError) as error:  # an ssl.SSLError is an OSError
+            why = _why(error, timeout)
+            raise LinkUnavailable(f"no data connection to {peer} at {host}:{port}: {why}") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        streams_made = [make_stream(sock) for sock in socks]
+        try:
+            half = TcpOutgoing(streams_made, fault, peer)
+        except OSError as error:  # no descriptor is left
+            for stream in streams_made:
+                stream.close()
+            raise LinkUnavailable(f"no data connection to {peer} at {host}:{port}: {error.strerror}") from error
+        made.pop_all()
+    return half
+
+
+def _why(error: BaseException, timeout: float) -> str:
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError | socket.gaierror):
+        return os.strerror(error.errno)  # asyncio's own text says only that the call failed
+    return str(error) or f"no answer in {timeout:g} s"
+
+
+async def _dial(
+    made: contextlib.ExitStack,
+    loop: asyncio.AbstractEventLoop,
+    host: str,
+    port: int,
+    hello: bytes,
+    context: ssl.SSLContext | None,
+    server_name: str | None,
+) -> socket.socket:
+    """One connection, accepted; closed with `made` if that ends early."""
+    sock = await _reach(loop, host, port)
+    made.callback(lambda: sock.close())
+    if context is not None:
+        secure = context.wrap_socket(sock, server_hostname=server_name, do_handshake_on_connect=False)
+        sock = secure
+        await retry(loop, secure, secure.do_handshake)
+    sent = await retry(loop, sock, lambda: sock.send(hello))
+    assert sent == len(hello), "a new connection has room for a hello"
+    answer = await retry(loop, sock, lambda: sock.recv(len(ACCEPTED)))
+    if answer != ACCEPTED:
+        raise ConnectionError("it was not accepted" if not answer else "the answer is none")
+    return sock
+
+
+async def _reach(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """A connection to the first of the host's addresses that takes one."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        tune(sock)
+        try:
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure or OSError(f"{host} has no address")
+
+
+def server_context(credentials: Credentials) -> ssl.SSLContext | None:
+    """For `TcpHost`: asks every caller for a certificate of the same authority; None where there is no TLS.
+
+    Raises:
+        ValueError: a worker's credentials lack a certificate, or it cannot be used.
+    """
+    files = credentials.files
+    if files is None:
+        return None
+    if files.cert is None:
+        raise ValueError("with TLS a worker needs a certificate: its data sockets would be in the clear")
+    context = make_context(files, serving=True)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    return context
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext | None:
+    """For `connect`, with MEMBER_NAME as the name to expect; None where there is no TLS.
+
+    Raises:
+        ValueError: a certificate cannot be used.
+    """
+    files = credentials.files
+    if files is None:
+        return None
+    context = make_context(files)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context

@@ -1,0 +1,162 @@
+"""What travels on the sockets of a tcp half: a hello on each, and then frames, dealt out over all of them.
+
+A frame is a header of fixed length, the signature and the payload. With several sockets (streams) the payload is cut
+into equal pieces, one for each stream but none shorter than MIN_PIECE, so that a long frame is carried by all of them
+at the same time and a short one by one. Frame number k (from 0) begins, header first, on stream k modulo their number,
+and its other pieces follow on the next ones, in a circle. So what each stream carries follows from the headers alone.
+
+A header holds two checksums: one of itself, checked before its lengths are believed, and one of signature and payload.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from paceline._links.frame import (
+    MAX_FRAME_BYTES,
+    MAX_SIGNATURE_BYTES,
+    Frame,
+    FrameDamaged,
+    FrameError,
+    FrameKind,
+    checksum,
+)
+from paceline._links.kind import TICKET_BYTES
+from paceline.config import MAX_STREAMS
+
+__all__ = [
+    "ACCEPTED",
+    "HEAD_BYTES",
+    "HELLO_BYTES",
+    "MIN_PIECE",
+    "Head",
+    "Hello",
+    "checksum_of",
+    "cut",
+    "decode_head",
+    "decode_hello",
+    "encode_head",
+    "encode_hello",
+]
+
+MIN_PIECE = 64 << 10
+"""Bytes below which a payload is not cut: another system call costs as much as copying so many."""
+
+ACCEPTED = b"\x01"
+"""The one answer to a hello; a caller that is not accepted gets none."""
+
+_MAGIC = b"plTCP\x00\x02\n"  # what it is, and which version; the end of a line shows who converts those
+_HELLO = struct.Struct(f"<8s{TICKET_BYTES}sBB")
+HELLO_BYTES = _HELLO.size
+"""Length of a hello."""
+
+_MARK = 0xA7  # no header begins otherwise
+_HEAD = struct.Struct("<HHIIIQQ")
+_CHECKSUM = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size + _CHECKSUM.size
+"""Length of a frame's header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first words on each socket: stream `index` of the `streams` that the ticket is for."""
+
+    ticket: bytes
+    index: int
+    streams: int
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """HELLO_BYTES bytes."""
+    return _HELLO.pack(_MAGIC, hello.ticket, hello.index, hello.streams)
+
+
+def decode_hello(data: bytes) -> Hello:
+    """What `encode_hello` was given.
+
+    Raises:
+        FrameError: the bytes are no hello.
+    """
+    if len(data) != HELLO_BYTES:
+        raise FrameError(f"{len(data)} bytes are no hello")
+    magic, ticket, index, streams = _HELLO.unpack(data)
+    if magic != _MAGIC or not index < streams <= MAX_STREAMS:
+        raise FrameError("the bytes are no hello")
+    return Hello(ticket, index, streams)
+
+
+@dataclass(slots=True)
+class Head:
+    """A frame's header: the frame without its signature and payload, of which it gives the lengths in bytes.
+
+    `checksum` is that of signature and payload (`checksum_of`).
+    """
+
+    words: int
+    size: int
+    part: int
+    generation: int
+    operation: int
+    checksum: int
+
+    def to_frame(self, signature: bytes, payload: bytes | memoryview) -> Frame:
+        """The frame."""
+        return Frame(FrameKind.DATA, self.generation, self.operation, self.part, signature, payload)
+
+
+def encode_head(frame: Frame) -> bytes:
+    """The header and the signature of a frame of data; reads the payload once.
+
+    Raises:
+        FrameError: it is none of data, or its signature or payload is too long.
+    """
+    if frame.kind is not FrameKind.DATA:
+        raise FrameError(f"a frame of kind {frame.kind.name} goes by the gRPC side of a link")
+    words, size = len(frame.signature), len(frame.payload)
+    if words > MAX_SIGNATURE_BYTES or words + size + HEAD_BYTES > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
+    check = checksum_of(frame.signature, frame.payload)
+    head = _HEAD.pack(_MARK, words, size, frame.part, check, frame.generation, frame.operation)
+    return head + _CHECKSUM.pack(zlib.crc32(head)) + frame.signature
+
+
+def checksum_of(signature: bytes, payload: bytes | memoryview) -> int:
+    """What a header says of what follows it."""
+    return checksum(payload, zlib.crc32(signature))
+
+
+def decode_head(data: memoryview) -> Head:
+    """The header that HEAD_BYTES bytes hold; its lengths are within the limits.
+
+    Raises:
+        FrameDamaged: the checksum of the header is wrong.
+        FrameError: the bytes are no header.
+    """
+    (own,) = _CHECKSUM.unpack_from(data, _HEAD.size)
+    if zlib.crc32(data[: _HEAD.size]) != own:
+        raise FrameDamaged("the checksum of a header is wrong")
+    mark, words, size, part, check, generation, operation = _HEAD.unpack_from(data)
+    if mark != _MARK:
+        raise FrameError("the header is not that of a frame")
+    if words > MAX_SIGNATURE_BYTES or words + size + HEAD_BYTES > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
+    return Head(words, size, part, generation, operation, check)
+
+
+def cut(size: int, streams: int, number: int) -> list[tuple[int, int, int]]:
+    """Which part of a payload goes on which stream: (stream, begin, end), the one with the header first.
+
+    Args:
+        size: bytes of the payload.
+        streams: how many there are.
+        number: of the frame, from 0.
+    """
+    if streams == 1 or size <= MIN_PIECE:
+        return [(number % streams, 0, size)]
+    piece = max(MIN_PIECE, -(-size // streams))
+    return [
+        ((number + index) % streams, begin, min(begin + piece, size))
+        for index, begin in enumerate(range(0, size, piece))
+    ]

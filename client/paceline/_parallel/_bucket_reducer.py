@@ -1,0 +1,298 @@
+"""DDP's reducer: sends each bucket of gradients as soon as it is complete, and waits for all of them at the end.
+
+`Readiness` decides when a bucket may be sent while the backward pass still runs. Two rules make it right:
+
+- Buckets are sent in one fixed order on every rank, whatever the order of gradients, because the n-th collective of
+  one rank meets the n-th of every other.
+- A parameter is complete once it has signalled as often as it ever did in one backward pass: a layer that runs twice
+  signals twice. So the first pass sends nothing early; it counts.
+
+`BucketReducer` observes the parameters, and keeps track of what is under way. Memory and messages are the affair of its
+`GradientTransport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+
+from paceline._collectives.piggyback import PIGGYBACK_SIZE, Piggyback
+from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
+from paceline._parallel._parameter import Parameter, ignoring_gradients
+from paceline._parallel._ranks import PendingWork
+from paceline._parallel._transport import GradientBucket, GradientTransport
+from paceline.errors import StepOrderError
+
+__all__ = ["BucketReducer", "Readiness"]
+
+_TOO_SMALL_BYTES = 64 << 10
+"""A single bucket of up to so many bytes is sent at the end of backward in the caller's thread: the hand-over to the
+group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""
+
+
+class Readiness:
+    """Decides which buckets may be sent, from signals that a parameter got a gradient. Pure.
+
+    Args:
+        bucket_of: number of the bucket of each parameter.
+        static: every pass signals what the first one did, so that a parameter that is never used holds up no bucket.
+    """
+
+    def __init__(self, bucket_of: Sequence[int], *, static: bool = False) -> None:
+        self._bucket_of = tuple(bucket_of)
+        self._static = static
+        self._expected = [1] * len(self._bucket_of)
+        """Signals after which a parameter counts as complete. At least 1, unless `static`: a parameter that was never
+        used may still be used later."""
+        self._learned = False
+        """True once a whole backward pass was counted."""
+        self.start(early=False)
+
+    def start(self, *, early: bool) -> None:
+        """Begins a backward pass; `early`: buckets may be sent while it runs."""
+        self._early = early and self._learned
+        self._seen = [0] * len(self._bucket_of)
+        self._incomplete = [0] * (max(self._bucket_of, default=-1) + 1)
+        for bucket, expected in zip(self._bucket_of, self._expected, strict=True):
+            self._incomplete[bucket] += expected > 0
+        self._sent = 0
+
+    def may_write(self, parameter: int) -> bool:
+        """Whether the parameter's bucket has not been sent yet. If it has, the next pass waits for one more signal."""
+        if self._bucket_of[parameter] >= self._sent:
+            return True
+        self._expected[parameter] = max(self._expected[parameter], self._seen[parameter] + 1)
+        return False
+
+    def signal(self, parameter: int) -> range:
+        """Counts a signal; returns the buckets that may now be sent, in order."""
+        self._seen[parameter] += 1
+        if self._early and self._seen[parameter] == self._expected[parameter]:
+            self._incomplete[self._bucket_of[parameter]] -= 1
+        first = self._sent
+        while self._early and self._sent < len(self._incomplete) and self._incomplete[self._sent] == 0:
+            self._sent += 1
+        return range(first, self._sent)
+
+    def end(self) -> None:
+        """Ends the backward pass, which is complete: the next one is expected to signal as often."""
+        if self._static and not self._learned:
+            self._expected = self._seen
+        else:
+            self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
+        self._learned = True
+
+    def rest(self) -> range:
+        """Returns the buckets that have not been sent, in order; they count as sent from now on."""
+        first, self._sent = self._sent, len(self._incomplete)
+        return range(first, self._sent)
+
+
+class BucketReducer:
+    """Observes the parameters during a backward pass, and sums their gradients over the ranks, bucket by bucket.
+
+    It is a `GradientReducer`, and the `GradientObserver` of its parameters.
+
+    Args:
+        parameters: all parameters by path; the frozen ones are left out.
+        transport: makes the buckets and sums them.
+        cap_bytes: most bytes of gradients in one bucket.
+        static: see `Readiness`.
+        narrow: whether gradients may be in 16 bits.
+
+    Attributes:
+        parameters: the trained parameters, by path.
+        sources: the same, since backward writes the gradients that optimizers see.
+        stepwise: True if the caller marks where steps begin (`begin_step`) and may undo one. If False, each pass is
+            final at once.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        transport: GradientTransport,
+        cap_bytes: float,
+        *,
+        static: bool = False,
+        narrow: bool = False,
+    ) -> None:
+        plan = plan_buckets(parameters, cap_bytes, FIRST_BYTES, narrow=narrow)
+        self._all, self._cap_bytes = list(parameters.values()), cap_bytes
+        self.stepwise = False
+        self.parameters = {path: p for path, p in parameters.items() if p.requires_grad}
+        self.sources = self.parameters
+        self._frozen = [p for p in parameters.values() if not p.requires_grad]
+        self._transport = transport
+        # Buckets are always sent in this order, so the first one carries the piggyback.
+        rooms = [PIGGYBACK_SIZE, *([0] * len(plan))]
+        self._buckets: list[GradientBucket] = [
+            transport.new_bucket({path: parameters[path] for path in paths}, room=room)
+            for paths, room in zip(plan, rooms, strict=False)
+        ]
+        self._overlaps = len(plan) > 1 or any(bucket.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
+        self._abandoned: list[tuple[GradientBucket, list[PendingWork]]] = []
+        """Buckets that abandoned collectives were still using, each with these collectives."""
+        self._piggyback: Piggyback | None = None
+        self._paths = [path for paths in plan for path in paths]
+        self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
+        self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
+        self._works: list[PendingWork | None] = []
+        """The collective of each bucket sent in this pass; None if it is complete, or not needed in a world of one."""
+        self._weight = 0.0
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]:
+        """The buckets, in the order in which they are sent."""
+        return self._buckets
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen: the buckets must be laid out anew."""
+        return all(p.requires_grad for p in self.parameters.values()) and not any(p.requires_grad for p in self._frozen)
+
+    def serves(self, parameters: Mapping[str, Parameter], cap_bytes: float) -> bool:
+        """True if it was made for these parameters and this cap, so that it can be used in another generation."""
+        same = self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
+        return same and self._cap_bytes == cap_bytes
+
+    def new_generation(self) -> None:
+        """Resets what must be the same on all ranks, because a new generation has other ranks."""
+        for bucket in self._buckets:
+            bucket.new_generation()
+
+    def begin_step(self) -> None:
+        """Makes earlier reductions final: `give_up` returns to this point."""
+        self._recover()
+        for bucket in self._buckets:
+            bucket.commit()
+
+    @contextmanager
+    def watching(self, *, weight: float, early: bool) -> Iterator[None]:
+        """Observes the backward pass inside the block.
+
+        Args:
+            weight: this rank's weight, including that of earlier micro-batches.
+            early: buckets may be sent inside the block. False while gradients are only accumulated.
+        """
+        self._recover()
+        self._weight = weight
+        self._readiness.start(early=early and self._overlaps)
+        try:
+            for parameter in self.parameters.values():
+                parameter._watch(self)
+            yield
+        finally:
+            for parameter in self.parameters.values():
+                parameter._unwatch(self)
+        self._readiness.end()
+
+    @contextmanager
+    def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
+        """Drops the gradients of the backward pass inside the block, which are written to separate arrays.
+
+        All buckets are sent at the end, since they have none of this rank's work; the arguments, as for `watching`, are
+        ignored.
+        """
+        with ignoring_gradients(self.parameters.values()):
+            yield
+
+    def before_gradient(self, parameter: Parameter) -> None:
+        """Refuses a gradient whose bucket has been sent."""
+        index = self._index[id(parameter)]
+        if not self._readiness.may_write(index):
+            raise StepOrderError(
+                f"parameter {self._paths[index]!r} got one more gradient after its bucket was sent: this backward pass "
+                "uses it more often than any before. This attempt is dropped; the next one will wait for it"
+            )
+
+    def after_gradient(self, parameter: Parameter) -> None:
+        """Sends the buckets that this gradient completes."""
+        self._send(self._readiness.signal(self._index[id(parameter)]))
+
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
+        """Sends the remaining buckets, waits for all, and leaves the weighted means in the gradients.
+
+        Args:
+            weight: this rank's weight.
+            replaces: no matter here: backward writes the gradients that optimizers see, so they are in place already.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0; or no collective may be called now, in a world of one
+                too, since the same code may run with two members next.
+            PacelineError: a collective failed.
+        """
+        del replaces
+        if self._transport.ban_reason:
+            raise StepOrderError(self._transport.ban_reason)
+        self._recover()
+        self._weight = weight
+        self._send(self._readiness.rest(), waiting=True)
+        alone = self._transport.size == 1
+        for bucket, work in zip(self._buckets, self._works, strict=True):
+            if work is not None:
+                work.wait()
+            if self._piggyback is not None:
+                self._piggyback.arrive(bucket.piggyback[: len(self._piggyback.values)])
+                self._piggyback = None
+            if not alone:
+                self._transport.complete(bucket)
+            # The first bucket has the total weight, by which the other sums may have been divided already.
+            bucket.unpack(self._buckets[0].total.item(), divided=self._divides(bucket) and not alone)
+        self._works.clear()
+        self._readiness.start(early=False)
+        if not self.stepwise:
+            for bucket in self._buckets:
+                bucket.commit()
+
+    def give_up(self) -> None:
+        """Drops all gradients, and abandons running collectives.
+
+        It does not wait, because other ranks may never send their part. A collective that still runs when the next
+        attempt begins keeps its memory and cannot touch that of the new attempt.
+        """
+        for parameter in self.parameters.values():
+            parameter._hold(None)
+        self._piggyback = None
+        running = [work for work in self._works if work is not None and not work.done()]
+        for bucket, work in zip_longest(self._buckets, self._works):
+            # Collectives of other buckets read the total weight from the first bucket.
+            users = running if bucket is self._buckets[0] else [other for other in running if other is work]
+            if users:
+                bucket.vacate()
+                self._abandoned.append((bucket, users))
+            elif all(bucket is not other for other, _ in self._abandoned):
+                bucket.reclaim()
+        self._works.clear()
+        self._readiness.start(early=False)
+
+    def _recover(self) -> None:
+        """Gives abandoned buckets their memory back, or new memory if a collective still uses it."""
+        abandoned, self._abandoned = self._abandoned, []
+        for bucket, users in abandoned:
+            if all(work.done() for work in users):
+                bucket.reclaim()
+            else:
+                bucket.renew()
+
+    def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
+        """Sends buckets; `waiting`: the caller only waits, so the last bucket is reduced in its thread."""
+        for number in numbers:
+            bucket = self._buckets[number]
+            alone = self._transport.size == 1
+            bucket.pack(self._weight, alone=alone)
+            if alone:
+                self._works.append(None)
+                continue
+            if not self._works:
+                self._piggyback = self._transport.take_piggyback()
+                bucket.piggyback.fill(0)
+                if self._piggyback is not None:
+                    bucket.piggyback[: len(self._piggyback.values)] = self._piggyback.values
+            # Buckets are reduced in order, so the first is complete when the divisor of another is asked for.
+            divisor = self._buckets[0].total.item if self._divides(bucket) else None
+            in_background = not (waiting and bucket is self._buckets[-1])
+            self._works.append(self._transport.start(bucket, divisor=divisor, in_background=in_background))
+
+    def _divides(self, bucket: GradientBucket) -> bool:
+        """Whether a bucket's sums are divided while they are reduced."""
+        return bucket is not self._buckets[0] and bucket.divisible

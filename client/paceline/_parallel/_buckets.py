@@ -1,0 +1,252 @@
+"""Buckets: gradients side by side in one flat array, so that one all_reduce carries many of them.
+
+N elements of gradients, P parameters in the bucket. The array that travels holds
+
+    [ gradients, N | weight, 1 | used, P | piggyback ]
+
+One message sums all of it over the ranks: the weighted gradients, the total weight to divide them by, and for each
+parameter the number of ranks that used it. The first bucket of a pass has room for a piggyback: in `session.steps` the
+step word travels along. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
+view of it), so a gradient is written once, reduced in place, and read where it lies.
+
+Gradients in 16 bits live in a separate array: they travel, with the weights, in float32.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._parallel._parameter import Parameter
+from paceline.compression import Codec, Memory
+from paceline.errors import StepOrderError, UnsupportedOp
+
+__all__ = ["FIRST_BYTES", "Bucket", "Empty", "plan_buckets"]
+
+
+FIRST_BYTES = 1 << 20
+"""Gradients in the first bucket of a dtype, unless one parameter has more: the sooner it is sent, the
+sooner the links have work. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), for the same reason."""
+
+_NARROW = ("float16", "bfloat16")
+
+Empty = Callable[[int, Any], NDArray[Any]]
+"""Allocates an array of a size and dtype that links can use without a copy."""
+
+
+def plan_buckets(
+    parameters: Mapping[str, Parameter], cap_bytes: float, first_bytes: float = math.inf, *, narrow: bool = False
+) -> list[list[str]]:
+    """Decides which parameters share a bucket.
+
+    Backward runs from the last layer to the first, so parameters are taken in reverse. A bucket has one dtype and at
+    most `cap_bytes` of gradients; a larger parameter gets its own. The first bucket of a dtype is full with
+    `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen
+    parameters are in no bucket.
+
+    Args:
+        parameters: by path, first layer first.
+        cap_bytes: most bytes of gradients in a bucket.
+        first_bytes: bytes of gradients that fill the first bucket of a dtype.
+        narrow: whether float16 and bfloat16 can be trained too.
+
+    Returns:
+        The paths in each bucket; buckets in the order in which they are sent.
+
+    Raises:
+        UnsupportedOp: a parameter to train is neither float32 nor float64. (bfloat16 loses updates below 2^-9 of a
+            value; mixed precision needs master values in float32. So `narrow` must be asked for.)
+    """
+    closed: list[tuple[int, list[str]]] = []
+    filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
+    begun: set[np.dtype[Any]] = set()  # dtypes whose first bucket is closed
+    for place, (path, parameter) in enumerate(reversed(list(parameters.items()))):
+        if not parameter.requires_grad:
+            continue
+        dtype, nbytes = parameter.data.dtype, parameter.data.nbytes
+        if dtype not in (np.float32, np.float64) and not (narrow and dtype.name in _NARROW):
+            raise UnsupportedOp(f"parameter {path!r} is {dtype}; only {_trainable(narrow)} can be trained")
+        last, size, paths = filling.pop(dtype, (0, 0, []))
+        full = size >= first_bytes and dtype not in begun
+        if paths and (full or size + nbytes > cap_bytes):
+            begun.add(dtype)
+            closed.append((last, paths))
+            size, paths = 0, []
+        filling[dtype] = (place, size + nbytes, [*paths, path])
+    closed += [(last, paths) for last, _, paths in filling.values()]
+    return [paths for _, paths in sorted(closed)]
+
+
+def _trainable(narrow: bool) -> str:
+    return "float16, bfloat16, float32 and float64" if narrow else "float32 and float64"
+
+
+class Bucket:
+    """The gradients of some parameters of one dtype, in NumPy arrays that are reused in each step.
+
+    It is the `GradientBucket` of `HostTransport`.
+
+    Args:
+        parameters: the parameters by path, in the order in which they lie in the bucket.
+        room: number of elements reserved for a piggyback.
+        empty: allocates the memory.
+        feedback: see `Memory`.
+        weight_at: number of elements in front of the weight; N if left out.
+        apart: True if gradients are stored in a separate array; those in 16 bits always are.
+
+    Attributes:
+        codec: compresses the gradients on the wire; None for no compression.
+        dtype: dtype of the gradients.
+        flat: the array that `all_reduce` reduces in place.
+        exact: number of elements at its end that are no gradients and must not be compressed.
+        memory: rounding errors of its compressed reductions.
+    """
+
+    codec: Codec | None = None
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        room: int = 0,
+        empty: Empty = np.empty,
+        feedback: bool = False,
+        *,
+        weight_at: int | None = None,
+        apart: bool = False,
+    ) -> None:
+        self.exact = 1 + len(parameters) + room
+        self.memory = Memory(feedback=feedback)
+        self._empty = empty
+        self._parameters = tuple(parameters.values())
+        self.dtype = self._parameters[0].data.dtype
+        self._count = sum(p.data.size for p in self._parameters)
+        self._weight_at = self._count if weight_at is None else weight_at
+        self._has_homes = apart or self.dtype.itemsize == 2
+        self._allocate()
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the sums may be divided by the total weight while they are reduced."""
+        return self.codec is None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message, in bytes."""
+        return self.flat.nbytes
+
+    def renew(self) -> None:
+        """Allocates new memory, because an abandoned collective may still read and write the old."""
+        self._allocate()
+        self.memory = self.memory.successor()
+
+    def reclaim(self) -> None:
+        """Makes this bucket the home of the gradients again after an abandoned attempt, which leaves no trace."""
+        self._take_home()
+        self.memory.undo()
+
+    def commit(self) -> None:
+        """Makes the rounding errors of the last reduction final."""
+        self.memory.commit()
+
+    def new_generation(self) -> None:
+        """Resets what must be the same on all ranks: nothing here."""
+
+    def _allocate(self) -> None:
+        wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
+        self.flat: NDArray[Any] = self._empty(self._weight_at + self.exact, wire)
+        self._apart = np.empty(self._count, self.dtype) if self._has_homes else None
+        homes = self.flat if self._apart is None else self._apart
+        self._slots: Sequence[NDArray[Any]] = [
+            homes[end - p.data.size : end].reshape(p.data.shape)
+            for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
+        ]
+        self._take_home()
+
+    def vacate(self) -> None:
+        """Has gradients written elsewhere until `reclaim` or `renew`, because an abandoned collective may still run."""
+        for parameter in self._parameters:
+            parameter._home = None
+
+    def _take_home(self) -> None:
+        """Makes this bucket the home of the gradients, and moves present ones here."""
+        for slot in self._slots:
+            slot.flags.writeable = True
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            gradient, parameter._home = parameter.grad, slot
+            if gradient is not None and gradient is not slot:
+                np.copyto(slot, gradient)
+                parameter._hold(slot)
+
+    def pack(self, weight: float, *, alone: bool = False) -> None:
+        """Completes the flat array with this rank's weight; from here to `unpack` its gradients are read-only.
+
+        Args:
+            weight: the weight that the gradients are already multiplied by. A rank without a sample has weight 0 and no
+                gradients, so it sends zeros: 0 times the NaN of an empty mean would be NaN.
+            alone: True if there is no other rank, so that nothing will travel.
+        """
+        self.flat[self._weight_at] = weight
+        for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
+            self._used[i] = parameter.grad is not None
+            if parameter.grad is None:
+                slot.fill(0)
+            elif parameter.grad is not slot:  # another wrapper has moved it
+                np.copyto(slot, parameter.grad)
+                parameter._hold(slot)
+            slot.flags.writeable = False  # `p.grad += g` would write unnoticed: an error is better than a wrong sum
+        self._encode(alone=alone)
+
+    def unpack(self, total: float, *, divided: bool = False) -> None:
+        """Makes means of the reduced sums, and gives its gradient to each parameter that any rank used.
+
+        Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used gets no gradient.
+
+        Args:
+            total: total weight of all ranks.
+            divided: whether the sums have been divided by it already.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0. All ranks see the same, so all raise.
+        """
+        for slot in self._slots:
+            slot.flags.writeable = True
+        if not total > 0:
+            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+        self._decode(total, divided=divided)
+        for used, parameter, slot in zip(self._used, self._parameters, self._slots, strict=True):
+            parameter._hold(slot if used > 0 else None)
+
+    @property
+    def total(self) -> NDArray[Any]:
+        """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
+        return self.flat[self._weight_at : self._weight_at + 1]
+
+    @property
+    def _used(self) -> NDArray[Any]:
+        """Shape [P]: before the reduction 1 for a parameter that this rank used, afterwards above 0 if any did."""
+        return self.flat[self._weight_at + 1 : self._weight_at + 1 + len(self._parameters)]
+
+    @property
+    def piggyback(self) -> NDArray[Any]:
+        """The elements that are reserved for a piggyback."""
+        return self.flat[self._weight_at + 1 + len(self._parameters) :]
+
+    def _encode(self, *, alone: bool) -> None:
+        """Fills the elements in front of the weight from the complete gradients."""
+        del alone
+        if self._apart is not None:
+            self.flat[: self._weight_at] = self._apart
+
+    def _decode(self, total: float, *, divided: bool) -> None:
+        """Writes the means of the sums to the homes of the gradients."""
+        sums = self.flat[: self._weight_at]
+        if total != 1 and not divided:  # a division by 1 changes no bit
+            np.divide(sums, total, out=sums)
+        if self._apart is not None:
+            self._apart[...] = sums

@@ -1,0 +1,132 @@
+"""The state of an optimizer by path and name, whatever kind of optimizer it is.
+
+The optimizers of `paceline.optim` implement it. `standing_for` finds the object that does for an optimizer of another
+framework, and the core of a wrapped model.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._parallel._parameter import Parameter
+from paceline.errors import SizeMismatch
+
+__all__ = ["OptimizerState", "standing_for", "stands_in"]
+
+
+class OptimizerState(abc.ABC):
+    """An optimizer's settings, and for each trained parameter arrays of its shape and other values.
+
+    Attributes:
+        is_new: True while no step was taken and no state loaded.
+    """
+
+    is_new: bool
+
+    @property
+    @abc.abstractmethod
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The parameters that it trains, by path."""
+
+    @property
+    @abc.abstractmethod
+    def settings(self) -> Mapping[str, Any]:
+        """The values of its formula, by name."""
+
+    @property
+    def stepper(self) -> Any:
+        """The object whose `step` users call."""
+        return self
+
+    @abc.abstractmethod
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Loads what `settings` returned."""
+
+    @abc.abstractmethod
+    def live_arrays(self) -> dict[str, NDArray[Any]]:
+        """The live arrays of the state, by "path/name": they change in `step`, and nowhere else."""
+
+    @abc.abstractmethod
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """A copy of everything in the state that is not an array, by path."""
+
+    @abc.abstractmethod
+    def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Loads what `numbers` returned."""
+
+    @abc.abstractmethod
+    def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Replaces the live arrays, because the parameters have other shapes now."""
+
+    @abc.abstractmethod
+    def zero_grad(self) -> None:
+        """Sets every gradient to None."""
+
+    @property
+    def is_blank(self) -> bool:
+        """True while `is_new` and all arrays of the state are zero, as on every other rank, whatever their shape."""
+        return self.is_new and not any(array.any() for array in self.live_arrays().values())
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Loads settings (the learning rate too) and state, into the arrays that are there.
+
+        Args:
+            saved: {"settings": {name: value}, "state": {path: {name: array or value}}}.
+
+        Raises:
+            SizeMismatch: paths or names are missing or unexpected, or shapes differ; the text lists them all, and
+                nothing was changed.
+        """
+        here: dict[str, dict[str, Any]] = {path: dict(numbers) for path, numbers in self.numbers().items()}
+        for key, array in self.live_arrays().items():
+            path, _, name = key.rpartition("/")
+            here[path][name] = array
+        there = saved.get("state", {})
+        problems = _names("setting", self.settings, saved.get("settings", {})) + _names("state of", here, there)
+        for path in here.keys() & there.keys():
+            problems += _names(f"{path}:", here[path], there[path])
+            for name in sorted(here[path].keys() & there[path].keys()):
+                mine, theirs = np.shape(here[path][name]), np.shape(there[path][name])
+                if mine != theirs:
+                    problems.append(f"{path}: {name!r} has shape {list(theirs)}, not {list(mine)}")
+        if problems:
+            raise SizeMismatch(f"the state does not fit this {type(self.stepper).__name__}: " + "; ".join(problems))
+        self.is_new = False
+        self.load_settings(saved["settings"])
+        numbers: dict[str, dict[str, Any]] = {path: {} for path in here}
+        for path, state in here.items():
+            for name, value in state.items():
+                if isinstance(value, np.ndarray):
+                    value[...] = there[path][name]
+                else:  # a number may come back from a file as an array
+                    numbers[path][name] = None if value is None else type(value)(there[path][name])
+        self.load_numbers(numbers)
+
+
+_finders: list[Callable[[Any], Any]] = []
+
+
+def stands_in(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Has `standing_for` ask this too. It returns what stands for a model or an optimizer; None for anything else."""
+    _finders.append(find)
+    return find
+
+
+def standing_for(thing: Any) -> Any:
+    """Returns what stands for a model or an optimizer in this package; the object itself if nothing does.
+
+    Raises:
+        UnsupportedOp: it is an optimizer of a sharded model, and its state cannot be sharded.
+    """
+    return next((found for find in _finders if (found := find(thing)) is not None), thing)
+
+
+def _names(what: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on names that only one side has."""
+    missing = [f"{what} {name!r} is missing" for name in sorted(here.keys() - there.keys())]
+    return missing + [f"{what} {name!r} is unexpected" for name in sorted(there.keys() - here.keys())]

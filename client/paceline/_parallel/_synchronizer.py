@@ -1,0 +1,364 @@
+"""The data-parallel core, which DDP and FSDP for NumPy and for torch modules all hold.
+
+How a gradient travels:
+
+1. At first use the ranks *agree* on the model (`_agreement`) and take rank 0's values. The model then makes a
+   `GradientReducer` for its parameters: `BucketReducer` for DDP, `UnitRunner` for FSDP.
+2. The front opens a backward pass (`GradientSynchronizer.backward_pass`). The `Accumulation` counts this rank's weight,
+   and says by which factor gradients must be multiplied. The reducer observes the parameters.
+3. The module (or a hook of autograd) *writes* a gradient into its parameter, and with that straight into its home: a
+   slice of a bucket for DDP, of its unit's array of gradients for FSDP. The reducer is told of the write.
+4. When a bucket or unit has all of its gradients on this rank, the reducer *sends* it: a sum over the ranks starts in
+   the background, in the same order on every rank. The backward pass goes on meanwhile.
+5. When the pass ends, the reducer sends what is left, waits for everything, and divides the sums by the total weight
+   of all ranks. `Parameter.grad` is then the mean, in the memory in which it arrived; the optimizer reads it there.
+6. Buffers are made those of one rank. If anything fails on the way, all gradients of the attempt are dropped: some may
+   be reduced and others not.
+
+The parts, and what each knows:
+
+- `GradientSynchronizer`: this order, and nothing of buckets, units or frameworks.
+- `Accumulation`: weights and micro-batches of this rank.
+- `GradientReducer`: which gradients are ready, and what is under way.
+- `Parameter`: where one gradient lives. A subclass shows the parameter of another framework.
+- `GradientTransport` (DDP), `ShardRankGroup` (FSDP): who moves memory between the ranks.
+- The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): how backward is run, and what users see.
+
+B samples in this rank's batch, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._parallel._accumulation import Accumulation
+from paceline._parallel._agreement import give
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._ranks import RankGroup
+from paceline.errors import SizeMismatch, StepOrderError
+
+__all__ = [
+    "GradientReducer",
+    "GradientSynchronizer",
+    "SpreadParameters",
+    "SynchronizedModel",
+    "checked_weight",
+    "clip",
+    "rows_of",
+    "total_norm",
+]
+
+SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
+"""Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
+
+_CHUNK = 1 << 16
+"""Elements that are raised to a power at once, in float64."""
+
+
+class GradientReducer(Protocol):
+    """Reduces the gradients of one backward pass over the ranks."""
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The trained parameters, by path."""
+
+    @property
+    def sources(self) -> Mapping[str, Parameter]:
+        """The parameters whose gradients backward writes, by path."""
+
+    def fits(self) -> bool:
+        """False once a parameter has been frozen or unfrozen."""
+
+    def watching(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
+        """Observes the backward pass inside the block; `early`: gradients may be sent while it runs."""
+
+    def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
+        """Drops the gradients of the backward pass inside the block; sends early what other ranks send early."""
+
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
+        """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
+
+        Args:
+            weight: this rank's weight.
+            replaces: users have written the gradients themselves: they replace those that optimizers see, and are not
+                added to them.
+        """
+
+    def give_up(self) -> None:
+        """Drops all gradients, and abandons running collectives."""
+
+
+class SynchronizedModel(Protocol):
+    """The model whose gradients are synchronised: `ReplicatedModel` for DDP, `ShardedModel` for FSDP."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
+        """What optimizers train: pairs of path and parameter."""
+
+    def buffers(self) -> Mapping[str, NDArray[Any]]:
+        """Buffers by path."""
+
+    def agree(self, *, may_change: bool, agreed_in: int) -> GradientReducer:
+        """Agrees with the other ranks on the model, and makes the reducer of its gradients. A collective.
+
+        Args:
+            may_change: False if gradients have been computed from this rank's own values.
+            agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
+        """
+
+    def spread_parameters(self) -> Sequence[SpreadParameters]:
+        """This rank's parameters, with the ranks that have the rest of them; alike on all ranks."""
+
+
+class GradientSynchronizer:
+    """Keeps the order of operations in a step, whoever holds the parameters and whatever runs the backward pass.
+
+    Args:
+        model: the model.
+        group: the ranks.
+        accumulation: makes the accumulation for parameters and sources; see `Accumulation`.
+        agreed: called with the new reducer each time after the ranks have agreed on the model.
+        before_reduction: called on every rank before a pass that ends with a reduction; returns the rank whose buffers
+            all ranks take after it.
+
+    Attributes:
+        reducer: of the present generation; None before the first agreement.
+        accumulation: micro-batches of this rank that are not reduced yet.
+        rows: B of the last forward pass; None if its input had no first axis.
+    """
+
+    def __init__(
+        self,
+        model: SynchronizedModel,
+        group: RankGroup,
+        *,
+        accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
+        agreed: Callable[[Any], None] = lambda reducer: None,
+        before_reduction: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.reducer: GradientReducer | None = None
+        self.accumulation = accumulation({}, {})
+        self.rows: int | None = None
+        self._model = model
+        self._group = group
+        self._new_accumulation = accumulation
+        self._agreed = agreed
+        self._before_reduction = before_reduction
+        self._reduces = True
+        """False inside `no_sync`."""
+        self._generation = 0
+        """The last generation in which all ranks agreed on the model and `reducer` was made; 0 for none."""
+
+    def prepare(self, *, may_change: bool = True) -> GradientReducer:
+        """Agrees on the model and takes rank 0's values; see `paceline.DDP.prepare`.
+
+        Args:
+            may_change: False if gradients have been computed from this rank's own values.
+        """
+        moved = self.reducer is not None and self._generation != self._group.generation
+        if self.reducer is not None and not moved and self.reducer.fits():
+            return self.reducer
+        if moved:  # newcomers use the model for the first time: all ranks begin anew, and agree that they do
+            self.accumulation.drop()
+        if self.accumulation.micro_batches:
+            raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
+        first_use = self.reducer is None
+        self.reducer = self._model.agree(may_change=may_change, agreed_in=self._generation)
+        self._generation = self._group.generation
+        before = self.accumulation
+        self.accumulation = self._new_accumulation(self.reducer.parameters, self.reducer.sources)
+        if moved:
+            self.accumulation.mark_as(before)  # sync_gradients may follow, for gradients of the new generation
+        elif not first_use:
+            self.accumulation.mark()  # gradients that are there now are the last step's
+        self._agreed(self.reducer)
+        return self.reducer
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward pass ends with a reduction now: False inside `no_sync`."""
+        return self._reduces
+
+    @contextmanager
+    def backward_pass(self, weight: float, *, reduces: bool | None = None) -> Iterator[float]:
+        """Surrounds a backward pass; at the end of the block its gradients are reduced.
+
+        Args:
+            weight: weight of this rank's gradients.
+            reduces: whether the pass ends with a reduction; if left out, it does outside of `no_sync`.
+
+        Yields:
+            The factor that its gradients must be multiplied by; with 0 they are dropped.
+
+        Raises:
+            ValueError, StepOrderError, PacelineError: see `paceline.DDP.backward`.
+        """
+        reducer = self.prepare(may_change=False)
+        reduces = self._reduces if reduces is None else reduces
+        weight = checked_weight(weight)
+        self.accumulation.open()
+        factor = self.accumulation.add(weight, alone=self._group.size == 1)
+        with self._all_or_nothing():
+            root = self._before_reduction() if reduces else 0
+            watching = reducer.watching if factor else reducer.ignoring
+            with watching(weight=self.accumulation.rank_weight, early=reduces):
+                yield factor
+            if reduces:
+                self._reduce(root)
+
+    def sync_gradients(self, weight: float | None = None, *, owed: bool = False) -> None:
+        """Reduces pending gradients; does nothing if there are none. See `paceline.DDP.sync_gradients`.
+
+        Args:
+            weight: weight of gradients of the module's own backward.
+            owed: whether other ranks may wait for this rank's gradients, though none was written here.
+        """
+        reducer = self.prepare(may_change=False)
+        accumulation = self.accumulation
+        accumulation.drop_if_cleared()
+        path = accumulation.written_by_others(or_zeros=True)
+        if path is None and not accumulation.micro_batches and not owed:
+            return
+        by_hand = not accumulation.micro_batches
+        if not by_hand:
+            if path is not None:
+                raise StepOrderError(f"the gradient of {path!r} was written outside of the wrapper in an accumulation")
+            if weight is not None:
+                raise StepOrderError("each micro-batch got its weight in backward(): sync_gradients() takes none")
+        else:
+            weight = checked_weight((1 if self.rows is None else self.rows) if weight is None else weight)
+            factor = accumulation.add(weight, alone=self._group.size == 1)
+            for source in reducer.sources.values():
+                if source.grad is not None and factor != 1:
+                    source._hold(source.grad * factor if factor else None)
+        with self._all_or_nothing():
+            self._reduce(self._before_reduction(), replaces=by_hand)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block backward passes accumulate on this rank only.
+
+        The next pass outside, or `sync_gradients`, reduces the sum of all micro-batches.
+        """
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`."""
+        if not max_norm >= 0 or not norm_type > 0:
+            raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")
+        spread = self._model.spread_parameters()
+        norm = total_norm(spread, self._group, norm_type)
+        clip((parameter for _, parameters in spread for parameter in parameters), norm, max_norm)
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients, including those accumulated under `no_sync`, because their step is undone."""
+        if self.reducer is not None:
+            self.reducer.give_up()
+        self.accumulation.drop()
+        for _, parameter in self._model.named_parameters():
+            parameter.grad = None
+        self.accumulation.mark()
+
+    def abandon(self) -> None:
+        """Drops all gradients and micro-batches of an attempt that failed, because some may be reduced and some not."""
+        if self.reducer is not None:
+            self.reducer.give_up()
+            self.accumulation.reset()
+            self.accumulation.mark()
+
+    def _reduce(self, root: int, *, replaces: bool = False) -> None:
+        assert self.reducer is not None
+        self.reducer.finish(weight=self.accumulation.rank_weight, replaces=replaces)
+        self.accumulation.close()
+        buffers = self._model.buffers()
+        if buffers and self._group.size > 1:
+            give(self._group, list(buffers.values()), root=root)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Drops all gradients if the block raises, because some of them may be reduced and some not."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.accumulation.mark()
+
+
+def rows_of(dy: NDArray[Any]) -> int:
+    """B, from the gradient of the output, shape [B, ...].
+
+    Raises:
+        SizeMismatch: it has no first axis.
+    """
+    if np.ndim(dy) == 0:
+        raise SizeMismatch("dy has no first axis that would tell the number of samples: pass weight=")
+    return int(np.shape(dy)[0])
+
+
+def checked_weight(weight: float) -> float:
+    """A weight that a user has given.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    weight = float(weight)
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"a weight must be finite and not negative, not {weight!r}")
+    return weight
+
+
+def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -> float:
+    """Returns the p-norm of all gradients as one vector; the same bits on every rank. No gradient counts as 0.
+
+    Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
+
+    Args:
+        spread: the parameters of this rank, alike on all ranks.
+        group: all ranks.
+        p: above 0; `math.inf` for the largest absolute value.
+    """
+    norm = 0.0
+    for ranks, parameters in spread:
+        powers = [_power(g, p) for parameter in parameters if (g := parameter.grad) is not None]
+        part = float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
+        if ranks is not None:
+            part = float(ranks.all_reduce(np.float64(part), op="max" if math.isinf(p) else "sum"))
+        norm = float(np.maximum(norm, part)) if math.isinf(p) else norm + part
+    if not math.isinf(p):
+        with np.errstate(over="ignore"):  # infinity is an answer
+            norm = float(np.power(np.float64(norm), 1 / p))
+    return norm if group.size == 1 else float(group.broadcast(np.float64(norm), root=0))
+
+
+def clip(parameters: Iterable[Parameter], norm: float, max_norm: float) -> None:
+    """Scales gradients in place by max_norm / norm if that is below 1; leaves them if the norm is not finite."""
+    if not math.isfinite(norm) or norm <= max_norm:
+        return
+    factor = max_norm / norm
+    for parameter in parameters:
+        if parameter.grad is not None:
+            np.multiply(parameter.grad, factor, out=parameter.grad)
+
+
+def _power(gradient: NDArray[Any], p: float) -> float:
+    """Sum of |g|^p, or the largest |g|, in float64."""
+    flat = gradient.reshape(-1)
+    if math.isinf(p):
+        return float(np.max(np.abs(flat), initial=0.0))
+    total = 0.0
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK].astype(np.float64)
+        total += float(part @ part) if p == 2 else float(np.sum(np.abs(part) ** p))
+    return total

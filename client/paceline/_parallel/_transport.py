@@ -1,0 +1,168 @@
+"""Where the gradients of a backward pass live, and who moves them: the interface, and its implementation on the host.
+
+`BucketReducer` decides when a bucket leaves. It asks a `GradientTransport` for everything that touches gradients or the
+network in a step: to make buckets, and to sum one over the ranks. So another engine (Gloo, NCCL, MPI) needs another
+transport. Gradients on a device need a transport with buckets of its own, and what reads parameters outside of a step
+has to learn of the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping.
+
+`HostTransport` is the only one today: NumPy arrays that a `paceline.Group` moves. torch tensors on the CPU are seen as
+NumPy arrays over the same memory, so it serves both frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from paceline._collectives.piggyback import Piggyback
+from paceline._parallel._buckets import Bucket
+from paceline._parallel._low_rank import LowRankBucket, shrinks
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._ranks import PendingWork, RankGroup
+from paceline.compression import Bf16, Codec
+
+__all__ = ["GradientBucket", "GradientTransport", "HostTransport"]
+
+
+class GradientBucket(Protocol):
+    """The home of some parameters' gradients: memory that travels as one message.
+
+    From `reclaim` on `Parameter._home` of each of its parameters is a place in this memory.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message, in bytes."""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the sums may be divided by the total weight while they are reduced."""
+
+    @property
+    def piggyback(self) -> NDArray[Any]:
+        """Elements that carry the step word of `session.steps` along; only the first bucket has some."""
+
+    @property
+    def total(self) -> NDArray[Any]:
+        """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
+
+    def pack(self, weight: float, *, alone: bool) -> None:
+        """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
+
+        Args:
+            weight: the weight that the gradients are already multiplied by.
+            alone: True if there is no other rank, so that nothing will travel.
+        """
+
+    def unpack(self, total: float, *, divided: bool) -> None:
+        """Makes means of the reduced sums, and gives them to the parameters; see `Bucket.unpack`."""
+
+    def vacate(self) -> None:
+        """After a failed step: stops using this memory until `reclaim` or `renew`; a collective may still read it."""
+
+    def reclaim(self) -> None:
+        """Uses this memory again, and undoes what the failed step left in it."""
+
+    def renew(self) -> None:
+        """Replaces this memory by new one, because the failed step's collective still uses the old."""
+
+    def commit(self) -> None:
+        """Makes final what error feedback has kept."""
+
+    def new_generation(self) -> None:
+        """Resets what must be the same on all ranks, because other ranks have come."""
+
+
+class GradientTransport(Protocol):
+    """Makes buckets and sums them over the ranks."""
+
+    @property
+    def size(self) -> int:
+        """W, the number of ranks."""
+
+    @property
+    def ban_reason(self) -> str:
+        """Why no collective may be called now; empty if any may."""
+
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
+        """A `GradientBucket` for these parameters, all of one dtype.
+
+        Args:
+            parameters: by path, in the order in which their gradients are to lie.
+            room: number of elements for a piggyback.
+        """
+
+    def take_piggyback(self) -> Piggyback | None:
+        """What waits for a bucket to travel in; all ranks have one, or none has. Returned once."""
+
+    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+        """Starts to sum a packed bucket over the ranks, in place. All ranks start their buckets in the same order.
+
+        Args:
+            bucket: one of `new_bucket`.
+            divisor: gives what the sums are divided by on the way; it is called once all buckets before are complete.
+            in_background: whether to return at once; if not, the sums are there on return.
+        """
+
+    def complete(self, bucket: Any) -> None:
+        """Does what is left to do for a bucket after the work of `start`, in the caller's thread. A collective."""
+
+
+class HostTransport:
+    """Gradients in NumPy arrays, which a group moves.
+
+    Args:
+        group: the ranks.
+        codec: compresses gradients on the wire, but not weights and flags; None for no compression. Without one
+            bfloat16 is sent as it is, with all bits.
+        rank: number of directions of each matrix that travel (`PowerSGD`); 0 for whole matrices.
+        feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
+    """
+
+    def __init__(self, group: RankGroup, codec: Codec | None = None, rank: int = 0, *, feedback: bool = False) -> None:
+        self._group = group
+        self._codec = codec
+        self._rank = rank
+        self._feedback = feedback
+
+    @property
+    def size(self) -> int:
+        """See `GradientTransport`."""
+        return self._group.size
+
+    @property
+    def ban_reason(self) -> str:
+        """See `GradientTransport`."""
+        return self._group.ban_reason
+
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Bucket:
+        """See `GradientTransport`."""
+        rank, empty = self._rank, self._group.empty
+        if rank and any(shrinks(parameter, rank) for parameter in parameters.values()):
+            return LowRankBucket(parameters, rank, room, empty, self._feedback)
+        bucket = Bucket(parameters, room, empty, self._feedback and not rank)
+        bucket.codec = Bf16() if self._codec is None and bucket.dtype.name == "bfloat16" else self._codec
+        return bucket
+
+    def take_piggyback(self) -> Piggyback | None:
+        """See `GradientTransport`."""
+        return self._group.take_piggyback()
+
+    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+        """See `GradientTransport`."""
+        flat = bucket.flat
+        if bucket.codec is None:
+            work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=in_background)
+        else:
+            work = self._group.all_reduce_compressed(
+                flat, bucket.codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=in_background
+            )
+        return work if in_background else None
+
+    def complete(self, bucket: Bucket) -> None:
+        """Reduces the second half of a bucket of low rank; nothing for others."""
+        if isinstance(bucket, LowRankBucket) and bucket.compresses:
+            second = bucket.second()
+            self._group.all_reduce(second, out=second)

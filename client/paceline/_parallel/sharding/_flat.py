@@ -1,0 +1,384 @@
+"""The memory of one unit's parameters of one dtype: this rank's shard, the whole array while it is needed, gradients.
+
+`Parameter` objects come in two kinds. The module's *parameters* are views of the whole array, and have no values while
+it does not exist. The *pieces* are views of this rank's shard, shape [elements here]: optimizers train them, and
+reduced gradients arrive in them. Where one rank has everything, pieces have the parameters' shapes and memory.
+
+The callers decide when arrays are gathered and dropped. Only `fetch`, `gather` and `summon` communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._parallel._buckets import Empty
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._ranks import PendingWork, ShardRankGroup
+from paceline._parallel.sharding._placement import FlatLayout, Placement
+from paceline.errors import PacelineError
+
+__all__ = ["Flat", "Gradients", "Room"]
+
+
+class Gradients:
+    """The gradients of one flat array while they are this rank's alone: whole, in the places of the values.
+
+    Each gradient gets its place in one array, so that the module's write is the only copy. The memory is there from the
+    unit's backward pass until its gradients are sent: under `no_sync` until a later pass.
+
+    Args:
+        parameters: the module's, of one dtype.
+        layout: where they lie; S and W are its letters.
+        empty: allocates the memory.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, empty: Empty) -> None:
+        self._parameters = parameters
+        self._layout = layout
+        self._empty = empty
+        self._array: NDArray[Any] | None = None
+
+    @property
+    def are_wanted(self) -> bool:
+        """True if any parameter takes a gradient."""
+        return any(p.requires_grad for p in self._parameters)
+
+    def open(self) -> None:
+        """Allocates the array, unless it is there, and moves gradients there that exist already."""
+        if self._array is None and self.are_wanted:
+            self._array = self._empty(self._layout.padded, self._parameters[0].dtype)
+            for parameter, slot in self._slots(self._array):
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is not None:
+                    np.copyto(slot, parameter.grad)
+                    parameter._hold(slot)
+                parameter._home = slot
+
+    def used_flags(self) -> list[bool]:
+        """For each parameter, whether it takes a gradient and has one here."""
+        return [p.requires_grad and p.grad is not None for p in self._parameters]
+
+    def take(self) -> NDArray[Any]:
+        """Takes all of them from the parameters: shape [W * S], zeros where there is none."""
+        self.open()
+        array = self._array
+        assert array is not None
+        for parameter, slot in self._slots(array):
+            if parameter.grad is None or not parameter.requires_grad:
+                slot.fill(0)
+            elif parameter.grad is not parameter._home:
+                np.copyto(slot, parameter.grad)
+        array[self._layout.size :] = 0
+        self.drop()
+        return array
+
+    def drop(self) -> None:
+        """Drops them."""
+        self._array = None
+        for parameter in self._parameters:
+            parameter._hold(None)
+            parameter._home = None
+
+    def _slots(self, array: NDArray[Any]) -> Iterator[tuple[Parameter, NDArray[Any]]]:
+        for parameter, place in zip(self._parameters, self._layout.places, strict=True):
+            yield parameter, array[place].reshape(parameter.shape)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a flat array for a placement.
+
+    Attributes:
+        placement: the placement.
+        layout: where the parameters lie under it.
+        shard: this rank's shard, shape [S]; in new memory only its padding is filled.
+        full: the whole array, of which `shard` is a view; None if it is not kept.
+        is_whole: True if all values in `full` are valid.
+    """
+
+    placement: Placement
+    layout: FlatLayout
+    shard: NDArray[Any]
+    full: NDArray[Any] | None
+    is_whole: bool
+
+    def runs(self) -> Iterator[tuple[NDArray[Any], int]]:
+        """For each parameter its elements in this shard, shape [n], and the index of the first."""
+        part = self.placement.shard
+        for place, start in zip(self.layout.pieces(part), self.layout.starts(part), strict=True):
+            yield self.shard[place], start
+
+
+class Flat:
+    """The parameters of a unit that have one dtype, in one flat array. S, W: see `FlatLayout`.
+
+    Args:
+        parameters: the module's parameters by path, all of one dtype. Their values move into memory of this object.
+        placement: the placement of this rank's shard.
+        wire: dtype of values and gradients on the wire, None for their own. Shards keep their precision.
+        empty: allocates memory that links can send without a copy.
+        computes: whether the module computes with values in the dtype `wire`.
+
+    Attributes:
+        parameters: the module's parameters.
+        pieces: this rank's pieces of them.
+        shard: this rank's shard, shape [S], in full precision.
+        gradients: gradients of this rank alone, before the reduction.
+        is_whole: True if the parameters have values that can be used.
+        is_spread: True if other ranks hold other shards.
+        given: True if the shard was set on purpose before the ranks agreed on initial values.
+    """
+
+    label = ""
+    """Label of its collectives, the same on all ranks, so that arrays of the same size are not confused."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        placement: Placement,
+        wire: np.dtype[Any] | None,
+        empty: Empty,
+        *,
+        computes: bool = False,
+    ) -> None:
+        self._named = parameters
+        self.parameters = tuple(parameters.values())
+        self.dtype = self.parameters[0].dtype
+        narrower = wire is not None and self.dtype.kind == "f" and wire.itemsize < self.dtype.itemsize
+        self.wire = wire if narrower else None
+        self._shown = self.wire if computes and self.wire is not None else self.dtype
+        """The dtype of the module's parameters while it runs."""
+        self.given = False
+        self._empty = empty
+        self._stand(placement, self.laid_out(len(placement.shards)))
+        self._incoming: tuple[NDArray[Any], PendingWork] | None = None
+        self._pinned: NDArray[Any] | None = None
+        """A copy of this rank's shard from before `summon`; None if not summoned."""
+
+        # An array that is freed after the first use need not be in memory that links can send from.
+        self._full: NDArray[Any] | None = (empty if self._in_place else np.empty)(self.layout.padded, self.dtype)
+        self._full[self.layout.size :] = 0
+        for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
+            view[...] = parameter.data
+            parameter._place(view)
+            parameter._pieced = True
+        self.is_whole = True
+        self.shard: NDArray[Any] = self._full[self._own]
+        self.pieces = tuple(
+            p._cut(self.shard[place] if self.is_spread else p.data)
+            for p, place in zip(self.parameters, self._places, strict=True)
+        )
+
+    def laid_out(self, shards: int) -> FlatLayout:
+        """The layout of the parameters if they are cut into `shards` shards."""
+        return FlatLayout([p.shape for p in self.parameters], shards)
+
+    def room(self, placement: Placement) -> Room:
+        """Allocates memory for another placement; changes nothing."""
+        layout = self.laid_out(len(placement.shards))
+        own = layout.own(placement.shard)
+        full: NDArray[Any] | None = None
+        if (placement.keeps_full and self.wire is None) or layout.world == 1 or not layout.size:
+            full = self._empty(layout.padded, self.dtype)
+            full[layout.size :] = 0
+            if self._full is not None and layout.world > 1:  # old values of other shards, until they are gathered
+                full[: layout.size] = self._full[: layout.size]
+            shard = full[own]
+        else:
+            shard = np.empty(layout.shard_size, self.dtype)
+            shard[max(layout.size - own.start, 0) :] = 0
+        return Room(placement, layout, shard, full, layout.world == 1 or not layout.size)
+
+    def move(self, room: Room) -> None:
+        """Makes the filled memory of a room this rank's shard; the old memory is left as it is."""
+        self.drop()
+        self.gradients.drop()
+        self._stand(room.placement, room.layout)
+        self.shard, self._full, self._pinned = room.shard, room.full, None
+        self.is_whole = room.is_whole
+        self.given = False
+        for parameter, place in zip(self.parameters, self.layout.places, strict=True):
+            parameter._place(None if room.full is None else room.full[place].reshape(parameter.shape))
+        for parameter, piece, place in zip(self.parameters, self.pieces, self._places, strict=True):
+            piece._move(self.shard[place] if self.is_spread else parameter.data)
+        if self._is_narrowed:
+            self._forget()
+
+    def initial(self) -> Iterator[NDArray[Any]]:
+        """Each parameter's whole values, writable, while the ranks agree on initial values."""
+        full = self._full if self.is_spread else self.shard
+        assert full is not None
+        return self.views(full)
+
+    def keep_shard(self) -> None:
+        """Keeps only this rank's shard, once the ranks have agreed on initial values."""
+        if not self.is_spread:
+            if self._is_narrowed:
+                self._forget()
+            return
+        if not self._in_place:
+            self.shard = self.shard.copy()
+            for piece, place in zip(self.pieces, self._places, strict=True):
+                piece._place(self.shard[place])
+        if self._is_narrowed:
+            self._forget()
+        self.release()
+        self.is_whole = False
+
+    def fetch(self, ranks: ShardRankGroup) -> None:
+        """Starts to gather the whole array, unless it is here or being gathered."""
+        if self.is_whole or self._incoming is not None or not self.is_spread:
+            return
+        if self._in_place:
+            assert self._full is not None
+            self._incoming = self._full, ranks.all_gather(self.shard, out=self._full, label=self.label, async_op=True)
+        else:
+            # Copy this rank's shard now, so that a later change is never half sent.
+            fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
+            fresh[self._own] = self.shard
+            self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, label=self.label, async_op=True)
+
+    def wait(self) -> None:
+        """Waits for the gather that `fetch` started; then the parameters have values."""
+        if self._incoming is not None:
+            (fresh, work), self._incoming = self._incoming, None
+            work.wait()
+            self._install(fresh, self._shown)
+        elif not self.is_whole and not self.is_spread:
+            self._install(self.shard, self._shown)
+
+    def was_changed(self) -> bool:
+        """True if this rank's shard has changed since `fetch` sent it."""
+        if self._incoming is None or self._in_place:
+            return False
+        sent = self._incoming[0][self._own]
+        now = self.shard.astype(sent.dtype, copy=False)
+        return not np.array_equal(sent.view(np.uint8), now.view(np.uint8))
+
+    def release(self) -> None:
+        """Frees the whole array when it is no longer needed; does nothing if the placement keeps it."""
+        if self.is_whole and not self._keeps and self._pinned is None:
+            self._forget()
+
+    def expire(self) -> None:
+        """Frees the whole array and drops a running gather: they are out of date, because shards have changed."""
+        if self._pinned is None:
+            self.drop()
+            self.is_whole = not (self.is_spread or self._is_narrowed)
+
+    def drop(self) -> None:
+        """Drops a running gather, and frees the whole array unless the placement keeps it."""
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None and self._in_place:
+            # The gather writes into the kept array, so wait for it. It ends, because all ranks have started it.
+            with suppress(PacelineError):  # the caller has this error already, or will see it next
+                incoming[1].wait()
+        self.release()
+
+    def gather(self, ranks: ShardRankGroup | None) -> NDArray[Any]:
+        """Gathers the whole array in full precision, with padding, shape [W * S]; does not copy one that is here."""
+        if self._pinned is not None:
+            assert self._full is not None
+            return self._full
+        if ranks is None or not self.is_spread:
+            return self.shard
+        fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
+        fresh[self._own] = self.shard
+        ranks.all_gather(fresh[self._own], out=fresh, label=self.label)
+        return fresh
+
+    def summon(self, ranks: ShardRankGroup | None) -> None:
+        """Gathers the whole array in full precision, and keeps it until `dismiss`."""
+        self.drop()
+        fresh = self.gather(ranks)
+        self._pinned = self.shard.copy() if self.is_spread else self.shard
+        if self._is_narrowed:
+            self._full = None  # its dtype is too narrow
+        self._install(fresh, self.dtype)
+
+    def dismiss(self) -> None:
+        """Copies changes in the whole array to this rank's shard, and frees the whole array."""
+        if self._pinned is None:
+            return
+        before, self._pinned = self._pinned, None
+        assert self._full is not None
+        if self.is_spread and not self._in_place:
+            now = self._full[self._own]
+            bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
+            changed = (bits != bits_before).any(axis=1)
+            np.copyto(self.shard, now, where=changed)  # only these: an optimizer may have changed the shard meanwhile
+        if self._is_narrowed:
+            self._forget()
+        self.expire()
+
+    @property
+    def is_summoned(self) -> bool:
+        """True between `summon` and `dismiss`."""
+        return self._pinned is not None
+
+    def path_with_gradient(self) -> str | None:
+        """Path of the first parameter with a gradient that is not reduced; None if there is none."""
+        return next((path for path, p in self._named.items() if p.grad is not None), None)
+
+    def put_gradients(self, shard: NDArray[Any], used: NDArray[np.bool_]) -> None:
+        """Adds this rank's shard of the gradients, shape [S], to those of the pieces that any rank used."""
+        for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
+            if any_use:
+                gradient = shard[place].reshape(piece.shape)
+                if piece.grad is not None:
+                    np.add(gradient, piece.grad, out=gradient)
+                piece._hold(gradient)
+
+    def set_whole(self, values: Sequence[NDArray[Any]]) -> None:
+        """Sets all elements that this rank holds from arrays of the parameters' shapes."""
+        for parameter, piece, start, whole in zip(self.parameters, self.pieces, self.starts, values, strict=True):
+            if parameter._data is not None:
+                parameter.data = whole
+            if self.is_spread or self._is_narrowed:
+                piece.data = whole.reshape(-1)[start : start + piece.data.size].reshape(piece.shape)
+
+    def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """Views of each parameter in a whole array, in the parameter's shape."""
+        for parameter, place in zip(self.parameters, self.layout.places, strict=True):
+            yield full[place].reshape(parameter.shape)
+
+    def _stand(self, placement: Placement, layout: FlatLayout) -> None:
+        """Sets the placement of this rank, and everything that depends on it."""
+        self.layout = layout
+        self.is_spread = layout.world > 1 and layout.size > 0
+        self.gradients = Gradients(self.parameters, layout, self._empty)
+        self._own = layout.own(placement.shard)
+        self._places = layout.pieces(placement.shard)
+        self.starts = layout.starts(placement.shard)
+        self._keeps = placement.keeps_full or not (self.is_spread or self._is_narrowed)
+        self._in_place = placement.keeps_full and self.wire is None
+        """True if the shard is a view of the whole array, which is gathered in place."""
+
+    @property
+    def _is_narrowed(self) -> bool:
+        """True if the module computes in a narrower dtype than the shard's, so that it never uses the shard itself."""
+        return self._shown != self.dtype
+
+    def _forget(self) -> None:
+        """Frees the whole array."""
+        self._full = None
+        self.is_whole = False
+        for parameter in self.parameters:
+            parameter._place(None)
+
+    def _install(self, fresh: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        if self._keeps and self._full is not None:
+            if fresh is not self._full:
+                np.copyto(self._full, fresh, casting="same_kind")
+        else:
+            self._full = fresh.astype(dtype, copy=False)
+            for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
+                parameter._place(view)
+        self.is_whole = True

@@ -1,0 +1,155 @@
+"""Who holds which elements of a sharded model. Pure.
+
+A strategy decides which ranks share one copy of the model (`place`). A `FlatLayout` cuts the parameters of a unit for
+them: they lie side by side in one array of W * S elements, in their order, with zeros at the end, and rank r holds
+elements r * S to (r + 1) * S. So one collective serves all of them, any size fits any world, and a gathered array
+needs no copy to be used: each parameter is a view of it.
+
+W ranks, N elements in all, S elements in a shard, P parameters.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et
+al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from math import prod
+from operator import index
+
+from paceline._links.base import Peer
+from paceline.errors import InvalidWorldSize
+
+__all__ = ["FlatLayout", "Placement", "ShardingStrategy", "place"]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded over the ranks. All train the same model, whatever the strategy."""
+
+    FULL_SHARD = "full_shard"
+    """Shards parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
+    SHARD_GRAD_OP = "shard_grad_op"
+    """Shards gradients and optimizer state (ZeRO-2). Parameters stay whole, and every forward pass gathers them again.
+    Other ranks see an update only then; an update between forward and backward mixes old and new values."""
+    NO_SHARD = "no_shard"
+    """Shards nothing: as DDP."""
+    HYBRID_SHARD = "hybrid_shard"
+    """Does FULL_SHARD inside each node, and keeps replicas across the nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What this rank holds, and which ranks hold the rest.
+
+    Attributes:
+        shards: the ranks that hold one copy between them, this one among them, in the order of the shards.
+        replicas: the ranks that hold the same shard as this one, itself included.
+        shard: index of this rank in `shards`.
+        nodes: for each copy of the model the ranks that hold it; the same on all ranks.
+        keeps_full: whether parameters stay whole between the passes.
+    """
+
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...]
+    shard: int
+    nodes: tuple[tuple[int, ...], ...]
+    keeps_full: bool
+
+
+def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_node_size: int | None) -> Placement:
+    """Decides what a rank holds under a strategy.
+
+    Args:
+        strategy: the strategy.
+        rank: the rank.
+        members: all of them, in rank order; empty for a worker that waits to be admitted, which holds everything.
+        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, ranks that can
+            share memory are a node (`Peer.node`), or ranks of one host name where that is not known.
+
+    Raises:
+        InvalidWorldSize: the ranks do not make up nodes of one size.
+        ValueError: a size for a strategy that has no nodes.
+        TypeError: the size is not a whole number.
+    """
+    world = len(members)
+    if strategy is not ShardingStrategy.HYBRID_SHARD and intra_node_size is not None:
+        raise ValueError(f"intra_node_size is for HYBRID_SHARD, not for {strategy.name}")
+    if not members:
+        return Placement((rank,), (rank,), 0, (), keeps_full=True)
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        nodes = _as_they_share_memory(members) if intra_node_size is None else _blocks(world, intra_node_size)
+    else:
+        nodes = _blocks(world, 1 if strategy is ShardingStrategy.NO_SHARD else world)
+    node = next(node for node in nodes if rank in node)
+    shard = node.index(rank)
+    keeps_full = strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    return Placement(node, tuple(other[shard] for other in nodes), shard, nodes, keeps_full)
+
+
+def _blocks(world: int, size: int) -> tuple[tuple[int, ...], ...]:
+    size = index(size)
+    if size < 1 or world % size:
+        raise InvalidWorldSize(
+            f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}; where workers "
+            "come and go (max_workers above min_workers), session.steps trains with the largest multiple that is there"
+        )
+    return tuple(tuple(range(start, start + size)) for start in range(0, world, size))
+
+
+def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...]:
+    nodes: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        nodes.setdefault(member.node or member.host, []).append(rank)
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        counts = ", ".join(f"{members[ranks[0]].host}: {len(ranks)}" for ranks in nodes.values())
+        raise InvalidWorldSize(
+            f"HYBRID_SHARD needs as many ranks on each host; there are {counts}. intra_node_size= cuts them otherwise"
+        )
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
+class FlatLayout:
+    """Where the parameters of a unit lie in its flat array.
+
+    Args:
+        shapes: of the P parameters.
+        world: W.
+
+    Attributes:
+        size: N.
+        shard_size: S, the smallest for which W * S >= N.
+        places: for each parameter its place in the flat array.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], world: int) -> None:
+        sizes = [prod(shape) for shape in shapes]
+        ends = list(accumulate(sizes))
+        self.world = world
+        self.size = sum(sizes)
+        self.shard_size = -(-self.size // world)
+        self.places = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    @property
+    def padded(self) -> int:
+        """W * S."""
+        return self.world * self.shard_size
+
+    def own(self, rank: int) -> slice:
+        """The place of a rank's shard in the flat array."""
+        return slice(rank * self.shard_size, (rank + 1) * self.shard_size)
+
+    def pieces(self, rank: int) -> list[slice]:
+        """For each parameter the place of its elements within a rank's shard; empty where the rank has none."""
+        start, end = rank * self.shard_size, (rank + 1) * self.shard_size
+        clipped = [(min(max(p.start, start), end), min(max(p.stop, start), end)) for p in self.places]
+        return [slice(lo - start, hi - start) for lo, hi in clipped]
+
+    def starts(self, rank: int) -> list[int]:
+        """For each parameter the index of its first element that the rank has."""
+        return [
+            piece.start + rank * self.shard_size - place.start if piece.stop > piece.start else 0
+            for piece, place in zip(self.pieces(rank), self.places, strict=True)
+        ]

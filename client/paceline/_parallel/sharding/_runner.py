@@ -1,0 +1,474 @@
+"""Runs the units of one model in a pass: gathers units ahead, frees them behind, reduces gradients as backward goes.
+
+At any moment of a pass the units that run are whole, and the next `ahead` ones are whole or on their way; of everything
+else this rank has its shard alone. Every rank issues the same collectives in the same order, because that order follows
+from the order in which units run, and from nothing that only one rank knows.
+
+`UnitOrder` learns in which order units run. `Scattering` takes the gradients of one flat array to the ranks that keep
+them; `UnitReduction` those of a whole pass, and the total weight. `UnitRunner` puts them together.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._ranks import PendingWork, RankGroup
+from paceline._parallel.sharding._flat import Flat
+from paceline._parallel.sharding._unit import Unit
+from paceline.errors import StepOrderError
+
+__all__ = ["MAX_SCATTERING", "UnitOrder", "UnitReduction", "Scattering", "UnitRunner"]
+
+
+class UnitOrder:
+    """Learns from pass to pass in which order units run, so that the next ones can be gathered ahead. Pure.
+
+    All ranks run the same program, so they see the same order. They take it for their next guess only when all know
+    that all have completed a pass (`commit`): a rank whose pass failed must not guess otherwise than the others. If a
+    guess is wrong, nothing is gathered ahead.
+
+    Args:
+        guess: numbers of the units in the order expected of the first pass.
+    """
+
+    def __init__(self, guess: Sequence[int]) -> None:
+        self._guess = list(guess)
+        self._seen: list[int] = []
+        self.is_complete = False
+        """True if the last pass was completed, and its order is not the guess yet."""
+
+    def start(self) -> None:
+        """Begins a pass."""
+        self._seen = []
+        self.is_complete = False
+
+    def enter(self, unit: int, count: int) -> list[int]:
+        """Notes that a unit begins to run; returns the next units as far as they are known, at most `count`."""
+        self._seen.append(unit)
+        here = len(self._seen)
+        return self._guess[here : here + count] if self._guess[here - 1 : here] == [unit] else []
+
+    def first(self, count: int) -> list[int]:
+        """Returns the units that the next pass is expected to begin with, at most `count`."""
+        return self._guess[:count]
+
+    def end(self) -> None:
+        """Ends the pass, which is complete."""
+        self.is_complete = True
+
+    def commit(self) -> None:
+        """Takes the last pass, which all ranks have completed, for the next guess."""
+        self._guess = list(self._seen)
+        self.is_complete = False
+
+
+class Scattering:
+    """Sums the gradients of one flat array over all ranks; each rank gets the shard that it keeps.
+
+    With replicas this takes two collectives: a reduce_scatter inside the node, and an all_reduce of each shard over the
+    nodes. The first begins at once. All ranks make these in the same order, and begin the second in that order.
+
+    Args:
+        unit: the unit; its gradients are taken from its parameters.
+        flat: one of its arrays.
+        divisor: gives the total weight while gradients are summed; None if it is known at the end only.
+
+    Attributes:
+        flat: as above.
+        used: for each parameter, whether it had a gradient here.
+    """
+
+    def __init__(self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None) -> None:
+        self.flat = flat
+        self.used = flat.gradients.used_flags()
+        self._replicas = unit.replicas
+        ranks = unit.replicas if unit.shards is None else unit.shards
+        gradients = flat.gradients.take()
+        sent = gradients
+        if flat.wire is not None and ranks is not None:
+            sent = ranks.empty(gradients.size, flat.wire)
+            sent[...] = gradients
+        # Values that travel in fewer bits are divided afterwards, in full precision.
+        self._divisor = divisor if sent is gradients and ranks is not None else None
+        # In rank order 16-bit values are summed in float32, and rounded once.
+        self._order = "fastest" if sent is gradients else "rank"
+        self._shard: NDArray[Any] | None = None
+        self._first: PendingWork | None = None
+        self._second: PendingWork | None = None
+        if unit.shards is not None and flat.is_spread:
+            # The second collective sends the result of the first: from memory that links can read.
+            out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
+            self._first = unit.shards.reduce_scatter(
+                sent,
+                op="sum",
+                order=self._order,
+                out=out,
+                label=flat.label,
+                divisor=self._divisor if unit.replicas is None else None,
+                async_op=True,
+            )
+        else:
+            self._shard = sent
+            self._begin_second()
+
+    def advance(self) -> None:
+        """Waits for the end of the first collective, and begins the second; does nothing if that has begun."""
+        if self._first is not None:
+            self._shard, self._first = self._first.wait(), None
+            self._begin_second()
+
+    def finish(self, total: float, used: NDArray[np.bool_]) -> None:
+        """Waits for both, divides by the total weight, and gives the pieces their gradients.
+
+        Args:
+            total: sum of the weights of all ranks, above 0.
+            used: for each parameter, whether any rank used it.
+        """
+        self.advance()
+        if self._second is not None:
+            self._second.wait()
+        assert self._shard is not None
+        shard = self._shard.astype(self.flat.dtype, copy=False)
+        if self._divisor is None and total != 1:  # a division by 1 changes no bit
+            np.divide(shard, total, out=shard)
+        self.flat.put_gradients(shard, used)
+
+    def _begin_second(self) -> None:
+        if self._replicas is not None:
+            self._second = self._replicas.all_reduce(
+                self._shard,
+                op="sum",
+                order=self._order,
+                out=self._shard,
+                label=self.flat.label,
+                divisor=self._divisor,
+                async_op=True,
+            )
+
+
+MAX_SCATTERING = 2
+"""Flat arrays whose whole gradients may be on their way at once: more would take memory that sharding is to save."""
+
+
+class UnitReduction:
+    """All gradients of one backward pass on their way, and the total weight that makes means of the sums.
+
+    Args:
+        units: all units of the model, in the order in which gradients are sent that are left at the end.
+        group: all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: RankGroup) -> None:
+        self._flats = [(unit, flat) for unit in units for flat in unit.flats]
+        self._group = group
+        self._going: deque[Scattering] = deque()
+        self._announced: PendingWork | None = None
+
+    def announce(self, weight: float) -> None:
+        """Sums the weights of all ranks ahead of the gradients, so that these can be divided while they are summed."""
+        if self._group.size > 1:
+            table = np.array([weight], np.float64)
+            self._announced = self._group.all_reduce(table, out=table, async_op=True)
+
+    def send(self, unit: Unit) -> None:
+        """Sends a unit's gradients, which are complete."""
+        announced = self._announced
+        divisor = None if announced is None else lambda: float(announced.wait()[0])
+        self._going.extend(Scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
+
+    def make_room(self) -> None:
+        """Waits, before a unit's gradients take memory, until those of all but the last units have been sent.
+
+        Second collectives begin here, however early the first end: at the same point of the program on all ranks, so
+        that an error leaves no rank a collective ahead.
+        """
+        for scattering in list(self._going)[: len(self._going) - MAX_SCATTERING + 1]:
+            scattering.advance()
+
+    def finish(self, weight: float, facts: Sequence[bool]) -> list[bool]:
+        """Sends what is left, waits for all, and leaves the weighted means in the pieces.
+
+        Args:
+            weight: this rank's weight.
+            facts: statements on which the ranks are to agree; as many on each.
+
+        Returns:
+            For each fact, whether it holds on all ranks.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit's had been sent.
+            PacelineError: a collective failed.
+        """
+        for scattering in self._going:
+            if (path := scattering.flat.path_with_gradient()) is not None:
+                raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
+        total, used, everywhere = self._totals(weight, facts)
+        if not total > 0:
+            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+        self._announced = None
+        sent = {id(scattering.flat) for scattering in self._going}
+        for unit, flat in self._flats:
+            if id(flat) not in sent and used[id(flat)].any():
+                self._going.append(Scattering(unit, flat))
+        for scattering in self._going:
+            scattering.advance()
+        while self._going:
+            scattering = self._going.popleft()
+            scattering.finish(total, used[id(scattering.flat)])
+        return everywhere
+
+    def give_up(self) -> None:
+        """Drops all gradients, and abandons running collectives."""
+        self._going.clear()
+        self._announced = None
+        for _, flat in self._flats:
+            flat.gradients.drop()
+            for piece in flat.pieces:
+                piece._hold(None)
+
+    def _totals(self, weight: float, facts: Sequence[bool]) -> tuple[float, dict[int, NDArray[np.bool_]], list[bool]]:
+        """Returns the total weight, which parameters any rank used by identity of the array, and facts true on all."""
+        sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
+        flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
+        table = np.array([weight, *facts, *(flag for of_flat in flags for flag in of_flat)], np.float64)
+        if self._group.size > 1:
+            self._group.all_reduce(table, out=table)
+        start = 1 + len(facts)
+        everywhere = [bool(count == self._group.size) for count in table[1:start]]
+        used = {}
+        for (_, flat), of_flat in zip(self._flats, flags, strict=True):
+            used[id(flat)] = table[start : start + len(of_flat)] > 0
+            start += len(of_flat)
+        return float(table[0]), used, everywhere
+
+
+class UnitRunner:
+    """Runs the units of a model; the `GradientReducer` of FSDP.
+
+    Args:
+        units: in the order in which they run forward, as far as is known.
+        paths: the path of every piece, by its identity.
+        group: all ranks.
+        ahead: number of units to gather before they run.
+    """
+
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: RankGroup, ahead: int) -> None:
+        self._all = tuple(units)
+        self._ahead = ahead
+        self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])
+        self._backward = UnitOrder(_backward_guess(self._all))
+        self._number = {id(unit): n for n, unit in enumerate(self._all)}
+        self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
+        self._group = group
+        self._reduction = UnitReduction(self._all, group)
+        self._order: UnitOrder | None = None
+        """The order of the running pass; None between passes."""
+        self._backwards = self._ignores = self._early = False
+        self.prefetched = False
+        """True after `prefetch`, until the next pass or a change of shards that this rank knows of."""
+        self._fetched = False
+        """True after `prefetch`, until the next pass; the same on all ranks."""
+        self.refit()
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._all)
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen, in the module or through its piece."""
+        return all(unit.fits() for unit in self._all)
+
+    def refit(self) -> None:
+        """Notes that the ranks have agreed on which parameters are frozen."""
+        for unit in self._all:
+            unit.refit()
+        trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
+        self.parameters: Mapping[str, Parameter] = {path: piece for path, _, piece in trained}
+        self.sources: Mapping[str, Parameter] = {path: p for path, p, _ in trained}
+
+    @contextmanager
+    def running_forward(self, unit: Unit) -> Iterator[None]:
+        """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again."""
+        with self._whole(unit):
+            yield
+        if not self._backwards:
+            unit.runs += 1
+
+    @contextmanager
+    def running_backward(self, unit: Unit) -> Iterator[None]:
+        """Keeps a unit whole while it runs backward inside the block, and sends its gradients afterwards."""
+        self._reduction.make_room()
+        with self._whole(unit), unit.taking_gradients(ignore=self._ignores):
+            yield
+        unit.left -= 1
+        if self._early and unit.left <= 0:
+            self._reduction.send(unit)
+
+    @contextmanager
+    def _whole(self, unit: Unit) -> Iterator[None]:
+        if self._order is None:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+        if unit.flats:
+            coming = self._order.enter(self._number[id(unit)], self._ahead)
+            unit.wait()
+            for number in coming:
+                self._all[number].fetch()
+        unit.inside += 1
+        try:
+            yield
+        finally:
+            unit.inside -= 1
+            if not unit.inside:
+                unit.release()
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Surrounds a forward pass of the whole model."""
+        for unit in self._all:
+            unit.runs = 0
+            if unit.placement.keeps_full:
+                unit.expire()  # shards may have been changed in place on any rank
+        with self._passing(self._forward):
+            yield
+
+    @contextmanager
+    def watching(self, *, weight: float, early: bool) -> Iterator[None]:
+        """Surrounds a backward pass of the whole model.
+
+        Args:
+            weight: this rank's weight, including that of earlier micro-batches.
+            early: whether units send their gradients as soon as they are done.
+        """
+        self._check_not_summoned()
+        if early:
+            self._reduction.announce(weight)
+        self._backwards, self._early = True, early
+        for unit in self._all:
+            unit.left = unit.runs
+        try:
+            with self._passing(self._backward):
+                yield
+        finally:
+            self._backwards = self._early = False
+
+    @contextmanager
+    def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
+        """Like `watching`, but drops the gradients; calls the same collectives as ranks that keep them."""
+        self._ignores = True
+        try:
+            with self.watching(weight=weight, early=early):
+                yield
+        finally:
+            self._ignores = False
+
+    @contextmanager
+    def _passing(self, order: UnitOrder) -> Iterator[None]:
+        try:
+            self._refresh()
+            self._order = order
+            order.start()
+            yield
+            order.end()
+        finally:
+            self._order = None
+            self.prefetched = self._fetched = False
+            for unit in self._all:  # units that were gathered and not used
+                unit.drop()
+
+    def prefetch(self) -> None:
+        """Starts to gather the units that the next forward pass begins with."""
+        self.prefetched = self._fetched = True
+        for number in self._forward.first(max(1, self._ahead)):
+            if not self._all[number].placement.keeps_full:  # it may be written while it is sent
+                self._all[number].fetch()
+
+    def expire(self) -> None:
+        """Frees whole arrays and drops running gathers: they are out of date, because shards have changed."""
+        self.prefetched = False
+        for unit in self._all:
+            unit.expire()
+
+    def _refresh(self) -> None:
+        """Gathers prefetched units again if any rank has changed its shard since; the ranks agree on that."""
+        if self._fetched and self._group.size > 1:
+            changed = not self.prefetched or any(flat.was_changed() for unit in self._all for flat in unit.flats)
+            if self._group.all_reduce(np.array([changed], np.int64))[0]:
+                self.expire()
+
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        """Makes every parameter whole and exact inside the block; changes of values there are kept."""
+        if self.are_summoned:
+            yield
+            return
+        flats = [(unit, flat) for unit in self._all for flat in unit.flats]
+        self.expire()
+        try:
+            for unit, flat in flats:
+                flat.summon(unit.shards)
+            yield
+        finally:
+            self.prefetched = False
+            for _, flat in flats:
+                flat.dismiss()
+
+    @property
+    def are_summoned(self) -> bool:
+        """True inside `summoned`."""
+        return any(flat.is_summoned for unit in self._all for flat in unit.flats)
+
+    def finish(self, *, weight: float, replaces: bool = False) -> None:
+        """Sends the remaining gradients, waits for all, and leaves the weighted means in the pieces.
+
+        A parameter that no rank used gets no gradient.
+
+        Args:
+            weight: this rank's weight.
+            replaces: users have written the gradients themselves. They replace those of the pieces, to which users
+                could have added them; a piece whose gradient nobody wrote keeps what it has.
+
+        Raises:
+            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit's had been sent, or
+                this is inside `summoned`.
+            PacelineError: a collective failed.
+        """
+        self._check_not_summoned()
+        before: list[tuple[Parameter, NDArray[Any] | None]] = []
+        if replaces:
+            before = [(piece, piece.grad) for _, _, piece in self._pairs]
+            for piece, _ in before:
+                piece._hold(None)
+        orders = (self._forward, self._backward)
+        everywhere = self._reduction.finish(weight, [order.is_complete for order in orders])
+        for order, complete in zip(orders, everywhere, strict=True):
+            if complete:
+                order.commit()
+        for piece, gradient in before:
+            if piece.grad is None:
+                piece._hold(gradient)
+        self.expire()
+
+    def give_up(self) -> None:
+        """Drops all gradients, and abandons running collectives, since other ranks may never send their part."""
+        self._reduction.give_up()
+        for unit in self._all:
+            unit.drop()
+
+    def _check_not_summoned(self) -> None:
+        if self.are_summoned:
+            raise StepOrderError("gradients inside unshard(): an update would not change the whole parameters there")
+
+
+def _backward_guess(units: Sequence[Unit]) -> list[int]:
+    """The expected order of units in backward: the outermost first, then the others from last to first."""
+    numbers = [n for n, unit in enumerate(units) if unit.flats]
+    outermost = [n for n in numbers if n == 0]
+    return outermost + [n for n in reversed(numbers) if n != 0]

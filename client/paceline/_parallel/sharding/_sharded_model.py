@@ -1,0 +1,416 @@
+"""A model whose parameters are sharded over the ranks: the core of FSDP, for NumPy and for torch modules.
+
+Each wrapper of a user's model holds one `ShardedModel`; it owns the unit of the parameters that no wrapper inside it
+owns. The outermost one also holds the `UnitRunner` of all units and the `GradientSynchronizer`. The fronts say when
+units run forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import index
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline._parallel._accumulation import Accumulation
+from paceline._parallel._agreement import ModelManifest
+from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of
+from paceline._parallel._ranks import ShardRankGroup
+from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters
+from paceline._parallel.sharding._placement import Placement, ShardingStrategy, place
+from paceline._parallel.sharding._runner import UnitRunner
+from paceline._parallel.sharding._state_dicts import (
+    full_state,
+    load_full,
+    load_shards,
+    padded_gradients,
+    set_shards,
+    shard_state,
+)
+from paceline._parallel.sharding._unit import Unit, join_units
+from paceline.errors import InvalidRank, InvalidWorldSize, StepOrderError, UnsupportedOp
+
+__all__ = ["ShardedModel"]
+
+
+class ShardedModel:
+    """One FSDP wrapper, whatever runs its passes; the `SynchronizedModel` of FSDP.
+
+    Args:
+        module: the model or a part of it: its parameters, in which those of wrappers inside are pieces.
+        group: the ranks; the same for all units.
+        strategy: what is sharded.
+        intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
+        wire: dtype of values and gradients on the wire; None for their own.
+        computes: whether the module computes with values in the dtype `wire`.
+        ahead: number of units to gather before they run.
+        accumulation, agreed: as for `GradientSynchronizer`.
+        interrupted: called before anything is done with the gradients, to end a backward pass that its framework has
+            given up without a word.
+
+    Attributes:
+        module: as above.
+        group: as above.
+        strategy: as above.
+        intra_node_size: as above.
+        unit: the parameters that this wrapper owns.
+        synchronizer: of the whole model, if this is the outermost wrapper.
+        is_empty: True if there is nothing to shard or train: an outer wrapper cannot find this one by its parameters.
+        outermost: the outermost wrapper around this one, or itself.
+        driver: runs the passes of a framework that calls back; None for NumPy modules.
+
+    Raises:
+        UnsupportedOp, InvalidWorldSize, ValueError: as `paceline.FSDP`.
+    """
+
+    def __init__(
+        self,
+        module: HasParameters,
+        group: ShardRankGroup,
+        strategy: ShardingStrategy,
+        intra_node_size: int | None,
+        *,
+        wire: np.dtype[Any] | None = None,
+        computes: bool = False,
+        ahead: int = 1,
+        accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
+        agreed: Callable[[UnitRunner], None] = lambda runner: None,
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.strategy = ShardingStrategy(strategy)
+        self.intra_node_size = intra_node_size
+        self.outermost = self
+        self.driver: object = None
+        self.synchronizer = GradientSynchronizer(self, group, accumulation=accumulation, agreed=agreed)
+        ahead = index(ahead)
+        if ahead < 0:
+            raise ValueError(f"ahead is a number of units, not {ahead!r}")
+        self._ahead = ahead
+        self._wire = wire
+        self._computes = computes
+        self._interrupted = interrupted
+        placement = self.place_now()
+        self._placed_in = group.generation if placement.nodes else None  # else its place is to be found at first use
+        own, inner = _owned(module)
+        if any(part.group is not group for part in inner):
+            raise ValueError("all units of a model must have the same group")
+        self.unit = Unit(own, placement, wire, group.empty, computes=computes)
+        self._inner = inner
+        for part in inner:
+            part.outermost = self
+        self._pieces = {id(p): piece for p, piece in self.unit.pairs()}
+        for p, piece in self.unit.pairs():
+            p._owner = piece._owner = self
+        self.is_empty = not any(part._pieces for part in self.parts())
+        self._runner: UnitRunner | None = None
+        self._owes = False
+        """A forward pass has come, and no reduction since."""
+        self._ran = False
+
+    # What it consists of ----------------------------------------------------------------------------------------------
+
+    @property
+    def spreads(self) -> bool:
+        """True if ranks hold different shards under this strategy; in a world of one too."""
+        return self.strategy is not ShardingStrategy.NO_SHARD and self.intra_node_size != 1
+
+    @property
+    def is_outermost(self) -> bool:
+        """True unless another wrapper is around this one."""
+        return self.outermost is self
+
+    def parts(self) -> list[ShardedModel]:
+        """This wrapper and all inside, in the order in which they run forward."""
+        return [self, *self._inner]
+
+    def units(self) -> list[Unit]:
+        """The units of the whole model."""
+        return [part.unit for part in self.parts()]
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """This rank's pieces, under the paths of the module's parameters."""
+        for path, parameter in self.module.named_parameters():
+            yield path, self._pieces.get(id(parameter), parameter)
+
+    def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The module's; none if it has no such method."""
+        yield from buffers_of(self.module).items()
+
+    def buffers(self) -> Mapping[str, NDArray[Any]]:
+        """The module's buffers, by path."""
+        return buffers_of(self.module)
+
+    def paths(self) -> dict[int, str]:
+        """The path of each piece, by identity; the first path of a tied one."""
+        paths: dict[int, str] = {}
+        for path, piece in self.named_parameters():
+            paths.setdefault(id(piece), path)
+        return paths
+
+    def spread_parameters(self) -> list[SpreadParameters]:
+        """This rank's pieces, with the ranks that have the other shards of them."""
+        spread: dict[int, tuple[ShardRankGroup | None, list[Parameter]]] = {}
+        for unit in self.units():
+            spread.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
+        return list(spread.values())
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Agrees on the model and takes rank 0's values; see `paceline.FSDP.prepare`."""
+        self._interrupted()
+        self.synchronizer.prepare()
+
+    @contextmanager
+    def forward_pass(self, rows: int | None) -> Iterator[None]:
+        """Surrounds a forward pass of the whole model; `rows`: B of its input, None if it has no first axis."""
+        self.prepare()
+        self.synchronizer.rows = rows
+        self._ran = self._owes = True
+        with self.runner().forward_pass():
+            yield
+
+    @contextmanager
+    def backward_pass(self, weight: float) -> Iterator[float]:
+        """Surrounds a backward pass of the whole model; see `GradientSynchronizer.backward_pass`."""
+        with self.synchronizer.backward_pass(weight) as factor:
+            yield factor
+        self._owes = self._owes and not self.synchronizer.reduces
+
+    def running_forward(self) -> AbstractContextManager[None]:
+        """Keeps this wrapper's own unit whole while it runs forward."""
+        return self.outermost.runner().running_forward(self.unit)
+
+    def running_backward(self) -> AbstractContextManager[None]:
+        """Keeps this wrapper's own unit whole while it runs backward, and sends its gradients afterwards."""
+        return self.outermost.runner().running_backward(self.unit)
+
+    def runner(self) -> UnitRunner:
+        """The runner of all units.
+
+        Raises:
+            StepOrderError: this is not the outermost wrapper, or nothing ran yet.
+        """
+        if self._runner is None:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+        return self._runner
+
+    def sync_gradients(self, weight: float | None = None) -> None:
+        """See `paceline.FSDP.sync_gradients`."""
+        self.check_outermost()
+        self._interrupted()
+        pending = any(p.grad is not None for unit in self.units() for p, _ in unit.pairs())
+        if not self._ran and not pending:
+            raise StepOrderError("sync_gradients: there is nothing to reduce. Was forward() called before backward()?")
+        self.synchronizer.sync_gradients(weight, owed=self._owes)
+        self._owes = False
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients, including those accumulated under `no_sync`, because their step is undone."""
+        self._interrupted()
+        self.synchronizer.drop_gradients()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `paceline.FSDP.no_sync`."""
+        self.check_outermost()
+        return self.synchronizer.no_sync()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """See `paceline.FSDP.clip_grad_norm`."""
+        self.check_outermost()
+        return self.synchronizer.clip_grad_norm(max_norm, norm_type)
+
+    def agree(self, *, may_change: bool, agreed_in: int) -> UnitRunner:
+        """See `SynchronizedModel`."""
+        paths, units = self.paths(), self.units()
+        for part in self.parts():
+            part._follow()
+        for unit in units:
+            unit.align(paths)
+        entries = {paths[id(piece)]: p for unit in units for p, piece in unit.pairs()}
+        manifest = ModelManifest.of(
+            entries,
+            self.buffers(),
+            strategy=" ".join(part.strategy.name for part in self.parts()),
+            nodes="; ".join(dict.fromkeys(str(unit.placement.nodes) for unit in units)),
+            communication_dtype=" ".join(str(part._wire) for part in self.parts()),
+            computes=" ".join(str(part._computes) for part in self.parts()),
+            ahead=self._ahead,
+            units=" ".join(str(len(list(unit.pairs()))) for unit in units),
+        )
+        begins = self._runner is None or not all(unit.is_agreed for unit in units)
+        buffers = self.buffers() if begins else {}
+        join_units(units, self.group, manifest, buffers, may_change=may_change, agreed_in=agreed_in)
+        if self._runner is None:
+            self._runner = UnitRunner(units, paths, self.group, self._ahead)
+        self._runner.refit()
+        return self._runner
+
+    # Whole parameters -------------------------------------------------------------------------------------------------
+
+    def prefetch_forward_params(self) -> None:
+        """See `paceline.FSDP.prefetch_forward_params`."""
+        self.check_outermost()
+        if all(unit.placement.keeps_full for unit in self.units()):
+            raise UnsupportedOp(
+                f"prefetch_forward_params is only valid for FULL_SHARD and HYBRID_SHARD, got {self.strategy.name}"
+            )
+        if self.has_pending_prefetch():
+            raise StepOrderError("prefetch_forward_params called twice without intervening forward()")
+        self.prepare()
+        self.runner().prefetch()
+
+    def has_pending_prefetch(self) -> bool:
+        """True from `prefetch_forward_params` to the next pass, or change of the parameters."""
+        return self._runner is not None and self._runner.prefetched
+
+    def broadcast_updated_params(self) -> None:
+        """See `paceline.FSDP.broadcast_updated_params`."""
+        self.check_outermost()
+        self.prepare()
+        kept = [unit for unit in self.units() if unit.placement.keeps_full]
+        for unit in kept:
+            unit.expire()
+            unit.fetch()
+        for unit in kept:
+            unit.wait()
+
+    @contextmanager
+    def unshard(self) -> Iterator[dict[str, Parameter]]:
+        """See `paceline.FSDP.unshard`."""
+        self.check_outermost()
+        self.prepare()
+        whole = {id(piece): p for unit in self.units() for p, piece in unit.pairs()}
+        with self.runner().summoned():
+            yield {path: whole[piece] for piece, path in self.paths().items()}
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def update_shards(self, flat: ArrayLike) -> None:
+        """See `paceline.FSDP.update_shards`."""
+        self._check_changeable()
+        set_shards(self.units(), parameters_of(self).values(), np.asarray(flat), self.expire)
+
+    def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
+        """See `paceline.FSDP.padded_gradients`."""
+        return padded_gradients(self.units(), self.paths())
+
+    def state_dict(self, *, root: int | None = None) -> dict[str, NDArray[Any]]:
+        """See `paceline.FSDP.state_dict`."""
+        self.check_outermost()
+        self.prepare()
+        if root is not None and not 0 <= root < self.group.size:
+            raise InvalidRank(f"root {root} lies outside the world of {self.group.size}, at rank {self.group.rank}")
+        keep = root is None or root == self.group.rank
+        return full_state(self.units(), self.paths(), self.buffers(), keep=keep)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """See `paceline.FSDP.load_state_dict`."""
+        self._check_changeable()
+        load_full(self.units(), self.paths(), self.buffers(), saved, self.expire)
+
+    def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
+        """See `paceline.FSDP.sharded_state_dict`."""
+        self.check_outermost()
+        return shard_state(self.units(), self.paths(), self.buffers())
+
+    def load_sharded_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """See `paceline.FSDP.load_sharded_state_dict`."""
+        self._check_changeable()
+        load_shards(self.units(), self.paths(), self.buffers(), saved, self.expire)
+
+    def expire(self) -> None:
+        """Shards are about to change: whole arrays and running gathers are out of date."""
+        if self._runner is not None:
+            self._runner.expire()
+
+    def will_load(self, *, values: bool) -> None:
+        """Shards are about to be overwritten in place.
+
+        Args:
+            values: whether there are values for this rank. Where the ranks have not agreed on initial values yet, its
+                shards then keep these.
+        """
+        self.expire()
+        for unit in self.units():
+            if unit.is_fresh and values:
+                for flat in unit.flats:
+                    flat.given = True
+
+    # Where this rank stands -------------------------------------------------------------------------------------------
+
+    def place_now(self) -> Placement:
+        """This rank's place in the group's present view; it holds all if the other ranks have yet to come."""
+        try:
+            return place(self.strategy, self.group.rank, self.group.members, self.intra_node_size)
+        except InvalidWorldSize:
+            size, most = self.intra_node_size or 0, self.group.most_members
+            if not self.group.is_elastic or size < 1:
+                raise
+            if size > most:
+                raise InvalidWorldSize(
+                    f"HYBRID_SHARD: a node of intra_node_size={size} never comes together where at most {most} workers "
+                    "train: make max_workers larger, or nodes smaller"
+                ) from None
+            return place(self.strategy, self.group.rank, (), self.intra_node_size)
+
+    def place_of(self, shard: int, shards: int) -> Placement:
+        """A place in a view that is to come: who the other ranks are is not known yet."""
+        keeps_full = self.strategy is ShardingStrategy.SHARD_GRAD_OP
+        return Placement(tuple(range(shards)), (shard,), shard, (), keeps_full)
+
+    def check_not_summoned(self, message: str) -> None:
+        """Raises `StepOrderError` with the message inside `unshard`."""
+        if self._runner is not None and self._runner.are_summoned:
+            raise StepOrderError(message)
+
+    def check_outermost(self) -> None:
+        """Raises `StepOrderError` if another wrapper is around this one."""
+        if not self.is_outermost:
+            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+
+    def _follow(self) -> None:
+        """If the group has gone on to another view, takes this rank's place there.
+
+        Raises:
+            InvalidWorldSize: the ranks of this view do not make up nodes.
+        """
+        if self._placed_in != self.group.generation:
+            placement = place(self.strategy, self.group.rank, self.group.members, self.intra_node_size)
+            self.unit.expire()
+            self.unit.move(placement)
+            self._placed_in = self.group.generation
+
+    def _check_changeable(self) -> None:
+        self.check_outermost()
+        self.check_not_summoned("parameters cannot be loaded inside unshard(): what is whole would overwrite them")
+
+
+def _owned(module: HasParameters) -> tuple[dict[str, Parameter], Sequence[ShardedModel]]:
+    """The parameters that a wrapper of the module would own itself, and the wrappers inside, in the order of paths."""
+    own: dict[str, Parameter] = {}
+    owners: dict[int, ShardedModel] = {}
+    seen: set[int] = set()
+    for path, parameter in module.named_parameters():
+        owner = parameter._owner
+        if isinstance(owner, ShardedModel):
+            if parameter.has_piece:
+                raise UnsupportedOp(
+                    f"parameter {path!r} is in another FSDP unit already: what is tied must be wrapped together"
+                )
+            owners[id(owner)] = owner
+        elif id(parameter) not in seen:
+            seen.add(id(parameter))
+            own[path] = parameter
+    inner: dict[int, ShardedModel] = {}
+    for owner in owners.values():
+        for part in owner.outermost.parts():
+            # A wrapper whose parameters are all in units inside it owns none by which it could be found.
+            if id(part) in owners or not part._pieces:
+                inner.setdefault(id(part), part)
+    return own, list(inner.values())

@@ -1,0 +1,205 @@
+"""The values of a sharded model as dicts.
+
+Whole ones can be loaded by any world; sharded ones cost no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._unit import Unit
+from paceline.errors import SizeMismatch
+
+__all__ = ["full_state", "load_full", "load_shards", "padded_gradients", "set_shards", "shard_state"]
+
+
+_Paths = Mapping[int, str]
+"""Paths by the identity of the piece."""
+_Buffers = Mapping[str, NDArray[Any]]
+
+
+def full_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers, *, keep: bool) -> dict[str, NDArray[Any]]:
+    """Copies all values. A collective: one unit is whole at a time.
+
+    Args:
+        units: the units of the model.
+        paths: the paths of the pieces.
+        buffers: by path.
+        keep: whether this rank wants the copies.
+
+    Returns:
+        The copies by path; empty if this rank does not want them.
+    """
+    state: dict[str, NDArray[Any]] = {}
+    for unit in units:
+        for flat in unit.flats:
+            full = flat.gather(unit.shards)
+            if keep:
+                for piece, view in zip(flat.pieces, flat.views(full), strict=True):
+                    state[paths[id(piece)]] = view.copy()
+    if not keep:
+        return {}
+    return {path: state[path] for path in paths.values()} | {path: buffer.copy() for path, buffer in buffers.items()}
+
+
+def load_full(
+    units: Iterable[Unit], paths: _Paths, buffers: _Buffers, saved: Mapping[str, Any], before: Callable[[], None]
+) -> None:
+    """Loads what `full_state` returned, in any world: each rank takes its shard. Communicates nothing.
+
+    Args:
+        units: the units of the model.
+        paths: the paths of the pieces.
+        buffers: by path.
+        saved: what to load.
+        before: called once it is known to fit, before anything is changed.
+
+    Raises:
+        SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    shapes = {
+        paths[id(piece)]: p.shape for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)
+    }
+    shapes |= {path: buffer.shape for path, buffer in buffers.items()}
+    _check(shapes, {path: np.shape(values) for path, values in saved.items()})
+    before()
+    for flat in flats:
+        flat.set_whole([np.asarray(saved[paths[id(piece)]]) for piece in flat.pieces])
+    for path, buffer in buffers.items():
+        buffer[...] = saved[path]
+
+
+def shard_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers) -> dict[str, dict[str, Any]]:
+    """Copies what this rank holds. Communicates nothing.
+
+    Returns:
+        By path {"values": the elements here, shape [n]; "start": index of the first; "shape": of the whole}.
+    """
+    state = {path: _entry(values, start, shape) for path, values, start, shape in _shards(units, paths)}
+    state = {path: state[path] for path in paths.values()}
+    return state | {path: _entry(buffer, 0, buffer.shape) for path, buffer in buffers.items()}
+
+
+def load_shards(
+    units: Iterable[Unit], paths: _Paths, buffers: _Buffers, saved: Mapping[str, Any], before: Callable[[], None]
+) -> None:
+    """Loads what `shard_state` returned on the rank with the same shard; arguments as for `load_full`.
+
+    Raises:
+        SizeMismatch: it was made by another model, world, rank or strategy; nothing was changed.
+    """
+    units = list(units)
+    mine = {
+        path: _Held(start, (values.size,), values.dtype, shape) for path, values, start, shape in _shards(units, paths)
+    }
+    mine |= {path: _Held(0, (buffer.size,), buffer.dtype, buffer.shape) for path, buffer in buffers.items()}
+    theirs = {path: _held(entry, mine.get(path)) for path, entry in saved.items()}
+    _check(
+        mine, theirs, "; a sharded state fits the world, rank and strategy that made it: use state_dict() across them"
+    )
+    before()
+    for unit in units:
+        for flat in unit.flats:
+            flat.given = True
+    for path, values, _, _ in _shards(units, paths):
+        values[...] = np.reshape(saved[path]["values"], values.shape)
+    for path, buffer in buffers.items():
+        buffer[...] = np.reshape(saved[path]["values"], buffer.shape)
+
+
+def set_shards(
+    units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArray[Any], before: Callable[[], None]
+) -> None:
+    """Replaces all elements that this rank holds, and drops gradients.
+
+    Args:
+        units: the units of the model.
+        pieces: all pieces of this rank.
+        values: their elements one after the other.
+        before: called once they are known to fit, before anything is changed.
+
+    Raises:
+        SizeMismatch: there are more or fewer elements; nothing was changed.
+    """
+    pieces = list(pieces)
+    values, expected = values.reshape(-1), sum(piece.data.size for piece in pieces)
+    if values.size != expected:
+        raise SizeMismatch(f"update_shards: expected {expected} elements but got {values.size}")
+    before()
+    for unit in units:
+        for flat in unit.flats:
+            flat.given = True
+    start = 0
+    for piece in pieces:
+        piece.data = values[start : start + piece.data.size].reshape(piece.shape)
+        piece.grad = None
+        start += piece.data.size
+
+
+def padded_gradients(units: Iterable[Unit], paths: _Paths) -> dict[str, NDArray[Any] | None]:
+    """Returns by path this rank's shard of each gradient in an array of the full shape, with zeros elsewhere."""
+    found: dict[str, NDArray[Any] | None] = {}
+    for unit in units:
+        for flat in unit.flats:
+            for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
+                padded = None
+                if piece.grad is not None:
+                    padded = np.zeros(p.shape, p.dtype)
+                    padded.reshape(-1)[start : start + piece.grad.size] = piece.grad.reshape(-1)
+                found[paths[id(piece)]] = padded
+    return found
+
+
+def _shards(units: Iterable[Unit], paths: _Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
+    """Yields path, this rank's elements, index of the first, and whole shape of every parameter."""
+    for unit in units:
+        for flat in unit.flats:
+            for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
+                yield paths[id(piece)], piece.data, start, p.shape
+
+
+def _entry(values: NDArray[Any], start: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"values": values.reshape(-1).copy(), "start": start, "shape": list(shape)}
+
+
+class _Held(NamedTuple):
+    """What a rank holds of an array."""
+
+    start: int
+    size: tuple[int, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+def _told(values: Any, wanted: tuple[tuple[int, ...], np.dtype[Any]] | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Returns shape and dtype of what was saved; the dtype that is wanted if it can be converted to that."""
+    array = np.asarray(values)
+    fits = wanted is not None and np.can_cast(array.dtype, wanted[1], "same_kind")
+    return array.shape, wanted[1] if wanted is not None and fits else array.dtype
+
+
+def _held(entry: Any, wanted: _Held | None) -> _Held | str:
+    """Returns what an entry of a sharded state holds; a description if it is not one."""
+    try:
+        size, dtype = _told(entry["values"], None if wanted is None else (wanted.size, wanted.dtype))
+        return _Held(int(entry["start"]), size, dtype, tuple(map(int, entry["shape"])))
+    except (KeyError, TypeError, ValueError, IndexError):
+        return "no entry with values, start and shape"
+
+
+def _check(mine: Mapping[str, Any], theirs: Mapping[str, Any], hint: str = "") -> None:
+    problems = [f"{path!r} is missing" for path in sorted(mine.keys() - theirs.keys())]
+    problems += [f"{path!r} is unexpected" for path in sorted(theirs.keys() - mine.keys())]
+    problems += [
+        f"{path!r} is {theirs[path]}, not {mine[path]}"
+        for path in sorted(mine.keys() & theirs.keys())
+        if theirs[path] != mine[path]
+    ]
+    if problems:
+        raise SizeMismatch("the state does not fit this model: " + "; ".join(problems) + hint)

@@ -1,0 +1,278 @@
+"""A unit: the parameters that one FSDP wrapper holds itself, and that are gathered and freed together.
+
+`join_units` is the first use: all ranks agree on the model and take rank 0's values, then each keeps its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from paceline._parallel._agreement import ModelManifest, agree
+from paceline._parallel._buckets import Empty
+from paceline._parallel._parameter import Parameter, ignoring_gradients
+from paceline._parallel._ranks import ShardRankGroup
+from paceline._parallel.sharding._flat import Flat, Room
+from paceline._parallel.sharding._placement import Placement
+from paceline._signature import dtype_name
+from paceline.errors import UnsupportedOp
+
+__all__ = ["Unit", "checked_wire", "join_units"]
+
+
+class Unit:
+    """The parameters that one wrapper owns: a flat array for each dtype, and others for frozen ones, without gradients.
+
+    Args:
+        parameters: by path; each belongs to this unit alone.
+        placement: of this rank.
+        wire: dtype in which they travel; None for their own.
+        empty: allocates memory that links can send without a copy.
+        computes: whether the module computes with values in the dtype `wire`.
+
+    Attributes:
+        flats: the arrays; most units have one.
+        placement: as above.
+        shards: the ranks that hold one copy between them; None if this rank has it alone. Set by `assign_ranks`.
+        replicas: the ranks that hold the same shard; None if there is no other.
+        is_agreed: whether the ranks have agreed on initial values.
+        fingerprint: their fingerprint, and that of what was agreed on with them; 0 where nothing was compared.
+        has_ranks: whether `shards` and `replicas` are of the view that the placement is for.
+        runs: number of runs in the last forward pass.
+        left: number of runs to come in this backward pass, if each run forward has one.
+        inside: number of runs under way.
+
+    Raises:
+        UnsupportedOp: a parameter to train is neither float32 nor float64.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        placement: Placement,
+        wire: np.dtype[Any] | None,
+        empty: Empty,
+        *,
+        computes: bool = False,
+    ) -> None:
+        kinds: dict[tuple[np.dtype[Any], bool], dict[str, Parameter]] = {}
+        for path, parameter in parameters.items():
+            if parameter.requires_grad:
+                _check_trainable(path, parameter)
+            if parameter.dtype.hasobject:
+                raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
+        self.placement = placement
+        self.flats = [Flat(group, placement, wire, empty, computes=computes) for group in kinds.values()]
+        self.shards: ShardRankGroup | None = None
+        self.replicas: ShardRankGroup | None = None
+        self.is_agreed = self.has_ranks = False
+        self.fingerprint = 0
+        self.runs = self.left = self.inside = 0
+        self._known = [piece.requires_grad for _, piece in self.pairs()]
+
+    def assign_ranks(self, shards: ShardRankGroup | None, replicas: ShardRankGroup | None) -> None:
+        """Takes the ranks of the placement; after the first agreement keeps this rank's shard only."""
+        self.shards, self.replicas = shards, replicas
+        if not self.is_agreed:
+            for flat in self.flats:
+                flat.keep_shard()
+        self.is_agreed = self.has_ranks = True
+
+    def move(self, placement: Placement) -> None:
+        """Goes on to a new view, which has other ranks. Values that are whole here are to be agreed on again.
+
+        Raises:
+            UnsupportedOp: this rank would hold another shard, whose values it has not.
+        """
+        before = self.placement
+        if (len(placement.shards), placement.shard) != (len(before.shards), before.shard):
+            raise UnsupportedOp(
+                f"this rank has shard {before.shard} of {len(before.shards)}, and would have shard {placement.shard} "
+                f"of {len(placement.shards)} in the new view: what is spread moves in session.steps alone, where "
+                "the TrainState has the model and its optimizer; elsewhere use ShardingStrategy.NO_SHARD"
+            )
+        self._stand(placement)
+
+    def move_to(self, placement: Placement, rooms: Sequence[Room]) -> None:
+        """Goes on to a view that is to come, in which this rank holds these rooms, one for each flat array."""
+        for flat, room in zip(self.flats, rooms, strict=True):
+            flat.move(room)
+        self.is_agreed = True
+        self._stand(placement)
+
+    def _stand(self, placement: Placement) -> None:
+        self.placement = placement
+        self.shards = self.replicas = None
+        self.has_ranks = False
+        if len(placement.shards) == 1:
+            self.is_agreed = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """True while this rank has everything: initial values are not agreed on, and none were loaded."""
+        return not self.is_agreed and not any(flat.given for flat in self.flats)
+
+    def held(self) -> Iterator[tuple[Parameter, NDArray[Any], int]]:
+        """For each piece its elements that are here and valid, and the index of the first."""
+        for flat in self.flats:
+            for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
+                yield (piece, p.data, 0) if self.is_fresh and flat.is_spread else (piece, piece.data, start)
+
+    def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
+        """The module's parameters, each with this rank's piece of it."""
+        for flat in self.flats:
+            yield from zip(flat.parameters, flat.pieces, strict=True)
+
+    def fits(self) -> bool:
+        """False once a parameter was frozen or unfrozen, in the module or through its piece, and not agreed on."""
+        return all(
+            p.requires_grad == piece.requires_grad == known
+            for (p, piece), known in zip(self.pairs(), self._known, strict=True)
+        )
+
+    def align(self, paths: Mapping[int, str]) -> None:
+        """Makes parameters and pieces alike after one of them was frozen or unfrozen.
+
+        Args:
+            paths: of the pieces, by identity.
+
+        Raises:
+            UnsupportedOp: a parameter that is unfrozen is neither float32 nor float64.
+        """
+        for (p, piece), known in zip(self.pairs(), self._known, strict=True):
+            now = known if p.requires_grad == piece.requires_grad == known else not known
+            if now:
+                _check_trainable(paths[id(piece)], p)
+            p.requires_grad = piece.requires_grad = now
+
+    def refit(self) -> None:
+        """Notes that the ranks have agreed on which parameters are frozen."""
+        self._known = [piece.requires_grad for _, piece in self.pairs()]
+
+    def fetch(self) -> None:
+        """Starts to gather the arrays that are not whole."""
+        if self.shards is not None:
+            for flat in self.flats:
+                flat.fetch(self.shards)
+
+    def wait(self) -> None:
+        """Gathers the arrays that are not whole, and waits for them."""
+        self.fetch()
+        for flat in self.flats:
+            flat.wait()
+
+    def release(self) -> None:
+        """Frees whole arrays after the unit has run."""
+        for flat in self.flats:
+            flat.release()
+
+    def drop(self) -> None:
+        """Drops running gathers, and frees whole arrays that are not kept."""
+        for flat in self.flats:
+            flat.drop()
+
+    def expire(self) -> None:
+        """Frees whole arrays, which are out of date because values have changed."""
+        for flat in self.flats:
+            flat.expire()
+
+    @contextmanager
+    def taking_gradients(self, *, ignore: bool) -> Iterator[None]:
+        """Takes the gradients of the unit's backward pass inside the block; `ignore`: drops them."""
+        if ignore:
+            with ignoring_gradients(p for flat in self.flats for p in flat.parameters):
+                yield
+            return
+        for flat in self.flats:
+            flat.gradients.open()
+        yield
+
+
+def _check_trainable(path: str, parameter: Parameter) -> None:
+    """Checks that gradients can be summed and averaged in the parameter's dtype.
+
+    Raises:
+        UnsupportedOp: it is neither float32 nor float64.
+    """
+    if parameter.dtype not in (np.float32, np.float64):
+        raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")
+
+
+def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
+    """Returns the dtype in which values are to travel.
+
+    Raises:
+        UnsupportedOp: it cannot travel, or is not a float.
+    """
+    if dtype is None:
+        return None
+    wire = np.dtype(dtype)
+    dtype_name(wire)
+    if wire.kind != "f" and wire.name != "bfloat16":
+        raise UnsupportedOp(f"communication_dtype must be a type of floats, not {wire}")
+    return wire
+
+
+def join_units(
+    units: Sequence[Unit],
+    group: ShardRankGroup,
+    manifest: ModelManifest,
+    buffers: Mapping[str, NDArray[Any]],
+    *,
+    may_change: bool,
+    agreed_in: int,
+) -> None:
+    """Agrees on the model, and gives their ranks to units that are new or in a new view. A collective.
+
+    Args:
+        units: all units of the model.
+        group: all ranks.
+        manifest: the model's.
+        buffers: buffers that are to get rank 0's values.
+        may_change: False if gradients have been computed from this rank's own values.
+        agreed_in: the last generation in which this rank has agreed on the model; 0 for none.
+
+    Raises:
+        PacelineError: as `agree`.
+    """
+    new = [unit for unit in units if not unit.is_agreed]
+    flats = [flat for unit in new for flat in unit.flats]
+    given = [(flat, flat.shard.copy()) for flat in flats if flat.given and flat.is_spread]
+    values = [view for flat in flats for view in flat.initial()]
+    agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change, agreed_in=agreed_in)
+    for unit in new:
+        unit.fingerprint = agreed
+    for flat, shard in given:  # each rank has loaded its own on purpose
+        flat.shard[...] = shard
+    for number, unit in enumerate(units):
+        for kind, flat in enumerate(unit.flats):
+            flat.label = f"unit{number}-{kind}" if kind else f"unit{number}"
+        if not unit.has_ranks:
+            where = unit.placement
+            unit.assign_ranks(
+                _subgroup(group, where.shards, "fsdp_shards"), _subgroup(group, where.replicas, "fsdp_replicas")
+            )
+
+
+_subgroups: WeakKeyDictionary[ShardRankGroup, WeakValueDictionary[tuple[int, tuple[int, ...], str], ShardRankGroup]] = (
+    WeakKeyDictionary()
+)
+"""For each group its subgroups by (generation, ranks, name): units with the same placement share them."""
+
+
+def _subgroup(group: ShardRankGroup, ranks: tuple[int, ...], name: str) -> ShardRankGroup | None:
+    if len(ranks) == 1:
+        return None
+    if len(ranks) == group.size:
+        return group
+    made = _subgroups.setdefault(group, WeakValueDictionary())
+    key = group.generation, ranks, name
+    if (found := made.get(key)) is None:
+        found = made[key] = group.subgroup(ranks, name=name)
+    return found

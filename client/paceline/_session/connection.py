@@ -1,0 +1,281 @@
+"""The connection to the coordinator: its channel, a session's stream on it, and why TLS with it fails.
+
+While a name does not resolve, gRPC looks it up again only after a pause that grows to many seconds and cannot be set.
+A new channel looks it up at once, so each attempt to reach the coordinator makes one. That look-up is done once, and
+takes long if the query is lost; so the channel is made only after the name has resolved.
+
+gRPC reports every failed handshake as an address that is unavailable. So after a first failed attempt the handshake is
+done once more with Python's own `ssl`, on a thread. What it finds is final: certificates do not change by waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from paceline._address import parse_endpoint
+from paceline._grpc import aio, grpc, untyped
+from paceline._lookup import look_up, look_up_within
+from paceline._rpc import channel_options
+from paceline._tls import TlsFiles, make_context, what_is_wrong
+from paceline.credentials import Credentials
+from paceline.errors import TlsFailed
+from pacelinepb import checks
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["check_tls", "CoordinatorChannel", "open_stream", "SessionStream"]
+
+T = TypeVar("T")
+
+
+class CoordinatorChannel:
+    """The channel of one session to its coordinator; on the loop.
+
+    Args:
+        target: the coordinator, "host:port".
+        failure_timeout: seconds without an acknowledgement after which a connection ends.
+        credentials: with which this worker and the coordinator authenticate each other.
+
+    Attributes:
+        newest: the present channel. Use `call` for unary calls, whose channel may be replaced meanwhile.
+    """
+
+    def __init__(self, target: str, failure_timeout: float, credentials: Credentials) -> None:
+        self._target = target
+        self._host = parse_endpoint(target).host
+        self._failure_timeout = failure_timeout
+        self._credentials = credentials
+        self._closing: set[asyncio.Task[None]] = set()
+        self.newest = credentials.coordinator_channel(target, channel_options(failure_timeout))
+
+    async def renew(self, timeout: float) -> None:
+        """Replaces the channel by a new one, which looks up the coordinator's present address.
+
+        Raises:
+            OSError: its name does not resolve within so many seconds.
+        """
+        await look_up_within(self._host, timeout)
+        old = self.newest
+        options = channel_options(self._failure_timeout, alone=True)
+        self.newest = self._credentials.coordinator_channel(self._target, options)
+        task = asyncio.ensure_future(old.close(None))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def call(self, make: Callable[[aio.Channel], Awaitable[T]]) -> T:
+        """Performs a call that may be repeated; repeats it if its channel is replaced meanwhile.
+
+        Args:
+            make: makes the call on the channel that it is given, and limits the remaining time itself.
+
+        Raises:
+            CancelledError: the caller does not wait any more, or the session is over.
+            AioRpcError: as the call does.
+        """
+        while True:
+            channel = self.newest
+            try:
+                return await make(channel)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if channel is self.newest or (task is not None and task.cancelling()):
+                    raise
+
+    async def close(self) -> None:
+        """Closes all channels, which ends calls that are under way."""
+        await asyncio.gather(*self._closing, self.newest.close(None))
+
+
+_LEAST_S = 0.1
+
+
+class SessionStream:
+    """The messages of a session's stream, each way with its check.
+
+    Args:
+        channel: to the coordinator.
+        metadata: the caller's token.
+    """
+
+    def __init__(self, channel: aio.Channel, metadata: aio.Metadata) -> None:
+        # Without serialisers: bytes go through, for the check is over what was sent.
+        method = untyped(channel.stream_stream)("/pacelinepb.v1.SessionService/Session")
+        self._call: aio.StreamStreamCall[bytes, bytes] = method(metadata=metadata)
+        self._read = self._written = 0
+
+    async def write(self, request: pb.SessionRequest) -> None:
+        """Sends a message; for one task at a time.
+
+        Raises:
+            AioRpcError, asyncio.InvalidStateError: the stream has ended.
+        """
+        data = checks.with_check(request.SerializeToString(), self._written)
+        self._written += 1
+        await self._call.write(data)
+
+    async def read(self) -> pb.SessionResponse | None:
+        """The next message; None at the end of the stream.
+
+        Raises:
+            AioRpcError: the stream was refused or broke; DATA_LOSS, which no coordinator needs to say: the message has
+                changed on the way.
+        """
+        data: object = await self._call.read()
+        if not isinstance(data, bytes):
+            return None
+        if not checks.is_sound(data, self._read):
+            raise _damaged("a message of the coordinator has changed, or was lost, on the way")
+        self._read += 1
+        try:
+            return pb.SessionResponse.FromString(data)
+        except DecodeError:
+            raise _damaged("what the coordinator said is no message of a session") from None
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+        self._call.cancel()
+
+    async def status(self) -> aio.AioRpcError:
+        """The status of a stream that ended without an answer, as the exception that grpc would raise."""
+        call = self._call
+        leading, trailing = await call.initial_metadata(), await call.trailing_metadata()
+        return aio.AioRpcError(await call.code(), leading, trailing, await call.details(), None)
+
+
+def _damaged(text: str) -> aio.AioRpcError:
+    return aio.AioRpcError(grpc.StatusCode.DATA_LOSS, aio.Metadata(), aio.Metadata(), text, None)
+
+
+async def open_stream(
+    channel: aio.Channel, first: pb.SessionRequest, metadata: aio.Metadata, timeout: float
+) -> tuple[SessionStream, pb.SessionResponse]:
+    """Opens a stream and introduces a member; returns what is answered, too.
+
+    Args:
+        channel: to the coordinator.
+        first: `register` or `resume`.
+        metadata: the caller's token.
+        timeout: seconds, for a coordinator that does not answer; a tenth of a second at least.
+
+    Raises:
+        TimeoutError: it does not.
+        AioRpcError: it refused, or is not there, or its answer makes no sense.
+    """
+    stream = SessionStream(channel, metadata)
+    answer = None
+    try:
+        async with asyncio.timeout(max(_LEAST_S, timeout)):
+            await stream.write(first)
+            answer = await stream.read()
+    except asyncio.InvalidStateError:
+        pass  # refused before the write: the status says why
+    except (TimeoutError, aio.AioRpcError):
+        stream.cancel()
+        raise
+    if answer is None:
+        raise await stream.status()
+    return stream, answer
+
+
+_PROBE_S = 2.0
+"""For each word of a handshake; a host that is slower than that is no proof of anything."""
+
+_UNINVITED = "it wants a certificate of every caller: set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
+
+_UNWELCOME = (
+    "it does not take our certificate (PACELINE_TLS_CERT): that has expired, is of another authority than its own, or "
+    "is not made for callers"
+)
+
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_RECORD")
+"""What OpenSSL makes of an HTTP/2 frame where a handshake should be."""
+
+
+_ADDRESSES = 2
+"""Of a name with many, as many are asked."""
+
+_LOOKS, _PAUSE_S = 2, 0.1
+"""A server that hangs up behind the handshake may be stopping; one that does so again does not want us."""
+
+
+async def check_tls(target: str, files: TlsFiles | None, timeout: float) -> None:
+    """Has a look at why a coordinator does not answer.
+
+    Args:
+        target: its address, "host:port"; the host is what its certificate should hold.
+        files: None if it is to be talked to in the clear.
+        timeout: seconds for all of it.
+
+    Raises:
+        TlsFailed: it will never answer like this. Where nobody answers, or nothing can be told, nothing is raised.
+    """
+    endpoint = parse_endpoint(target)
+    fault: str | None = None
+    # An OSError: the name does not resolve, or time is up (TimeoutError is one).
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(timeout):
+            for _, where in (await look_up(endpoint.host))[:_ADDRESSES]:
+                fault = await asyncio.to_thread(_find_fault, str(where[0]), endpoint.port, endpoint.host, files)
+                if fault is not None:
+                    break
+    if fault is not None:
+        raise TlsFailed(f"no connection with the coordinator at {target}: {fault}")
+
+
+def _find_fault(ip: str, port: int, host: str, files: TlsFiles | None) -> str | None:
+    fault: str | None = None
+    try:
+        for look in range(_LOOKS):
+            time.sleep(look * _PAUSE_S)
+            with socket.create_connection((ip, port), timeout=_PROBE_S) as connection:
+                fault = _shakes_hands(connection) if files is None else _try_handshake(connection, host, files)
+            if fault not in (_UNINVITED, _UNWELCOME):
+                break
+    except OSError:  # refused, silent or cut off: that is not about TLS
+        return None
+    return fault
+
+
+def _shakes_hands(connection: socket.socket) -> str | None:
+    """A server that is talked to in the clear: does it speak TLS?"""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.wrap_socket(connection).close()
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):  # only who speaks TLS sends an alert
+            return None
+    return "it speaks TLS, and this process does not: set PACELINE_TLS_CA, and for workers PACELINE_TLS_CERT and _KEY"
+
+
+def _try_handshake(connection: socket.socket, host: str, files: TlsFiles) -> str | None:
+    context = make_context(files)
+    context.set_alpn_protocols(["h2"])
+    try:
+        secured = context.wrap_socket(connection, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate {what_is_wrong(error, host)}"
+    except ssl.SSLError as error:
+        if error.reason in _NOT_TLS:
+            return "it speaks no TLS, and this process does: PACELINE_TLS_CA is set"
+        return _refusal(files) if "ALERT" in (error.reason or "") else None
+    with secured:
+        try:
+            # With TLS 1.3 what it thinks of our certificate comes behind the handshake. An HTTP/2 server that takes it
+            # speaks first; grpc's hangs up on whom it does not want, without the alert that others send.
+            welcome = secured.recv(1)
+        except (ssl.SSLError, ConnectionError):
+            welcome = b""
+    return None if welcome else _refusal(files)
+
+
+def _refusal(files: TlsFiles) -> str:
+    return _UNINVITED if files.cert is None else _UNWELCOME

@@ -1,0 +1,492 @@
+"""The control stream: keeps one session alive with the coordinator. Runs on the loop; decides nothing about training.
+
+Registers, sends heartbeats, hands what the coordinator pushes to a listener, and after a broken stream resumes under
+the same member id, with backoff and jitter, for `rejoin_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from paceline import errors
+from paceline._address import is_refused, parse_endpoint
+from paceline._grpc import aio, grpc
+from paceline._rpc import backoff, duration, error_from_status, is_transient
+from paceline._session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
+from paceline.config import Config
+from paceline.credentials import Credentials
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["ControlStream", "ControlListener"]
+
+_log = logging.getLogger("paceline.session")
+
+_BELIEVED = 3
+"""So many times in a row a coordinator must refuse in the same way before that is final. A byte that changed on the way
+may be what was refused the first time."""
+
+_ATTEMPT_S = 5.0
+"""For one attempt, at most, while a session is to be taken up again, and for the first one to register. Each attempt
+has twice as long as the one before: many who come at once keep a coordinator busy."""
+
+_KNOCK_S = 1.0
+"""For the coordinator's host to say that nobody listens there."""
+
+
+class ControlStream:
+    """One session with the coordinator.
+
+    Args:
+        target: the coordinator, "host:port".
+        register: how to introduce oneself.
+        config: timeouts.
+        listener: hears what the coordinator pushes.
+        progress: returns the heartbeat to send.
+        credentials: by what this worker and the coordinator know each other.
+        coordinator_returns: see `paceline.join`.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        register: pb.Register,
+        config: Config,
+        listener: ControlListener,
+        progress: Callable[[], pb.Heartbeat],
+        credentials: Credentials,
+        coordinator_returns: bool = True,
+    ) -> None:
+        self.target = target
+        self.channel = CoordinatorChannel(target, config.failure_timeout, credentials)
+        self.registered: pb.Registered | None = None
+        self.generation = 0
+        self.rejoins = False
+        """True if this process comes back as a new member when its session has ended."""
+        self._register = register
+        self._config = config
+        self._listener = listener
+        self._progress = progress
+        self._credentials = credentials
+        self._returns = coordinator_returns
+        self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._left = asyncio.Event()
+        self._leaving = False
+        self._farewell: pb.SessionRequest | None = None
+        self._refusals = _Refusals()
+        self._short = 0  # streams in a row that did not live for a heartbeat
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, timeout: float) -> None:
+        """Registers, trying again while nobody answers.
+
+        Raises:
+            CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator; or the
+            connection is refused, and this coordinator does not come back.
+            TlsFailed: it will never answer like this.
+            LimitExceeded: it has no room for another worker, all that time.
+            PacelineError: the coordinator refused.
+        """
+        start = time.monotonic()
+        attempt = 0
+        no_room: errors.LimitExceeded | None = None
+        while True:
+            try:
+                give_up = min(start + timeout, time.monotonic() + _ATTEMPT_S * 2.0 ** min(attempt, 10))
+                call = await self._connect(pb.SessionRequest(register=self._register), give_up)
+                self._task = asyncio.create_task(self._guard(call))
+                return
+            except aio.AioRpcError as error:
+                typed = error_from_status(error, f"the coordinator at {self.target}")
+                last: Exception = typed
+                if isinstance(typed, errors.LimitExceeded):
+                    no_room = typed
+                elif error.code() is grpc.StatusCode.UNAVAILABLE:  # it is gone; other codes do not say why they come
+                    no_room = None
+                if not is_transient(error):
+                    final = self._refusals.final(typed)
+                    if final is not None or time.monotonic() - start >= timeout:
+                        raise final or typed from error
+                elif await self._is_gone():
+                    raise errors.CoordinatorUnreachable(self._gone) from error
+                elif attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
+                    await check_tls(self.target, self._credentials.files, start + timeout - time.monotonic())
+            except TimeoutError:
+                last = TimeoutError("no answer")
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                if no_room is not None:
+                    raise no_room
+                raise errors.CoordinatorUnreachable(
+                    f"no coordinator answers at {self.target}: tried {attempt + 1} times in {waited:.1f} s; "
+                    f"the last time: {last}. Is `paceline coordinator --listen {self.target}` running there?"
+                ) from last
+            await asyncio.sleep(min(backoff(attempt), start + timeout - time.monotonic()))
+            attempt += 1
+
+    def send(self, request: pb.SessionRequest) -> None:
+        """Queues a message; it goes out in order, after a reconnect too."""
+        self._outgoing.put_nowait(request)
+
+    def send_again(self, requests: Sequence[pb.SessionRequest]) -> None:
+        """Queues messages that went out on an earlier stream: they come before whatever waits, a goodbye above all."""
+        waiting = [*requests]
+        while not self._outgoing.empty():
+            waiting.append(self._outgoing.get_nowait())
+        for request in waiting:
+            self._outgoing.put_nowait(request)
+
+    async def leave(self, cause: str, timeout: float) -> None:
+        """Says goodbye and waits for the answer, for `timeout` seconds at most; then closes the channel."""
+        self._leaving = True
+        if self._task is not None and not self._task.done():
+            self._farewell = pb.SessionRequest(leave=pb.Leave(cause=cause[:2000]))
+            self.send(self._farewell)
+            try:
+                await asyncio.wait_for(self._left.wait(), timeout)
+            except TimeoutError:
+                self._warn("the coordinator at %s did not answer the goodbye within %.1f s", self.target, timeout)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.channel.close()
+
+    async def _connect(self, first: pb.SessionRequest, deadline: float) -> SessionStream:
+        """Opens a stream and introduces this member. Returns it with `registered` set."""
+        metadata = await self._credentials.metadata()
+        call, answer = await open_stream(self.channel.newest, first, metadata, deadline - time.monotonic())
+        if not answer.HasField("registered"):
+            call.cancel()
+            raise errors.CoordinatorUnreachable(
+                f"{self.target} is no Paceline coordinator: it did not say `registered`"
+            )
+        self.registered = answer.registered
+        self._listener.on_registered()
+        return call
+
+    async def _guard(self, call: SessionStream) -> None:
+        """A session must not die unseen, whatever goes wrong here."""
+        try:
+            await self._run(call)
+        except Exception as error:  # noqa: BLE001  logged, and the session ends
+            _log.exception("the session with %s failed in a way that it should not", self.target)
+            self._left.set()
+            self._listener.on_broken(error)
+
+    async def _minded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What a stream needs besides its reader must not die unseen either."""
+        try:
+            await work()  # made here: a task that is cancelled before it begins would leave it behind
+        except Exception as error:  # noqa: BLE001  logged, and this member ends
+            _log.exception("the stream to %s failed in a way that it should not", self.target)
+            self._listener.on_broken(error)
+
+    async def _run(self, call: SessionStream) -> None:
+        while not self._left.is_set():
+            began = time.monotonic()
+            error = await self._serve(call)
+            if self._left.is_set():
+                return
+            self._listener.on_disconnected()
+            self._short += 1
+            if time.monotonic() - began > self._config.heartbeat_interval:
+                self._short = 0
+                self._refusals.forget()
+            former = self.registered.member_id if self.registered is not None else ""
+            first = self._resume_request()
+            if error is not None and not is_transient(error):
+                final = self._refusals.final(error_from_status(error, f"the coordinator at {self.target}"))
+                if final is not None and not self._may_rejoin(final):
+                    self._end(final)
+                    return
+                if final is not None:
+                    first = self._register_again()
+            resumed = await self._reconnect(first)
+            if resumed is None:
+                return
+            call = resumed
+            if self.registered is not None and self.registered.member_id != former:
+                self._listener.on_new_session()
+            self._listener.on_reconnected()
+            if self._farewell is not None:
+                self.send(self._farewell)
+
+    async def _serve(self, call: SessionStream) -> aio.AioRpcError | None:
+        """Serves one stream until it ends; returns the status it ended with, None for a plain end."""
+        writer = asyncio.create_task(self._minded(functools.partial(self._write, call)))
+        beat = asyncio.create_task(self._minded(self._beat))
+        try:
+            while (message := await call.read()) is not None:
+                self._dispatch(message)
+                if self._left.is_set():
+                    return None
+        except aio.AioRpcError as error:
+            return error
+        finally:
+            writer.cancel()
+            beat.cancel()
+            call.cancel()
+        return None
+
+    async def _write(self, call: SessionStream) -> None:
+        while True:
+            request = await self._outgoing.get()
+            try:
+                await call.write(request)
+            except (aio.AioRpcError, asyncio.InvalidStateError):
+                if not request.HasField("heartbeat"):
+                    self.send_again([request])
+                return  # the reader learns how the stream ended
+
+    async def _beat(self) -> None:
+        assert self.registered is not None
+        interval = self.registered.heartbeat_interval.ToTimedelta().total_seconds()
+        while True:
+            await asyncio.sleep(interval)
+            self.send(pb.SessionRequest(heartbeat=self._progress()))
+
+    def _dispatch(self, message: pb.SessionResponse) -> None:
+        kind = message.WhichOneof("event")
+        if kind == "view_formed":
+            self.generation = message.view_formed.generation
+            self._listener.on_view(message.view_formed)
+        elif kind == "verdict":
+            self._listener.on_verdict(message.verdict)
+        elif kind == "waiting":
+            self._listener.on_waiting(message.waiting.reason)
+        elif kind == "barrier_passed":
+            self._listener.on_barrier(message.barrier_passed.call, None)
+        elif kind == "barrier_failed":
+            self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
+        elif kind == "new_door_secret":
+            assert self.registered is not None
+            self.registered.door_secret = message.new_door_secret.door_secret
+            self._listener.on_registered()
+        elif kind == "left":
+            self._left.set()
+            if not self._leaving:
+                self._listener.on_closed()
+        else:
+            if kind == "spare":
+                self.generation = max(self.generation, message.spare.generation)
+            self._listener.on_line(message)
+
+    def _resume_request(self) -> pb.SessionRequest:
+        assert self.registered is not None
+        return pb.SessionRequest(
+            resume=pb.Resume(
+                job=self._register.job,
+                member_id=self.registered.member_id,
+                session_token=self.registered.session_token,
+                generation=self.generation,
+                protocol_version=PROTOCOL_VERSION,
+            )
+        )
+
+    def _may_rejoin(self, error: errors.PacelineError) -> bool:
+        """True if a session that ended like this is followed by another.
+
+        Candidates are not stored: to a coordinator that was started again they are new. A member of a line brings back
+        what it holds.
+        """
+        return isinstance(error, errors.SessionClosed) and self._may_be_new
+
+    @property
+    def _may_be_new(self) -> bool:
+        """True if this process may come back as another member."""
+        return (self.generation == 0 or self.rejoins) and not self._leaving
+
+    def _register_again(self) -> pb.SessionRequest:
+        self._register.generation_floor = max(self._register.generation_floor, self.generation)
+        request = pb.SessionRequest(register=self._register)
+        assert self.registered is not None
+        request.register.former_member_id = self.registered.member_id
+        request.register.former_session_token = self.registered.session_token
+        self.generation = 0
+        self._refusals.forget()
+        while not self._outgoing.empty():  # what the old member had to say is of no use to the new one
+            self._outgoing.get_nowait()
+        return request
+
+    async def _reconnect(self, request: pb.SessionRequest) -> SessionStream | None:
+        """Takes the session up again, or a new one; None when that is over."""
+        if await self._is_gone():  # a member that is leaving has nobody to say goodbye to, and ends without a word
+            self._end(errors.OrphanedError(self._gone))
+            return None
+        self._warn("lost the stream to the coordinator at %s; reconnecting", self.target)
+        start = time.monotonic()
+        deadline = start + self._config.rejoin_timeout
+        last = "no answer"
+        began = start
+        for attempt in range(1 << 30):
+            pause = min(backoff(attempt + self._short), self._config.heartbeat_interval)
+            await asyncio.sleep(began + pause - time.monotonic())
+            began = time.monotonic()
+            patience = min(_ATTEMPT_S, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))
+            give_up = min(deadline, began + patience)
+            try:
+                request = await self._moved(request, give_up)
+                if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
+                    await self.channel.renew(give_up - time.monotonic())
+                call = await self._connect(request, give_up)
+            except aio.AioRpcError as error:
+                typed = error_from_status(error, f"the coordinator at {self.target}")
+                last = str(typed)
+                final = None if is_transient(error) else self._refusals.final(typed)
+                if final is not None and self._may_rejoin(final) and request.HasField("resume"):
+                    request = self._register_again()
+                elif final is not None:
+                    self._end(final)
+                    return None
+                elif await self._is_gone():
+                    self._end(errors.OrphanedError(self._gone))
+                    return None
+            except TimeoutError:
+                pass  # this attempt; the deadline below ends them
+            except _Nowhere as error:
+                last = str(error)
+            except errors.PacelineError as error:
+                self._end(error)
+                return None
+            except OSError as error:  # its name does not resolve
+                last = str(error)
+            else:
+                self._warn("reconnected to the coordinator after %.1f s", time.monotonic() - start)
+                return call
+            if time.monotonic() >= deadline:
+                self._end(
+                    errors.OrphanedError(
+                        f"the coordinator at {self.target} did not come back in {self._config.rejoin_timeout:.0f} s; "
+                        f"the last time: {last}"
+                    )
+                )
+                return None
+        return None
+
+    async def _is_gone(self) -> bool:
+        """True if the coordinator is surely gone for good: it does not come back, and its address refuses connections.
+
+        A coordinator gives its address away only once it listens there, so nobody can have come too early.
+        """
+        return not self._returns and await is_refused(parse_endpoint(self.target), _KNOCK_S)
+
+    @property
+    def _gone(self) -> str:
+        return f"the coordinator at {self.target} is gone: connections to it are refused, and it does not come back"
+
+    async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
+        """How to introduce this member: anew if peers reach it at another address than before.
+
+        A session cannot take its address along: other members have it in their view.
+
+        Raises:
+            _Nowhere: they reach it nowhere yet.
+        """
+        if not self._may_be_new:
+            return request
+        try:
+            address = await self._listener.on_away(deadline - time.monotonic())
+        except (errors.CoordinatorUnreachable, errors.LinkUnavailable) as error:
+            raise _Nowhere(str(error)) from error
+        if not address:
+            return request
+        self._register.address = address
+        return self._register_again()
+
+    def _warn(self, text: str, *arguments: object) -> None:
+        """Nobody needs to be warned of a coordinator that ends with a member: links tell what becomes of that."""
+        _log.log(logging.WARNING if self._returns else logging.INFO, text, *arguments)
+
+    def _end(self, error: errors.PacelineError) -> None:
+        self._left.set()
+        if not self._leaving:
+            self._listener.on_ended(error)
+
+
+class _Nowhere(Exception):
+    """There is no address at which peers reach this worker; it may come."""
+
+
+class _Refusals:
+    """The refusals in a row of one session."""
+
+    def __init__(self) -> None:
+        self._first: errors.PacelineError | None = None
+        self._count = 0
+
+    def forget(self) -> None:
+        """The coordinator has taken what was said."""
+        self._first, self._count = None, 0
+
+    def final(self, error: errors.PacelineError) -> errors.PacelineError | None:
+        """Counts a refusal. Returns the first of a row, which knows best why, once there are enough of one type."""
+        if self._first is None or type(self._first) is not type(error):
+            self._first, self._count = error, 0
+        self._count += 1
+        return self._first if self._count >= _BELIEVED else None
+
+
+def heartbeat(operation: int, since: float, inside: bool, step: int, step_at: float) -> pb.Heartbeat:
+    """A heartbeat from a group's progress and the last step's word (times are `time.monotonic()` values)."""
+    now = time.monotonic()
+    return pb.Heartbeat(
+        operation=operation,
+        since=duration(max(0.0, now - since)),
+        inside=inside,
+        step=step,
+        step_since=duration(max(0.0, now - step_at)),
+    )
+
+
+class ControlListener(Protocol):
+    """Handles events of a control stream, on the loop thread; the methods must not block."""
+
+    def on_registered(self) -> None:
+        """`registered` is there, or has changed: after each connection, and when a line has ended."""
+
+    def on_waiting(self, reason: str) -> None:
+        """There is no view yet, for this reason."""
+
+    def on_view(self, view: pb.ViewFormed) -> None:
+        """A view has formed."""
+
+    def on_verdict(self, verdict: pb.Verdict) -> None:
+        """The generation is void."""
+
+    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
+        """A barrier was passed, or failed."""
+
+    def on_ended(self, error: errors.PacelineError) -> None:
+        """The session is over for good."""
+
+    def on_closed(self) -> None:
+        """The coordinator has shut down for good, which ends the session: it need not be told of leaving."""
+
+    def on_broken(self, error: BaseException) -> None:
+        """The session has failed unexpectedly: this member cannot go on."""
+
+    def on_reconnected(self) -> None:
+        """A broken stream was resumed: requests without an answer must be sent again."""
+
+    def on_disconnected(self) -> None:
+        """The stream broke."""
+
+    def on_new_session(self) -> None:
+        """The old session had ended; this worker is a new member now, in no view."""
+
+    async def on_away(self, timeout: float) -> str:
+        """Returns this member's new address, "host:port", before it is introduced again; empty if it is unchanged.
+
+        Args:
+            timeout: seconds to wait for a new address if the old one has gone.
+
+        Raises:
+            CoordinatorUnreachable, LinkUnavailable: there is no address yet.
+        """
+
+    def on_line(self, message: pb.SessionResponse) -> None:
+        """A message about the line arrived: running, summons, catch_up, misfit, drain, dismissed or finished."""

@@ -1,0 +1,223 @@
+"""Where the flight recorder is dumped, and when: on SIGUSR2, and on an abort.
+
+It owns the directory, the files and the signal. A dump is one JSON file for each process and rank, replaced as a whole;
+of one rank of a job the latest ten are kept. It holds what `recorder.py` remembers, and from the session only what
+`_FIELDS` lists: no token, nothing of the environment, no array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from paceline._recorder import FlightRecorder, error_text
+from paceline._user_folder import make_private, user_folder
+
+__all__ = ["FLIGHT_DIR", "FlightLog", "flight_directory"]
+
+FLIGHT_DIR = "PACELINE_FLIGHT_DIR"
+
+KEPT = 10
+"""Dumps kept of one rank of a job: a worker that fails and is started again all night shall not fill the disk."""
+
+_FIELDS = ("job", "rank", "size", "generation", "host", "member_id")
+_SIGNAL: int | None = getattr(signal, "SIGUSR2", None)  # Windows has none
+
+_log = logging.getLogger("paceline.flight")
+
+
+def flight_directory(environ: Mapping[str, str]) -> Path | None:
+    """Where dumps go: PACELINE_FLIGHT_DIR, or `paceline-UID/flight` among the temporary files.
+
+    None if it is "off" or empty, or if nothing can be written there, as in a read-only container. Nothing is made
+    before there is a dump.
+    """
+    text = environ.get(FLIGHT_DIR)
+    if text is None:
+        try:
+            return user_folder("flight")
+        except FileNotFoundError:
+            return None
+    return Path(text).absolute() if text not in ("", "off") else None  # absolute: the script may change its directory
+
+
+class FlightLog:
+    """Writes the dumps of one session. Thread-safe; a forked child writes nothing.
+
+    Args:
+        recorder: what to dump.
+        describe: gives job, rank, size, generation, host and member_id; other keys are left out.
+        directory: where to; None writes nothing and watches no signal.
+    """
+
+    def __init__(
+        self, recorder: FlightRecorder, describe: Callable[[], dict[str, Any]], directory: Path | None
+    ) -> None:
+        self._recorder = recorder
+        self._describe = describe
+        self._directory = directory
+        self._pid = os.getpid()
+        self._warned = False
+        self._aborted: Any = None
+        self._once = threading.RLock()  # reentrant: a user's signal handler may leave the session, which aborts
+
+    def dump(self, reason: str) -> Path | None:
+        """Writes the operations that are remembered, and logs where to. Raises nothing.
+
+        Args:
+            reason: why, for the reader.
+
+        Returns:
+            The file; None if there are no dumps here, or if it could not be written, which is logged the first time.
+        """
+        if self._directory is None or os.getpid() != self._pid:
+            return None
+        path = None
+        with suppress(Exception):  # a user's logging filter may raise; nothing may hide the error that this is about
+            try:
+                path, number = self._write(self._directory, reason)
+            except Exception as error:  # noqa: BLE001  see above
+                if not self._warned:
+                    self._warned = True
+                    _log.warning("the flight recorder could not be written (%.200s): %s", reason, error_text(error))
+            else:
+                _log.warning("the last %d operations are in %s", number, path)
+        return path
+
+    def on_abort(self, error: BaseException) -> None:
+        """The generation has failed: dumps, the first time in each generation. Raises nothing."""
+        if self._directory is None or os.getpid() != self._pid:
+            return
+        with suppress(Exception):
+            generation = self._describe().get("generation")
+            with self._once:
+                if self._aborted is not None and self._aborted == generation:
+                    return
+                self._aborted = generation
+        self.dump(f"abort: {error_text(error)}")
+
+    def watch_signal(self) -> None:
+        """Dumps on SIGUSR2 from now on.
+
+        One that comes in the very instant before the main thread falls asleep is handled when that wakes: send another.
+        Does nothing outside the main thread, where Python lets nobody set handlers; if somebody else handles or ignores
+        the signal; without dumps; and on Windows.
+        """
+        if _SIGNAL is None or self._directory is None or threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(_SIGNAL)
+        if handler is signal.SIG_DFL and not _caught_outside_python(_SIGNAL):
+            signal.signal(_SIGNAL, _on_signal)
+        elif handler is not _on_signal:
+            return
+        _watching[id(self)] = self
+
+    def close(self) -> None:
+        """Stops watching; the last one gives the signal its default meaning back, if this is the main thread.
+
+        Elsewhere it stays handled, to no effect. Idempotent.
+        """
+        if _watching.pop(id(self), None) is None or _live() or _SIGNAL is None:
+            return
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(_SIGNAL) is _on_signal:
+            signal.signal(_SIGNAL, signal.SIG_DFL)
+
+    def _write(self, directory: Path, reason: str) -> tuple[Path, int]:
+        described = self._describe()
+        operations = self._recorder.snapshot()
+        head = {
+            "host": socket.gethostname(),
+            **{name: described.get(name) for name in _FIELDS if name in described},
+            "pid": self._pid,
+            "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+            "reason": reason,
+        }
+        # One operation a line, so that grep and diff are of use too.
+        lines = ",\n".join(f"    {json.dumps(operation)}" for operation in operations)
+        text = json.dumps(head, indent=2, default=str)[:-2] + f',\n  "operations": [\n{lines}\n  ]\n}}\n'
+        make_private(directory, f"set {FLIGHT_DIR} to another directory")
+        stem = f"{_plain(described.get('job'))}.rank{_plain(described.get('rank'))}.pid"
+        path = directory / f"{stem}{self._pid}.json"
+        # A name of its own, opened exclusively and 0600: two threads may dump at once, and nothing is followed.
+        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=directory)
+        try:
+            with open(handle, "w", encoding="ascii") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _forget_oldest(path, stem)
+        return path, len(operations)
+
+
+_watching: WeakValueDictionary[int, FlightLog] = WeakValueDictionary()
+_writer: threading.Thread | None = None
+
+
+def _live() -> list[FlightLog]:
+    """Who watches in this process; a forked child inherits the list, but not the sessions."""
+    found = [reference() for reference in _watching.valuerefs()]  # a copy: another thread may close one meanwhile
+    return [log for log in found if log is not None and log._pid == os.getpid()]
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    # The interrupted code may hold any lock, of logging or of the session. So a thread writes, and nobody waits for it.
+    # A signal that comes while it writes is dropped. A daemon thread's start takes no lock that is not reentrant.
+    global _writer
+    if not _live() or (_writer is not None and _writer.is_alive()):
+        return
+    reason = f"signal {signal.Signals(number).name}"
+    thread = threading.Thread(target=_dump_all, args=(reason,), name="paceline-flight", daemon=True)
+    with suppress(RuntimeError):  # no thread can be started: too many, or the interpreter ends
+        thread.start()
+        _writer = thread
+
+
+def _dump_all(reason: str) -> None:
+    for log in _live():
+        log.dump(reason)
+
+
+def _caught_outside_python(number: int) -> bool:
+    """True if C code handles or ignores the signal, as `faulthandler.register` does: Python does not know of that."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    masks = re.findall(r"^Sig(?:Cgt|Ign):\s*([0-9a-f]+)$", status, re.MULTILINE)  # proc(5)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def _plain(name: object) -> str:
+    """A name as part of a file's: job names come from users, and may hold anything."""
+    text = str(name)
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64]
+    if plain == text:
+        return plain
+    return f"{plain}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def _forget_oldest(latest: Path, stem: str) -> None:
+    """Keeps `KEPT` files of a job's rank; what a killed process has left half-written goes too, in its turn."""
+    pattern = re.compile(re.escape(stem) + r"[0-9]+\.json(\.\w+\.tmp)?", re.ASCII)
+    with suppress(OSError):
+        others = [path for path in latest.parent.iterdir() if pattern.fullmatch(path.name) and path != latest]
+        others.sort(key=lambda path: path.lstat().st_mtime_ns, reverse=True)
+        for path in others[KEPT - 1 :]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,247 @@
+"""The job's key-value store, as a worker sees it: at the coordinator, or in memory for a world of one."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Awaitable, Sequence
+from concurrent import futures
+from typing import Any
+
+from paceline import errors
+from paceline._fork import check_process
+from paceline._grpc import aio, grpc
+from paceline._loop import LoopThread
+from paceline._rpc import backoff, duration, error_from_status, is_transient
+from paceline._session.connection import CoordinatorChannel
+from paceline.config import checked_timeout
+from pacelinepb.pieces import MESSAGE_BYTES, cut, in_messages
+from pacelinepb.v1 import store_pb2 as pb
+from pacelinepb.v1 import store_pb2_grpc
+
+__all__ = ["CoordinatorStore", "MemoryStore", "Store"]
+
+_MOST_BYTES = (1 << 20) + (15 << 10)
+"""Of a request. The coordinator refuses a value that is a little too long; a far longer one is not sent."""
+
+_LONG = frozenset(
+    method.name for method in pb.DESCRIPTOR.services_by_name["StoreService"].methods if method.client_streaming
+)
+"""Calls whose request may take several messages."""
+
+_SLACK = 5.0
+"""Seconds that a call may take beyond what the coordinator was asked to wait: it answers with the better error."""
+
+
+class Store(abc.ABC):
+    """Keys (text, up to 1,024 bytes) and values (bytes, up to 1 MiB) shared by a job's members."""
+
+    @abc.abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Sets a key.
+
+        Raises:
+            LimitExceeded: the key or the value is too long, or the job has too many keys.
+        """
+
+    @abc.abstractmethod
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """The value of a key, waiting for it to be set.
+
+        Args:
+            key: the key.
+            timeout: seconds to wait; None for the session's `call_timeout`.
+
+        Raises:
+            OperationTimeout: it was not set in time.
+        """
+
+    @abc.abstractmethod
+    def add(self, key: str, amount: int = 1) -> int:
+        """Adds to an integer, kept as decimal text (missing counts as 0), and returns the sum.
+
+        Raises:
+            PacelineError: the key holds something else.
+        """
+
+    @abc.abstractmethod
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> tuple[bool, bytes | None]:
+        """Sets a key if it holds `expected` (None: if it is missing).
+
+        Returns:
+            Whether this call set it, and the value afterwards (None: missing).
+        """
+
+    @abc.abstractmethod
+    def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
+        """Waits until all keys exist.
+
+        Raises:
+            OperationTimeout: some did not appear in time; the text names them.
+        """
+
+    @abc.abstractmethod
+    def delete(self, key: str) -> bool:
+        """Deletes a key; False if it was not there."""
+
+
+class CoordinatorStore(Store):
+    """The store at the coordinator. Every call is repeated while the coordinator is away, until its timeout.
+
+    Args:
+        thread: the loop.
+        channel: to the coordinator; calls go over to the newest.
+        caller: who asks.
+        call_timeout: seconds, the default timeout.
+    """
+
+    def __init__(self, thread: LoopThread, channel: CoordinatorChannel, caller: pb.Caller, call_timeout: float) -> None:
+        self._thread = thread
+        self._channel = channel
+        self._caller = caller
+        self._call_timeout = call_timeout
+        self._calls = itertools.count(1)
+        self._closed = False
+
+    def close(self) -> None:
+        """The session has ended: every later call is refused."""
+        self._closed = True
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=cut(value)))
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """See `Store.get`."""
+        wait = checked_timeout(self._call_timeout if timeout is None else timeout)
+        request = pb.GetRequest(caller=self._caller, key=key, timeout=duration(wait))
+        answer: pb.GetResponse = self._call(f"get {key!r}", "Get", request, wait)
+        return answer.value
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """See `Store.add`."""
+        request = pb.AddRequest(caller=self._caller, key=key, amount=amount, call=next(self._calls))
+        answer: pb.AddResponse = self._call("add", "Add", request)
+        return answer.value
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> tuple[bool, bytes | None]:
+        """See `Store.compare_set`."""
+        request = pb.CompareSetRequest(
+            caller=self._caller,
+            key=key,
+            expected=None if expected is None else cut(expected),
+            desired=cut(desired),
+            call=next(self._calls),
+        )
+        answer: pb.CompareSetResponse = self._call("compare_set", "CompareSet", request)
+        return answer.swapped, answer.value if answer.HasField("value") else None
+
+    def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
+        """See `Store.wait`."""
+        wait = checked_timeout(self._call_timeout if timeout is None else timeout)
+        self._call("wait", "Wait", pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait)
+
+    def delete(self, key: str) -> bool:
+        """See `Store.delete`."""
+        answer: pb.DeleteResponse = self._call("delete", "Delete", pb.DeleteRequest(caller=self._caller, key=key))
+        return answer.existed
+
+    def _call(self, name: str, method: str, request: Any, wait: float | None = None) -> Any:
+        check_process()
+        if self._closed:
+            raise errors.SessionClosed(f"store.{name}: the session has ended")
+        if (size := request.ByteSize()) > _MOST_BYTES:
+            raise errors.LimitExceeded(f"store.{name}: {size} bytes in one call; a value has at most 1 MiB")
+        messages = in_messages(request)
+        if any(message.ByteSize() > MESSAGE_BYTES for message in messages):
+            raise errors.LimitExceeded(f"store.{name}: a key has at most 1,024 bytes")
+        deadline = time.monotonic() + (self._call_timeout if wait is None else wait + _SLACK)
+        try:
+            return self._thread.run(self._repeat(f"store.{name}", method, messages, deadline))
+        except (futures.CancelledError, aio.UsageError):  # the channel was closed under the call
+            raise errors.SessionClosed(f"store.{name}: the session has ended") from None
+
+    async def _repeat(self, name: str, method: str, messages: list[Any], deadline: float) -> Any:
+        """All calls may be repeated: reads and overwrites by nature, `add` and `compare_set` by their call number."""
+
+        def call(channel: aio.Channel) -> Awaitable[Any]:
+            left = max(0.05, deadline - time.monotonic())
+            make = getattr(store_pb2_grpc.StoreServiceStub(channel), method)
+            request = iter(messages) if method in _LONG else messages[0]
+            answer: Awaitable[Any] = make(request, timeout=left, wait_for_ready=True)
+            return answer
+
+        attempt = 0
+        while True:
+            try:
+                answer = await self._channel.call(call)
+            except aio.AioRpcError as error:
+                if not is_transient(error) or time.monotonic() >= deadline:
+                    raise error_from_status(error, name) from error
+                if len(messages) > 1 and error.code() is grpc.StatusCode.INTERNAL:
+                    # A refusal that comes before all is sent is a failed write to grpc. A short call hears the reason.
+                    nothing = pb.WaitRequest(caller=self._caller, timeout=duration(0))
+                    await self._repeat(name, "Wait", [nothing], deadline)
+            else:
+                if answer is not None:
+                    return answer
+                if time.monotonic() >= deadline:  # grpc's word for bytes that are no answer is None
+                    raise errors.CoordinatorUnreachable(f"{name}: the coordinator's answer cannot be read")
+            await asyncio.sleep(backoff(attempt))
+            attempt += 1
+
+
+class MemoryStore(Store):
+    """The store of a world of one."""
+
+    def __init__(self, call_timeout: float) -> None:
+        self._call_timeout = call_timeout
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        with self._changed:
+            self._values[key] = bytes(value)
+            self._changed.notify_all()
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """See `Store.get`."""
+        self.wait([key], timeout=timeout)
+        return self._values[key]
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """See `Store.add`."""
+        with self._changed:
+            try:
+                total = int(self._values.get(key, b"0")) + amount
+            except ValueError:
+                raise errors.PacelineError(f"store.add: {key!r} holds no integer") from None
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> tuple[bool, bytes | None]:
+        """See `Store.compare_set`."""
+        with self._changed:
+            swapped = self._values.get(key) == expected
+            if swapped:
+                self._values[key] = bytes(desired)
+                self._changed.notify_all()
+            return swapped, self._values.get(key)
+
+    def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
+        """See `Store.wait`."""
+        seconds = checked_timeout(self._call_timeout if timeout is None else timeout)
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds):
+                missing = [key for key in keys if key not in self._values]
+                raise errors.OperationTimeout(f"store: {', '.join(map(repr, missing))} not set within {seconds} s")
+
+    def delete(self, key: str) -> bool:
+        """See `Store.delete`."""
+        with self._changed:
+            return self._values.pop(key, None) is not None

@@ -1,0 +1,138 @@
+"""Fetching a view's members from the coordinator, checked against the hash that came with the view."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from paceline import errors
+from paceline._grpc import aio, grpc, untyped
+from paceline._links.base import Peer
+from paceline._rpc import backoff, error_from_status, is_transient
+from paceline._session.connection import CoordinatorChannel
+from pacelinepb.v1 import session_pb2 as pb
+
+__all__ = ["MemberLists", "read_peer"]
+
+
+_BELIEVED = 3
+"""So many times in a row the coordinator must refuse: a byte of the request may have changed on the way."""
+
+
+_ATTEMPT_S = 2.0
+"""For the first attempt, and twice as long for each later one: grpc's server does not answer at all if the name of the
+method has changed on the way and is not valid UTF-8 any more."""
+
+
+class MemberLists:
+    """Fetches the member lists of one session: of the next view only what has changed since the last one."""
+
+    def __init__(self) -> None:
+        self._known: list[pb.Member] = []
+        self._known_sha256 = b""
+
+    async def fetch(self, channel: CoordinatorChannel, job: str, view: pb.ViewFormed, timeout: float) -> list[Peer]:
+        """The members in rank order. What is damaged on the way is fetched again, and what is known already is not.
+
+        Raises:
+            PacelineError: to the end of that time the pages did not hash to what the view says, or did not hold its
+                members; or the coordinator did not answer, or refused.
+        """
+        # A candidate is told of the running view again whenever one of its members ends.
+        if self._known and view.members_sha256 == self._known_sha256:
+            return [read_peer(member) for member in self._known]
+        deadline = time.monotonic() + timeout
+        known, known_sha256 = self._known, self._known_sha256
+        refused = 0
+        attempt = 0
+        while True:
+            try:
+                until = min(deadline, time.monotonic() + _ATTEMPT_S * 2.0**attempt)
+                pages = await _fetch_pages(channel, job, view, until, known_sha256)
+                members = _changed(known, pages[0], view) if _has_changes(pages) else _read(pages, view)
+            except aio.AioRpcError as error:
+                refused += not is_transient(error) and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+                if refused >= _BELIEVED or time.monotonic() >= deadline:
+                    raise error_from_status(error, f"the members of generation {view.generation}") from error
+            else:
+                if members is not None:
+                    self._known, self._known_sha256 = members, view.members_sha256
+                    return [read_peer(member) for member in members]
+                if time.monotonic() >= deadline:
+                    raise errors.PacelineError(
+                        f"the member list of generation {view.generation} is not the one that the coordinator announced"
+                    )
+                known_sha256 = b""  # the whole list, then
+            await asyncio.sleep(backoff(attempt))
+            attempt += 1
+
+
+async def _fetch_pages(
+    channel: CoordinatorChannel, job: str, view: pb.ViewFormed, deadline: float, known_sha256: bytes
+) -> list[bytes]:
+    """All pages, or one that says what has changed since the list that is known."""
+    pages: list[bytes] = []
+
+    def get_page(on: aio.Channel) -> Awaitable[bytes]:
+        method = untyped(on.unary_unary)(
+            "/pacelinepb.v1.SessionService/GetView", request_serializer=pb.GetViewRequest.SerializeToString
+        )  # no deserializer: the hash is over the bytes as they came
+        request = pb.GetViewRequest(job=job, generation=view.generation, page=len(pages))
+        if not pages:
+            request.known_sha256 = known_sha256
+        answer: Awaitable[bytes] = method(request, timeout=max(0.1, deadline - time.monotonic()), wait_for_ready=True)
+        return answer
+
+    while len(pages) < view.pages and not _has_changes(pages):
+        pages.append(await channel.call(get_page))
+    return pages
+
+
+def _has_changes(pages: Sequence[bytes]) -> bool:
+    try:
+        return len(pages) == 1 and bool(pb.GetViewResponse.FromString(pages[0]).stretches)
+    except DecodeError:
+        return False
+
+
+def _changed(known: Sequence[pb.Member], page: bytes, view: pb.ViewFormed) -> list[pb.Member] | None:
+    """The members, made of those that are known; None if that does not give those of the view."""
+    members: list[pb.Member] = []
+    for stretch in pb.GetViewResponse.FromString(page).stretches:
+        if stretch.first + stretch.count > len(known):
+            return None
+        for old in known[stretch.first : stretch.first + stretch.count]:
+            member = pb.Member()
+            member.CopyFrom(old)
+            members.append(member)
+        members += stretch.members
+        if len(members) > view.world_size:
+            return None
+    for rank, member in enumerate(members):
+        member.rank = rank
+    return _read([pb.GetViewResponse(members=members).SerializeToString(deterministic=True)], view)
+
+
+def _read(pages: list[bytes], view: pb.ViewFormed) -> list[pb.Member] | None:
+    """The members on the pages; None if they are not those of the view."""
+    if hashlib.sha256(b"".join(pages)).digest() != view.members_sha256:
+        return None
+    try:
+        members = [member for page in pages for member in pb.GetViewResponse.FromString(page).members]
+    except DecodeError:
+        return None
+    if len(members) != view.world_size or any(member.rank != rank for rank, member in enumerate(members)):
+        return None
+    return members
+
+
+def read_peer(member: pb.Member) -> Peer:
+    """A member as it came over the wire."""
+    process = member.process
+    return Peer(
+        member.rank, member.member_id, process.host, member.address, process.pid, process.node, process.start_ticks
+    )

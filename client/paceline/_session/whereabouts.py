@@ -1,0 +1,150 @@
+"""The address of a member: found when it joins, and again when this machine no longer has it; and its sockets.
+
+A container that is connected to its network again, or a host with another lease, comes back with another address. The
+member opens its door there and introduces itself anew, because nobody would look for it there otherwise. `Sockets`
+tells `_fork` which connections belong to the session, by the IP addresses that the kernel knows them by.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from paceline._address import Endpoint, listening_host, reachable_endpoint
+from paceline._fork import protect
+from paceline._links.grpc_door import Door
+from paceline._lookup import look_up_all
+from paceline.errors import CoordinatorUnreachable
+
+__all__ = ["is_here", "Sockets", "Whereabouts"]
+
+_log = logging.getLogger("paceline.session")
+
+
+class Whereabouts:
+    """The address of one member; on the loop.
+
+    Args:
+        coordinator: the coordinator's address.
+        advertise: host or host:port at which peers reach this worker; None to find it.
+        door: the door that is opened at the address.
+        sockets: get the door's port.
+    """
+
+    def __init__(self, coordinator: Endpoint, advertise: str | None, door: Door, sockets: Sockets) -> None:
+        self._coordinator = coordinator
+        self._advertise = advertise
+        self._door = door
+        self._sockets = sockets
+        self._address: Endpoint | None = None
+
+    @property
+    def address(self) -> Endpoint:
+        """The address at which peers reach this worker; known once `open_door` has returned."""
+        assert self._address is not None
+        return self._address
+
+    async def open_door(self, timeout: float, say: Callable[[str], None]) -> None:
+        """Finds the address and opens the door there; arguments and errors as for `reachable_endpoint`.
+
+        Raises:
+            LinkUnavailable: the address cannot be bound.
+        """
+        where = await reachable_endpoint(self._coordinator, self._advertise, timeout, say)
+        port = await self._door.start(listening_host(where, self._advertise), where.port)
+        self._moved_in(where, port)
+
+    async def renew(self, timeout: float, leave: Callable[[str], None]) -> bool:
+        """Finds another address if the one before has gone, and opens the door there.
+
+        An advertised address stays: it may be of another machine, and the door listens on all interfaces then.
+
+        Args:
+            timeout: seconds to wait for it.
+            leave: called with a sentence before links to the old address break off; not called if there is no other
+                address.
+
+        Returns:
+            True if the address has changed.
+
+        Raises:
+            CoordinatorUnreachable: no address leads to the coordinator yet.
+            LinkUnavailable: the new address cannot be bound.
+        """
+        if self._advertise or is_here(self.address.host):
+            return False
+        try:
+            where = await reachable_endpoint(self._coordinator, None, timeout)
+        except ValueError as error:  # the only address is one for this cable; the other may still come
+            raise CoordinatorUnreachable(f"no way to the coordinator at {self._coordinator}: {error}") from error
+        if where.host == self.address.host:  # it has come back this moment
+            return False
+        text = f"this worker's address was {self.address.host}, and is {where.host} now"
+        _log.warning("%s", text)
+        self._moved_in(where, await self._door.move(where.host, where.port, lambda: leave(text)))
+        return True
+
+    def _moved_in(self, where: Endpoint, port: int) -> None:
+        self._address = Endpoint(where.host, where.port or port)
+        self._sockets.listen(port)
+
+
+def is_here(host: str) -> bool:
+    """False if this is an IP address that no interface of this machine has; True for names, and if unknown."""
+    try:
+        ((family, kind, protocol, _, target), *_) = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )
+    except OSError:
+        return True
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(target)
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+class Sockets:
+    """The sockets of one session; on the loop.
+
+    Args:
+        start: starts a coroutine in the background; it is cancelled before `forget`.
+    """
+
+    def __init__(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self._start = start
+        self._listening_port = 0
+        self._dialled: list[Endpoint] = []
+        self._addresses: dict[str, set[str]] = {}  # of names
+
+    def listen(self, port: int) -> None:
+        """Notes the port that peers dial."""
+        self._listening_port = port
+
+    def dial(self, endpoints: Iterable[Endpoint]) -> None:
+        """Notes the endpoints that the session dials from now on, in place of earlier ones.
+
+        The addresses of names follow when they have been looked up: a view must not wait for a slow resolver.
+        """
+        self._dialled = list(endpoints)
+        self._tell()
+        if names := {endpoint.host for endpoint in self._dialled if endpoint.ip is None}:
+            self._start(self._learn(names))
+
+    def forget(self) -> None:
+        """Forgets all, because the session is over."""
+        protect(id(self), listening_port=0, dialled=set())
+
+    async def _learn(self, names: set[str]) -> None:
+        found = await look_up_all(names)
+        self._addresses.update({name: addresses for name, addresses in found.items() if addresses})
+        self._tell()
+
+    def _tell(self) -> None:
+        known = [(self._addresses.get(e.host, set()) if e.ip is None else {e.ip}, e.port) for e in self._dialled]
+        dialled = {(address, port) for addresses, port in known for address in addresses}
+        protect(id(self), listening_port=self._listening_port, dialled=dialled)

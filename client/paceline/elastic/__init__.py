@@ -1,1 +1,0 @@
-"""Elastic training: how samples are shared out."""
