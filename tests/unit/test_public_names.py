@@ -67,6 +67,16 @@ _MODULES = ("checkpoint", "compression", "nn", "optim", "testing", "torch")
 FOR_USERS = ("paceline", *(f"paceline.{name}" for name in _MODULES))
 """Where the names for users are; everything else is internal."""
 
+_PROGRAMS = {"cli", "demo"}
+_OFFERED_ABOVE = {"config", "credentials", "errors"}
+"""Modules whose names for users are those of `paceline` itself."""
+
+
+def test_what_is_internal_says_so_by_its_name() -> None:
+    found = {path.stem for path in (ROOT / "client" / "paceline").iterdir() if path.suffix in ("", ".py")}
+    plain = {name for name in found if not name.startswith("_")}
+    assert plain == {*_MODULES, *_PROGRAMS, *_OFFERED_ABOVE}
+
 
 def source_of(module: str) -> ast.Module:
     """The file of a module, or the `__init__` of a package, which may need what is not installed."""
