@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "a late view of the member that this worker was before is entered",
         f"{ELASTIC}/training_loop.py",
-        "case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
-        "case letters.ViewCame(member_id=member_id) if member_id is None:",
+        "case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
+        "case line_messages.ViewCame(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(

@@ -319,7 +319,7 @@ class Group:
     def make_elastic(self, most: int) -> None:
         pass
 
-    def set_share(self, share: float) -> None:
+    def set_gradient_weight(self, weight: float) -> None:
         pass
 
     def ban_collectives(self, reason: str) -> None:

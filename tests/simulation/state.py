@@ -147,7 +147,7 @@ class State:
     # As TrainState ----------------------------------------------------------------------------------------------------
 
     @property
-    def spreads(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.node_size != 1
 
     def check_round_trip(self) -> None:
@@ -202,7 +202,7 @@ class State:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.step, self.bits = saved["step"], saved["bits"]
         self.is_whole = True
-        if not self.spreads:
+        if not self.is_sharded:
             self.parts = {WHOLE: self.bits}
 
     def offered(self) -> Content:

@@ -18,7 +18,7 @@ from paceline._elastic.saver import Saver
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._session import line_messages
 from paceline._session.generations import Generations
-from paceline._session.line_messages import Letter, ViewCame
+from paceline._session.line_messages import LineMessage, ViewCame
 from paceline_protocol import _lineage
 from paceline_protocol._silence import Stragglers
 from paceline_protocol.coordinator import JobState, ViewStored
@@ -27,13 +27,13 @@ from paceline_server.keeper import Keeper
 
 def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a job of fixed size never gets its replacement in."""
-    honest = line_messages.LineMessages._learn_members
+    honest = line_messages.LineClient._learn_members
 
     async def learn(side: Any, running: Any) -> None:
         running.ClearField("ended")
         await honest(side, running)
 
-    monkeypatch.setattr(line_messages.LineMessages, "_learn_members", learn)
+    monkeypatch.setattr(line_messages.LineClient, "_learn_members", learn)
     assert found(400, FIXED).startswith("liveness")
 
 
@@ -96,8 +96,9 @@ def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPat
 def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = TrainingLoop._read
 
-    def read(line: TrainingLoop, letter: Letter) -> None:
-        honest(line, replace(letter, member_id=line._coordinator.member_id) if isinstance(letter, ViewCame) else letter)
+    def read(line: TrainingLoop, message: LineMessage) -> None:
+        renamed = replace(message, member_id=line._coordinator.member_id) if isinstance(message, ViewCame) else message
+        honest(line, renamed)
 
     monkeypatch.setattr(TrainingLoop, "_read", read)
     assert found(400, replace(LATE, step_timeout=600.0), first=435).startswith("liveness")

@@ -1,7 +1,7 @@
 """One job in a simulated world: members, a coordinator, a network, and chance, all of it drawn from one seed.
 
 What is simulated is what lies below Paceline: clock, threads, network, disks, processes. Everything above is the real
-code: on the members' side the session with its control stream, `LineMessages` and `Generations`, and on the training
+code: on the members' side the session with its control stream, `LineClient` and `Generations`, and on the training
 thread `session.steps` with `TrainingLoop`, `MeetingWait`, `StateRecovery`, `Step`, `Saver`; on the coordinator's side
 the dispatcher with its handlers, memberships and keeper. An imitation of these shells, which was here before, did not
 have their defects. What is an imitation still: the group and its mesh (`group`), the training state (`state`), the

@@ -131,7 +131,7 @@ class StateGuard:
         step = self.step
         if step is None or not step.entered or step.left:
             raise StepOrderError("optimizer.step() was called outside of a step: call it inside `with step:`")
-        if step.updated and self._state.spreads:  # a step that is finished later runs it once
+        if step.updated and self._state.is_sharded:  # a step that is finished later runs it once
             raise StepOrderError("optimizer.step() was called twice in one step: a sharded state has one update")
         step.updates = step.updating = (
             True  # set first: an interrupt after the gate opens leaves the state half changed

@@ -62,7 +62,7 @@ class StatePart(abc.ABC):
         del held
         return {}
 
-    def spread(self) -> dict[str, Parameter]:
+    def sharded(self) -> dict[str, Parameter]:
         """The arrays that are sharded over ranks: by path the piece that defines their shards."""
         return {}
 
@@ -140,7 +140,7 @@ class _Model(StatePart):
         self._known = self.parameters()
         return {path: held.values.get(id(p)) or view(p) for path, p in self._known.items()}
 
-    def spread(self) -> dict[str, Parameter]:
+    def sharded(self) -> dict[str, Parameter]:
         return {path: p for path, p in self.parameters().items() if _is_spread(p)}
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class _Optimizer(StatePart):
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
         return {**self._optimizer.live_arrays(), **held.states.get(id(self._optimizer), {})}
 
-    def spread(self) -> dict[str, Parameter]:
+    def sharded(self) -> dict[str, Parameter]:
         pieces = {key: self._optimizer.parameters[key.rpartition("/")[0]] for key in self._optimizer.live_arrays()}
         return {key: p for key, p in pieces.items() if _is_spread(p)}
 
@@ -363,7 +363,7 @@ def part_of(name: str, thing: Any) -> StatePart:
 def _is_spread(parameter: Any) -> bool:
     """True if the parameter, or the piece that is trained in its place, belongs to a wrapper that shards."""
     owner = getattr(parameter, "_owner", None)
-    return isinstance(owner, ShardedModel) and owner.spreads
+    return isinstance(owner, ShardedModel) and owner.is_sharded
 
 
 def _values(leaf: Leaf) -> NDArray[Any]:

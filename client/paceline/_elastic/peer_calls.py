@@ -292,7 +292,7 @@ async def take_shards(
         LinkUnavailable: no member gave a run; the text says which, and the answer of each.
     """
     taking = _ShardFetcher(job, tag, plan, patience)
-    holders = random.sample(holders, len(holders))  # spreads the load over replicas
+    holders = random.sample(holders, len(holders))  # is_sharded the load over replicas
     held = {number: holder.shares for number, holder in enumerate(holders)}
     channels: dict[int, aio.Channel] = {}
     missing = plan.wanted

@@ -186,7 +186,7 @@ class StateRecovery:
         """
         if order.finish:
             self._finish(order)
-        elif self._state.spreads:
+        elif self._state.is_sharded:
             self._reshard(order)
         else:
             rest = self._from_others(order)
@@ -195,7 +195,7 @@ class StateRecovery:
 
     def train_on(self, share: Share) -> None:
         """Makes a share that this member holds the live one."""
-        if self._state.spreads and self._state.shares()[0] != share:
+        if self._state.is_sharded and self._state.shares()[0] != share:
             self._state.switch(self._state.resharding(share))
 
     def _finish(self, order: Take) -> None:

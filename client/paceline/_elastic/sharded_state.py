@@ -43,7 +43,7 @@ class ShardedState:
                 joins later could not know.
         """
         sizes: set[int] = set()
-        for part in (part for model in self._models for part in model.parts() if part.spreads):
+        for part in (part for model in self._models for part in model.parts() if part.is_sharded):
             size = part.intra_node_size
             hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
             if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
@@ -75,12 +75,12 @@ class ShardedState:
             UnsupportedOp: a part cannot; the text says what to give instead.
         """
         ours = {id(piece) for model in self._models for _, piece in model.named_parameters()}
-        spreads = self.node_size != 1
+        is_sharded = self.node_size != 1
         gated: dict[int, str] = {}
         for name, part in self._parts.items():
-            if any(id(p) not in ours and _moves(p) for p in part.spread().values()):
+            if any(id(p) not in ours and _moves(p) for p in part.sharded().values()):
                 raise UnsupportedOp(f"{name} is of a sharded model: give the FSDP wrapper to the training state")
-            if spreads and part.gated() is not None:
+            if is_sharded and part.gated() is not None:
                 if not isinstance(self._things[name], OptimizerState):
                     raise UnsupportedOp(
                         f"{name} cannot be sharded along with the model: use an optimizer of paceline.optim, or one of "
@@ -122,7 +122,7 @@ class ShardedState:
         return {
             f"parts.{name}.arrays.{path}": places[id(piece)]
             for name, part in self._parts.items()
-            for path, piece in part.spread().items()
+            for path, piece in part.sharded().items()
         }
 
 

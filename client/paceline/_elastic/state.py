@@ -268,7 +268,7 @@ class TrainState:
     # Shards -----------------------------------------------------------------------------------------------------------
 
     @property
-    def spreads(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if the state is sharded over members; also in a world of one."""
         return self._spread.node_size != 1
 

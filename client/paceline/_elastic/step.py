@@ -181,7 +181,7 @@ class Step:
             why = "is over" if self.left else "has its batch"
             raise StepOrderError(f"step {self.number} {why}: this {name} gives one in each attempt, inside the block")
         self._counted = weight
-        self._group.set_share(weight)
+        self._group.set_gradient_weight(weight)
 
     @property
     def lr_scale(self) -> float:
@@ -231,7 +231,7 @@ class Step:
         """
         if not self.entered or self.left or self._open:
             raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
-        if self._state.spreads:
+        if self._state.is_sharded:
             raise UnsupportedOp(
                 "step.keep_copy() with a state that is sharded over the members: once one of them has applied a step, "
                 "the others must be able to finish it alone. So such a step has one update, after all its collectives"
@@ -268,13 +268,13 @@ class Step:
         self._check_complete()
         self.flags = flags_of(sums)
         self._runner.word_completed(self.number)
-        if self._state.spreads and self.world > 1:
+        if self._state.is_sharded and self.world > 1:
             self._prepared = True  # from here on another member may see the second word complete, and change its state
             self._group.all_reduce(np.zeros(1), label=f"gate-{self.number}")
             self._prepared = False
         self._runner.about_to_change()
         if not self.keeps_copy:
-            self._group.ban_collectives(_BARRED if self._state.spreads else _BARRED + _OR_COPY)
+            self._group.ban_collectives(_BARRED if self._state.is_sharded else _BARRED + _OR_COPY)
         self._open = True
 
     def _check_complete(self) -> None:
@@ -308,7 +308,7 @@ class Step:
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group.ban_collectives(BETWEEN_STEPS)
-        self._group.set_share(1.0)
+        self._group.set_gradient_weight(1.0)
         self._word.drop()
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled and not self._takes_back(error):
@@ -364,7 +364,7 @@ class Step:
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         if self._share is None:
             self._share = self.sampler.current(self.rank, self.world)
-            self._group.set_share(self._share[1])
+            self._group.set_gradient_weight(self._share[1])
         return self._share
 
     def _find_divergence(self) -> None:

@@ -51,17 +51,17 @@ def make_loop(
         )
     state.check_round_trip()
     check_complete(state)
-    saver = (JointSaver if state.spreads else Saver)(checkpoint_dir, checkpoint_every)
+    saver = (JointSaver if state.is_sharded else Saver)(checkpoint_dir, checkpoint_every)
     held = before.held_of(state) if before is not None else None
     stored = False
-    if held is None and state.spreads:
+    if held is None and state.is_sharded:
         held = saver.latest()  # each member reads its share later, when it knows which one that is
         stored = held > Tag(0, 0)
     elif held is None:
         saver.load(state)
         held = saver.tag
     settings: dict[str, object] = {"total": total, "seed": seed, "the script": _script(), "node_size": state.node_size}
-    if state.spreads:  # members write checkpoints together
+    if state.is_sharded:  # members write checkpoints together
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
     return TrainingLoop(

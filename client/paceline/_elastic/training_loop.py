@@ -1,7 +1,7 @@
-"""One member's way through the steps of a job: it reads letters, takes and offers state, begins and ends steps.
+"""One member's way through the steps of a job: it reads messages, takes and offers state, begins and ends steps.
 
 Everything here runs on the training thread, between the user's steps. `MemberState` decides what may happen next, the
-coordinator's messages arrive as letters, and `waiting` acts while there are none.
+coordinator's messages arrive as messages, and `waiting` acts while there are none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline._elastic.state import TrainState
 from paceline._elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_entered
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.fault import Suspicion
-from paceline._session import line_messages as letters
+from paceline._session import line_messages
 from paceline._wait import SLICE
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
@@ -122,11 +122,11 @@ class TrainingLoop:
             raise error
         while not self.done:
             ready = self._member.phase is Phase.READY
-            letter = self._coordinator.inbox.get(
+            message = self._coordinator.inbox.get(
                 0.0 if ready else SLICE
             )  # a view may have come while the generation went on
-            if letter is not None:
-                self._read(letter)
+            if message is not None:
+                self._read(message)
             elif ready:
                 return
             if self._member.phase is not Phase.READY and not self.done:
@@ -196,11 +196,11 @@ class TrainingLoop:
             self._failed(error)
             return
         self._coordinator.finish(self._total)
-        letter = await_finish(self._coordinator)
-        if letter is None:
+        message = await_finish(self._coordinator)
+        if message is None:
             self.done = True
         else:  # this member holds the last state, which others have to take
-            self._read(letter)
+            self._read(message)
 
     def drain(self, reason: str) -> None:
         """Makes this member leave after its present step."""
@@ -242,48 +242,48 @@ class TrainingLoop:
 
     # Letters ----------------------------------------------------------------------------------------------------------
 
-    def _read(self, letter: letters.Letter) -> None:
-        match letter:
-            case letters.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:
-                _log.info("generation %d formed with this worker's former member id", letter.generation)
-            case letters.ViewCame():
-                self._enter_view(letter)
-            case letters.CatchUpAsked(generation, base, holders, share, fingerprint):
+    def _read(self, message: line_messages.LineMessage) -> None:
+        match message:
+            case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:
+                _log.info("generation %d formed with this worker's former member id", message.generation)
+            case line_messages.ViewCame():
+                self._enter_view(message)
+            case line_messages.CatchUpAsked(generation, base, holders, share, fingerprint):
                 self._recovery.learn([Holder(*holder) for holder in holders], fingerprint)
                 own = any(peer.member_id == self._coordinator.member_id for peer, _ in holders)
                 self._do(self._member.catch_up(generation, base, share, own=own))
-            case letters.NoSeat(reason):
+            case line_messages.NoSeat(reason):
                 _log.info("this worker has no place in the next generation and is spare: %s", reason)
                 self._come_back()
-            case letters.StateGone(reason):
+            case line_messages.StateGone(reason):
                 self._committed, meet = self._recovery.start_from_checkpoint(reason)
                 self._say(meet)
-            case letters.Misfits(donor):
+            case line_messages.Misfits(donor):
                 raise difference(self._manifest, self._coordinator.manifest_of(donor), donor)
-            case letters.MayGo(last):
+            case line_messages.MayGo(last):
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
                         _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
                     self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
                 raise Dismissed(self._coordinator.inbox.draining or "this worker was drained")
-            case letters.JobDone(step):
+            case line_messages.JobDone(step):
                 self._job_done(step)
-            case letters.CaughtOut():
+            case line_messages.CaughtOut():
                 if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
                 _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
                 self._come_back()
-            case letters.Runs(_, members):
+            case line_messages.Runs(_, members):
                 self._meeting_wait.line_runs(members)
-            case letters.Tried(members, troubles):
+            case line_messages.Tried(members, troubles):
                 self._meeting_wait.tried(members, troubles)
-            case letters.Waits(reason):
+            case line_messages.Waits(reason):
                 self._meeting_wait.waits_for(reason)
-            case letters.Lost(error):
+            case line_messages.Lost(error):
                 raise error
 
-    def _enter_view(self, view: letters.ViewCame) -> None:
+    def _enter_view(self, view: line_messages.ViewCame) -> None:
         if view.generation <= self._member.generation:
             return
         world = len(view.mesh.peers) if view.mesh is not None else 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from paceline._elastic.coordination import JobCoordinator
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
-from paceline._session.line_messages import JobDone, Letter, Lost, News
+from paceline._session.line_messages import JobDone, LineMessage, Lost, News
 from paceline._wait import SLICE
 from paceline.errors import Dismissed
 from paceline_protocol import Meet, MemberState, Phase
@@ -144,22 +144,22 @@ class MeetingWait:
         self._say(self._member.meet())
 
 
-def await_finish(coordinator: JobCoordinator) -> Letter | None:
+def await_finish(coordinator: JobCoordinator) -> LineMessage | None:
     """Waits until the coordinator knows that the job is done, so that late comers are told; but it may be away.
 
     Returns:
-        A letter that says that the line has not ended: others go on from an earlier state, for they did not hear of
+        A message that says that the line has not ended: others go on from an earlier state, for they did not hear of
         this one. None if there is nothing more to do.
     """
     deadline = time.monotonic() + coordinator.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
-        letter = coordinator.inbox.get(min(left, SLICE))
-        if isinstance(letter, JobDone):
+        message = coordinator.inbox.get(min(left, SLICE))
+        if isinstance(message, JobDone):
             return None
-        if isinstance(letter, Lost):
+        if isinstance(message, Lost):
             break
-        if letter is not None and not isinstance(letter, News):
-            return letter
+        if message is not None and not isinstance(message, News):
+            return message
     _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
     return None
 

@@ -99,7 +99,7 @@ class _OwnerState:
         self.piggyback: Piggyback | None = None
         self.piggyback_taken_in = 0
         self.most: int | None = None
-        self.share = 1.0
+        self.gradient_weight = 1.0
 
 
 class GroupCore:
@@ -205,13 +205,13 @@ class GroupCore:
         return piggyback
 
     @property
-    def share(self) -> float:
+    def gradient_weight(self) -> float:
         """Weight of this member's gradients relative to the others': its share of a step's samples, else 1."""
-        return self._owner.share
+        return self._owner.gradient_weight
 
-    def set_share(self, share: float) -> None:
+    def set_gradient_weight(self, weight: float) -> None:
         """Sets the weight of this member's gradients from now on. For the group's owner."""
-        self._owner.share = share
+        self._owner.gradient_weight = weight
 
     def ban_collectives(self, reason: str) -> None:
         """Refuses every collective, on parts too, until called with an empty reason. For the group's owner."""

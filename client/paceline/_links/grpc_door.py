@@ -97,7 +97,7 @@ class Door:
         self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
         self._servers: list[aio.Server] = []  # one, or for a moment two: the address is changed
         self._starting: asyncio.Future[None] | None = None
-        self._inside: ServedMesh | None = None
+        self._mesh: ServedMesh | None = None
         self._entered = asyncio.Event()
         self._intake = Intake(self.kinds)
         self._closing = asyncio.Event()
@@ -181,9 +181,9 @@ class Door:
             del self._servers[0]
         return found
 
-    def enter(self, inside: ServedMesh) -> None:
+    def enter(self, mesh: ServedMesh) -> None:
         """Opens the door for the members of a generation; earlier ones are turned away from now on."""
-        self._inside = inside
+        self._mesh = mesh
         self._entered.set()
 
     async def close(self, grace: float = 0.2) -> None:
@@ -206,38 +206,38 @@ class Door:
         known = self.window.member_id  # a caller who means somebody else need not wait for our view
         if known and request.to_member != known:
             await _not_this_member(request, context)
-        inside = await self._inside_by(request.generation, context.peer())
-        if inside is None:
+        mesh = await self._mesh_by(request.generation, context.peer())
+        if mesh is None:
             text = "this worker is leaving" if self._closing.is_set() else "this worker has not heard of that view yet"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
-        if request.to_member != inside.member_id:
+        if request.to_member != mesh.member_id:
             await _not_this_member(request, context)
-        if request.generation != inside.generation:
-            text = f"generation {request.generation} is over; this worker is in {inside.generation}"
+        if request.generation != mesh.generation:
+            text = f"generation {request.generation} is over; this worker is in {mesh.generation}"
             reason = ErrorReason.ERROR_REASON_STALE_GENERATION
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
-        peer = inside.peer_by_id(request.from_member)
+        peer = mesh.peer_by_id(request.from_member)
         if peer is None:
-            text = f"member {shown(request.from_member)} is not in generation {inside.generation}"
+            text = f"member {shown(request.from_member)} is not in generation {mesh.generation}"
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if int(request.purpose) not in Purpose.__members__.values():
             text = "no purpose that a link can have"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         link = None
         if len(request.group.encode()) <= MAX_GROUP_NAME:
-            link = inside.link_from(peer.rank, Purpose(request.purpose), request.group)
+            link = mesh.link_from(peer.rank, Purpose(request.purpose), request.group)
         if link is None:
             text = "too many groups, or a name of one that is too long"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
         ticket = secrets.token_bytes(TICKET_BYTES)
-        answer = self.kinds.expect(request, HalfContext(peer, inside.node, inside.neighbours, inside.fault), ticket)
+        answer = self.kinds.expect(request, HalfContext(peer, mesh.node, mesh.neighbours, mesh.fault), ticket)
         if answer is None:
             text = "no kind of link that both sides have"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
-        self._intake.expect(ticket, inside, peer, link)
+        self._intake.expect(ticket, mesh, peer, link)
         return answer
 
-    async def _inside_by(self, generation: int, connection: str) -> ServedMesh | None:
+    async def _mesh_by(self, generation: int, connection: str) -> ServedMesh | None:
         """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
 
         The caller may have heard of its view first; ours is on its way then. A stranger must not wait here for ever.
@@ -257,10 +257,10 @@ class Door:
                 self._waiting[connection] -= 1
                 if not self._waiting[connection]:
                     del self._waiting[connection]
-        return None if self._closing.is_set() else self._inside
+        return None if self._closing.is_set() else self._mesh
 
     def _is_early(self, generation: int) -> bool:
-        return not self._closing.is_set() and (self._inside is None or self._inside.generation < generation)
+        return not self._closing.is_set() and (self._mesh is None or self._mesh.generation < generation)
 
 
 async def _not_this_member(request: peer_pb2.HelloRequest, context: Any) -> NoReturn:
@@ -314,9 +314,9 @@ class ServedMesh(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """What a ticket is for: a stream of a peer's, whose half has come or will come, for a link of those inside."""
+    """What a ticket is for: a stream of a peer, whose half has come or will come, for a link of the served mesh."""
 
-    inside: ServedMesh
+    mesh: ServedMesh
     peer: Peer
     link: MemberLink
     expires: float
@@ -341,7 +341,7 @@ class Intake:
         for stream in list(self._streams):
             stream.cancel()
 
-    def expect(self, ticket: bytes, inside: ServedMesh, peer: Peer, link: MemberLink) -> None:
+    def expect(self, ticket: bytes, mesh: ServedMesh, peer: Peer, link: MemberLink) -> None:
         """A stream with this ticket goes with the half that comes with it, and says how that ends."""
         now = time.monotonic()
         if len(self._tickets) >= MAX_TICKETS:
@@ -349,7 +349,7 @@ class Intake:
             for old in stale or [next(iter(self._tickets))]:
                 del self._tickets[old]
                 self._kinds.drop(old)
-        self._tickets[ticket] = _Admission(inside, peer, link, now + TICKET_LIFETIME)
+        self._tickets[ticket] = _Admission(mesh, peer, link, now + TICKET_LIFETIME)
 
     async def serve(self, _: Any, context: Any) -> None:
         """A call of Frames, from its ticket to its end."""
@@ -360,10 +360,10 @@ class Intake:
                 half.close()
             text = "frames need a fresh ticket from Hello, and what it was given for"
             await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
-        inside, peer, link = admission.inside, admission.peer, admission.link
+        mesh, peer, link = admission.mesh, admission.peer, admission.link
         if not link.claim():  # frames of two streams would come in any order, and a second half would hide the first
             half.close()
-            _accuse(inside.fault, peer, f"{peer} broke the protocol: it opened a link twice")
+            _accuse(mesh.fault, peer, f"{peer} broke the protocol: it opened a link twice")
             text = "a link has one stream for good"
             await refuse(context, grpc.StatusCode.ALREADY_EXISTS, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         link.receive_by(half)
@@ -375,32 +375,32 @@ class Intake:
             await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
             while (data := await context.read()) is not EOF:
                 frame = decode(data)
-                if frame.generation != inside.generation:
-                    text = f"a frame of generation {frame.generation} came to generation {inside.generation}"
-                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                if frame.generation != mesh.generation:
+                    text = f"a frame of generation {frame.generation} came to generation {mesh.generation}"
+                    _accuse(mesh.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
                 if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
                     text = f"a frame of kind {frame.kind.name} came after the last"
-                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    _accuse(mesh.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_BAD_REQUEST
                     await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
                 frames += 1
                 if frame.kind in (FrameKind.CLOSE, FrameKind.LEAVE):
                     whole, sent = True, frame.operation
                     if frame.kind is FrameKind.LEAVE:
-                        inside.peer_leaves(peer.rank)
+                        mesh.peer_leaves(peer.rank)
                 elif frame.kind is FrameKind.ABORT:
-                    _relay(inside, peer, frame)
+                    _relay(mesh, peer, frame)
                 elif isinstance(half, GrpcIncoming):
                     await half.put(frame)
                 else:
                     text = f"a frame of an operation came by gRPC on a link of kind {half.kind}"
-                    _accuse(inside.fault, peer, f"{peer} broke the protocol: {text}")
+                    _accuse(mesh.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_BAD_REQUEST
                     await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
             if not whole:
-                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                mesh.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 return
             link.end_in(LinkEnded(f"{peer} left", orderly=True), sent)
             # Last of all: a peer that reads this may hang up at once, and that cancels what still runs here.
@@ -409,39 +409,39 @@ class Intake:
             if whole:
                 raise
             if not self._closing.is_set():  # the connection broke under the stream
-                inside.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
+                mesh.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 raise
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
         except FrameDamaged as error:
             text = f"bytes from {peer} have changed on the way: {error}"
             _log.warning("%s; the link is closed", text)
-            inside.peer_ended(peer.rank, LinkEnded(text))
+            mesh.peer_ended(peer.rank, LinkEnded(text))
             await refuse(context, grpc.StatusCode.DATA_LOSS, ErrorReason.ERROR_REASON_PEER_LOST, text)
         except FrameError as error:
-            _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
+            _accuse(mesh.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
             text = f"no frame: {error}"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         except Exception as error:
             if is_exhausted(error):
-                inside.fault.broke(error)
+                mesh.fault.broke(error)
             raise
         finally:
             self._streams.discard(task)
 
 
-def _relay(inside: ServedMesh, peer: Peer, frame: Frame) -> None:
+def _relay(mesh: ServedMesh, peer: Peer, frame: Frame) -> None:
     """Takes over what a peer suspects, if it makes sense."""
     try:
         word = Verdict.FromString(bytes(frame.payload))
     except (DecodeError, ValueError):
-        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that cannot be read")
+        _accuse(mesh.fault, peer, f"{peer} broke the protocol: it sent an abort that cannot be read")
         return
     accused = word.culprits[0] if word.culprits else peer.rank
-    if accused >= inside.size or word.generation != inside.generation:
-        _accuse(inside.fault, peer, f"{peer} broke the protocol: it sent an abort that makes no sense")
+    if accused >= mesh.size or word.generation != mesh.generation:
+        _accuse(mesh.fault, peer, f"{peer} broke the protocol: it sent an abort that makes no sense")
         return
     text = word.text[:MAX_TEXT]
-    inside.fault.suspect(Suspicion(word.reason, accused, word.operation, text, relayed=True))
+    mesh.fault.suspect(Suspicion(word.reason, accused, word.operation, text, relayed=True))
 
 
 def _accuse(fault: Fault, peer: Peer, text: str) -> None:

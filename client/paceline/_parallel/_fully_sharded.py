@@ -230,9 +230,9 @@ class FSDP:
         yield from self._sharded.named_buffers()
 
     @property
-    def spreads(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if ranks hold different shards under this strategy; in a world of one too."""
-        return self._sharded.spreads
+        return self._sharded.is_sharded
 
     def update_shards(self, flat: ArrayLike) -> None:
         """Replaces the values that this rank holds; drops its gradients. Each rank calls it for itself, all of them do.

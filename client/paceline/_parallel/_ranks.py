@@ -49,7 +49,7 @@ class RankGroup(Protocol):
         """True if all members are known to hold the same state."""
 
     @property
-    def share(self) -> float:
+    def gradient_weight(self) -> float:
         """The weight of this rank's gradients now, beside the other ranks'."""
 
     @property

@@ -117,14 +117,16 @@ class HostTransport:
         group: the ranks.
         codec: compresses gradients on the wire, but not weights and flags; None for no compression. Without one
             bfloat16 is sent as it is, with all bits.
-        rank: number of directions of each matrix that travel (`PowerSGD`); 0 for whole matrices.
+        low_rank: number of directions of each matrix that travel (`PowerSGD`); 0 for whole matrices.
         feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
     """
 
-    def __init__(self, group: RankGroup, codec: Codec | None = None, rank: int = 0, *, feedback: bool = False) -> None:
+    def __init__(
+        self, group: RankGroup, codec: Codec | None = None, low_rank: int = 0, *, feedback: bool = False
+    ) -> None:
         self._group = group
         self._codec = codec
-        self._rank = rank
+        self._low_rank = low_rank
         self._feedback = feedback
 
     @property
@@ -139,7 +141,7 @@ class HostTransport:
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Bucket:
         """See `GradientTransport`."""
-        rank, empty = self._rank, self._group.empty
+        rank, empty = self._low_rank, self._group.empty
         if rank and any(shrinks(parameter, rank) for parameter in parameters.values()):
             return LowRankBucket(parameters, rank, room, empty, self._feedback)
         bucket = Bucket(parameters, room, empty, self._feedback and not rank)

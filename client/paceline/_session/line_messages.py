@@ -32,8 +32,8 @@ __all__ = [
     "CatchUpAsked",
     "CaughtOut",
     "JobDone",
-    "Letter",
-    "LineMessages",
+    "LineMessage",
+    "LineClient",
     "Lost",
     "MemberInbox",
     "MayGo",
@@ -169,13 +169,15 @@ class Lost:
 
 
 News: TypeAlias = Runs | Tried | Waits
-"""Letters that only inform, and ask this member for nothing."""
+"""Messages that only inform, and ask this member for nothing."""
 
-Letter: TypeAlias = ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
+LineMessage: TypeAlias = (
+    ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
+)
 
 
 class MemberInbox:
-    """The letters of one session.
+    """The messages of one session.
 
     Attributes:
         summoned: generation in which this member is to ask for a meeting, 0 for none.
@@ -187,33 +189,33 @@ class MemberInbox:
         self.summoned = 0
         self.draining = ""
         self.connected = True
-        self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
-        self._put = self._got = 0  # letters that ask; each number is one thread's to write
+        self._messages: queue.SimpleQueue[LineMessage] = queue.SimpleQueue()
+        self._put = self._got = 0  # messages that ask; each number is one thread's to write
 
-    def put(self, letter: Letter) -> None:
-        """Adds a letter; on the loop, or from any thread if it says that the session is over."""
-        self._put += not isinstance(letter, News)
-        self._letters.put(letter)
+    def put(self, message: LineMessage) -> None:
+        """Adds a message; on the loop, or from any thread if it says that the session is over."""
+        self._put += not isinstance(message, News)
+        self._messages.put(message)
 
     @property
     def asks(self) -> bool:
-        """True if there is an unread letter that is not merely news."""
+        """True if there is an unread message that is not merely news."""
         return self._put != self._got
 
-    def get(self, timeout: float) -> Letter | None:
-        """The next letter; None if none came in so many seconds."""
+    def get(self, timeout: float) -> LineMessage | None:
+        """The next message; None if none came in so many seconds."""
         try:
-            letter = self._letters.get(timeout=timeout)
+            message = self._messages.get(timeout=timeout)
         except queue.Empty:
             return None
-        self._got += not isinstance(letter, News)
-        return letter
+        self._got += not isinstance(message, News)
+        return message
 
 
 _log = logging.getLogger("paceline.session")
 
 
-class LineMessages:
+class LineClient:
     """Connects one member's training thread with the coordinator, for everything that concerns the line.
 
     Args:
@@ -267,7 +269,7 @@ class LineMessages:
                 self._meet = request
                 self.control.send(request)
             else:
-                # The worker is another member now, or has been given a later view: a letter says so.
+                # The worker is another member now, or has been given a later view: a message says so.
                 text = "not told the coordinator of the stop in generation %d: this worker is in generation %d now"
                 _log.info(text, meet.generation, self.control.generation)
 

@@ -34,7 +34,7 @@ from paceline._session.flight import FlightLog, flight_directory
 from paceline._session.generations import Generations
 from paceline._session.identity import JoinRequest
 from paceline._session.launcher_pipe import tell_launcher
-from paceline._session.line_messages import CaughtOut, LineMessages, Lost, MemberInbox, ViewCame, Waits
+from paceline._session.line_messages import CaughtOut, LineClient, Lost, MemberInbox, ViewCame, Waits
 from paceline._session.store import CoordinatorStore
 from paceline._session.whereabouts import Sockets, Whereabouts
 from paceline._wait import Outcome
@@ -120,7 +120,7 @@ class MemberConnection:
         self._sockets = Sockets(self._start)
         self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
         self.inbox = MemberInbox()
-        self.line = LineMessages(wanted.job, config, thread, self.inbox, self._start, self._stand_by)
+        self.line = LineClient(wanted.job, config, thread, self.inbox, self._start, self._stand_by)
         self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
 

@@ -234,7 +234,7 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
         try:
             found = TorchOptimizer(thing)
         except UnsupportedOp:
-            if any(isinstance(owner, ShardedModel) and owner.spreads for owner in owners):
+            if any(isinstance(owner, ShardedModel) and owner.is_sharded for owner in owners):
                 raise
             return None
         setattr(thing, _KEPT, found)

@@ -158,7 +158,7 @@ class TorchPiece(Parameter):
     @_grad.setter
     def _grad(self, value: NDArray[Any] | None) -> None:
         gradient = None if value is None else tensor_of(value)
-        if gradient is not None and isinstance(self._owner, ShardedModel) and self._owner.spreads:
+        if gradient is not None and isinstance(self._owner, ShardedModel) and self._owner.is_sharded:
             gradient = gradient.as_subclass(GradientShard)
         self.tensor.grad = gradient
 

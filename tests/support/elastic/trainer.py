@@ -138,10 +138,10 @@ def main() -> None:
                             total = session.group.all_reduce(np.ones(1))
                     assert total[0] == session.size
         except paceline.Dismissed as end:
-            found = [] if state.spreads else large(state, problem)
+            found = [] if state.is_sharded else large(state, problem)
             emit("dismissed", reason=end.reason, step=state.step, digest=digest(found), weights=numbers(found))
             raise
-        found = whole(state, session.group) if state.spreads else large(state, problem)
+        found = whole(state, session.group) if state.is_sharded else large(state, problem)
         values = numbers(found) if plan.get("hidden", 16) <= 16 else []
         emit("done", step=state.step, generation=session.generation, digest=digest(found), weights=values)
 

@@ -31,10 +31,10 @@ def test_the_step_has_the_weight_and_so_has_the_group_while_it_lasts() -> None:
                 with pytest.raises(UnsupportedOp, match="has no sampler"):
                     _ = step.weight
                 step.count(0.25, of=feed)
-                assert (step.weight, session.group.share) == (0.25, 0.25)
+                assert (step.weight, session.group.gradient_weight) == (0.25, 0.25)
                 with pytest.raises(StepOrderError, match=f"step {step.number} has its batch: this Feed gives one"):
                     step.count(0.25, of=feed)
-            assert session.group.share == 1.0
+            assert session.group.gradient_weight == 1.0
             with pytest.raises(StepOrderError, match=f"step {step.number} is over"):
                 step.count(0.25, of=feed)
 

@@ -41,7 +41,7 @@ class Scene:
             take=self._take, take_shards=self._take_shards, offered=offered, config=config, inbox=inbox
         )
         state: Any = SimpleNamespace(
-            spreads=True,
+            is_sharded=True,
             shares=lambda: self.place.shares,
             resharding=lambda share, own=True: self._note("plan", plan),
             switch=lambda plan, rest: self._switch(rest),

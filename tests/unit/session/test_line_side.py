@@ -11,7 +11,7 @@ import pytest
 
 from paceline import errors
 from paceline._links.base import Peer
-from paceline._session.line_messages import Letter, LineMessages, MemberInbox, Runs
+from paceline._session.line_messages import LineClient, LineMessage, MemberInbox, Runs
 from paceline.config import Config
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -31,14 +31,14 @@ class Lists:
         return answer
 
 
-def heard(lists: Lists) -> list[Letter | None]:
-    """The letters that follow from the news of a line with two members, of which rank 0 has ended."""
+def heard(lists: Lists) -> list[LineMessage | None]:
+    """The messages that follow from the news of a line with two members, of which rank 0 has ended."""
     inbox = MemberInbox()
 
     async def hear() -> None:
         begun: list[Coroutine[Any, Any, None]] = []
         nothing: Any = None
-        side: Any = LineMessages("job", Config(), nothing, inbox, begun.append, lambda _: None)
+        side: Any = LineClient("job", Config(), nothing, inbox, begun.append, lambda _: None)
         side.members = lists
         side.control = SimpleNamespace(channel=None)
         side.hear(pb.SessionResponse(running=pb.Running(generation=7, world_size=2, pages=1, ended=[0])))
@@ -46,10 +46,10 @@ def heard(lists: Lists) -> list[Letter | None]:
             await asyncio.wait_for(work, 5.0)
 
     asyncio.run(hear())
-    letters: list[Letter | None] = []
-    while (letter := inbox.get(0.0)) is not None:
-        letters.append(letter)
-    return letters
+    messages: list[LineMessage | None] = []
+    while (message := inbox.get(0.0)) is not None:
+        messages.append(message)
+    return messages
 
 
 @pytest.mark.parametrize("trouble", [errors.OperationTimeout("no answer"), errors.CoordinatorUnreachable("busy")])

@@ -151,7 +151,7 @@ def places_of(models: Sequence[ShardedModel], shards: int) -> dict[int, tuple[in
 
 def _units(models: Sequence[ShardedModel]) -> list[tuple[ShardedModel, Unit]]:
     """Returns the units that their strategy shards, each with its wrapper; in a world of one too."""
-    return [(part, part.unit) for model in models for part in model.parts() if part.spreads]
+    return [(part, part.unit) for model in models for part in model.parts() if part.is_sharded]
 
 
 def _among(model: ShardedModel, unit: Unit, *, whole: bool) -> tuple[int, int]:

@@ -115,7 +115,7 @@ class ShardedModel:
     # What it consists of ----------------------------------------------------------------------------------------------
 
     @property
-    def spreads(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if ranks hold different shards under this strategy; in a world of one too."""
         return self.strategy is not ShardingStrategy.NO_SHARD and self.intra_node_size != 1
 
