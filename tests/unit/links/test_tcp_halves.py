@@ -204,6 +204,9 @@ def test_a_stream_that_is_free_is_written_while_another_is_full() -> None:
         while not (out._polled == {0} and not select.select([], fds[:1], [], 0.02)[1]):
             for payload in (long, b""):  # on the first stream, and on the second
                 out.lend(data(payload), soon())
+            with out._lock:  # else frames pile up here while the thread that writes has yet to run
+                while out._queues[1] or (out._queues[0] and out._polled != {0}):
+                    out._changed.wait(0.001)
         out.lend(data(long), soon())
         out.lend(data(b""), soon())
         with out._lock:
