@@ -474,7 +474,7 @@ class Dispatcher:
     def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
         """Binds a stream to its session before the effects of its first event are performed."""
         _check_sound(job)
-        effects = job.membership.handle(self._loop.time(), event)  # refuses before anything is bound
+        effects = job.membership.handle(self._loop.time(), event)  # a refusal comes before anything is bound
         self.jobs.setdefault(stream.job, job)
         self._resting.pop(stream.job, None)
         earlier = self._streams.get(stream.member_id)

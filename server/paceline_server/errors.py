@@ -13,7 +13,7 @@ Refused
     Draining             the coordinator is stopping
     TimedOut             what the caller waited for did not come in time
     VersionMismatch      the versions of the protocol differ
-    Unauthenticated      no token came, or one that is unknown here
+    Unauthenticated      no token came, or an unknown one
     PermissionDenied     the token is good for another job, or for less
     Damaged              the bytes are no message: they changed on the way
 
@@ -136,4 +136,4 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Damaged: grpc.StatusCode.DATA_LOSS,
 }
-"""The gRPC status of each refusal (the comments of errors.proto promise these)."""
+"""The gRPC status of each refusal; the comments of errors.proto promise the same."""

@@ -56,7 +56,7 @@ class Job:
     door_secret: bytes = field(repr=False)
     """The 32 bytes by which members recognise each other. New in each line; a restart of the coordinator keeps it."""
     reason: str = ""
-    """The policy's sentence as it was last logged."""
+    """The sentence of the policy that was logged last."""
     timer: asyncio.TimerHandle | None = None
     failed: bool = False
     """True if a bug has ended the job's sessions: the job decides nothing more."""

@@ -48,7 +48,7 @@ class Budget:
         return self._held.get(who, 0)
 
     def take(self, who: Hashable, size: int, spare: int = 0) -> bool:
-        """Gives a payer more bytes. Gives none, and returns False, if it would then hold more than is left free.
+        """Gives a payer more bytes. Gives none and returns False if the payer would then hold more than it leaves free.
 
         Args:
             who: the payer.
@@ -70,7 +70,7 @@ class Budget:
 
 
 class Pacer:
-    """A token bucket: so many messages at once, then so many a second.
+    """A token bucket: lets `burst` messages through at once, and then `rate` messages a second.
 
     Args:
         rate: messages a second.

@@ -52,7 +52,7 @@ async def _targets(address: str, host: str, port: int) -> list[_Target]:
         try:
             return look_up(socket.AI_NUMERICHOST)
         except socket.gaierror:
-            return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # a name
+            return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # the host is a name
     except TimeoutError:
         text = f"cannot listen on {address}: its name was not looked up in {LOOK_UP_S:g} s; give an IP address"
         raise OSError(errno.ETIMEDOUT, text) from None
@@ -84,6 +84,6 @@ def _add_port(server: aio.Server, address: str, credentials: grpc.ServerCredenti
             port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
-    if not port:  # it was free a moment ago
+    if not port:  # the port was free a moment ago
         raise PortInUse(errno.EADDRINUSE, f"cannot listen on {address}: another process has taken it this moment")
     return port

@@ -21,7 +21,7 @@ _PULSE = 0.05
 """Seconds between two beats, which notice a stall of the loop; a beat costs some 10 us."""
 
 _LONG_STALL = 0.5
-"""Seconds of stall that an operator should hear of: the default heartbeat interval."""
+"""Seconds of a stall that an operator should hear of: the default heartbeat interval."""
 
 
 class Timers:

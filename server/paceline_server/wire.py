@@ -139,7 +139,7 @@ def check_version(version: int) -> None:
     """Checks that the worker speaks our protocol.
 
     Raises:
-        VersionMismatch: it does not; the text names both versions.
+        VersionMismatch: the worker does not; the text names both versions.
     """
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(

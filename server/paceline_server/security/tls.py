@@ -62,7 +62,7 @@ class Certificates:
 
 @dataclass(frozen=True, slots=True)
 class TlsPaths:
-    """The files of certificates."""
+    """The paths of the coordinator's certificate, of its key, and of the callers' authority (all PEM)."""
 
     cert: Path
     key: Path

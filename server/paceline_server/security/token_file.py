@@ -121,7 +121,7 @@ class TokenKeeper:
         try:
             found = await asyncio.wrap_future(start_apart(read, _THREAD))
         except (TokensUnusable, RuntimeError) as error:  # RuntimeError: there are too many threads
-            if str(error) != self._trouble:  # once, not every second
+            if str(error) != self._trouble:  # log it once, not every second
                 _log.error("%s; the last tokens stay in force", error)
             self._trouble = str(error)
         else:

@@ -38,7 +38,7 @@ CALL_BYTES = 48 << 10
 """The cost of any open call: a `Get` that waits takes some 27 KB, and grpc may hold 16 KiB unread."""
 
 _TIMES = 3
-"""Copies of a request in memory: as it came, parsed, and as Python objects."""
+"""Copies of a request in memory: its bytes, the parsed message, and Python objects."""
 
 
 class OpenCalls:
@@ -134,7 +134,7 @@ _LASTING = frozenset(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait"))
 """Calls with one answer that may wait for other calls, and so last like streams."""
 
 _MOST_PAYERS = 20_000
-"""Payers whose pace is remembered: each takes 0.3 KB."""
+"""The most payers whose pace is remembered: each takes 0.3 KB."""
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -246,7 +246,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 except (LimitMet, NoRoom) as refused:
                     data.clear()
                     call.give_back()
-                    # Otherwise grpc's client reports that a write failed, and not why.
+                    # Otherwise grpc's client would report that a write failed, but not why.
                     while await context.read() is not EOF:
                         await self._turn(call.payer)
                     await refuse(context, refused)

@@ -37,7 +37,7 @@ class StateUnusable(OSError):
 
 @dataclass(frozen=True, slots=True)
 class ViewFormed:
-    """A job's new view replaces the one before; its number is used up for ever."""
+    """A job's new view replaces the previous one; its number is used up for ever."""
 
     job: str
     view: View
@@ -113,7 +113,7 @@ class StoreCleared:
 
 @dataclass(frozen=True, slots=True)
 class NumbersUsed:
-    """Numbers up to this one are used up, by views of which nothing is kept."""
+    """Generation numbers up to this one are used up, by views of which nothing is kept."""
 
     job: str
     generation: int

@@ -72,7 +72,7 @@ class SqliteStorage:
         return asyncio.wrap_future(batch.done)
 
     async def close(self) -> None:
-        """Stores what is queued and closes the file."""
+        """Stores the queued changes and closes the file."""
         if self._thread is not None:
             self._queue.put(None)
             await asyncio.wrap_future(self._closed)
